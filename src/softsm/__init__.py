@@ -1,0 +1,1 @@
+"""A streaming multiprocessor in software: runs PTX on a CPU and says why it is wrong."""
