@@ -1,0 +1,41 @@
+"""The exceptions a user of softsm can meet. Every message says what, where and, where known, how to mend it."""
+
+from __future__ import annotations
+
+
+class SoftsmError(RuntimeError):
+    """Base of everything softsm raises about a program it was given."""
+
+
+class PtxError(SoftsmError):
+    """The text is not PTX that softsm can read: line, column and what was expected."""
+
+    def __init__(self, message: str, line: int = 0, column: int = 0):
+        self.line, self.column = line, column
+        super().__init__(f"PTX line {line}, column {column}: {message}" if line else message)
+
+
+class Unsupported(PtxError):
+    """An instruction or modifier without semantics; refused when the kernel is loaded."""
+
+
+class Fault(SoftsmError):
+    """The program did something illegal while running. `code` names the diagnostic, e.g. 'out-of-bounds'."""
+
+    def __init__(self, code: str, message: str):
+        self.code = code
+        super().__init__(f"{code}: {message}")
+
+
+class Deadlock(Fault):
+    """No warp can go on. The message lists what each one waits for."""
+
+    def __init__(self, message: str):
+        super().__init__("deadlock", message)
+
+
+class StepBudget(Fault):
+    """The launch used up its budget of warp instructions."""
+
+    def __init__(self, message: str):
+        super().__init__("step-budget", message)

@@ -1,0 +1,153 @@
+"""What the parser makes of PTX text: plain data, no behaviour.
+
+Names are unique within a function: a register or label declared in a nested `{ }` scope is renamed `name@k`
+(k = number of the scope), so that everything after the parser can ignore scopes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """A declared register, e.g. `%r5`; its PTX type is `function.registers[name]`. `!%p1` has negated=True."""
+
+    name: str
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A predefined register such as `%tid.x`, `%laneid`, `%cluster_ctarank`, `WARP_SZ`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imm:
+    """A literal. Integers: the Python value. Floats (`0f3F800000`, `0d...`, `1.5`): the value as a Python float,
+    with `kind` 'f32' or 'f64' for the bit-exact spellings ('float' for decimals) and their bits in `bits`."""
+
+    value: int | float
+    kind: str = "int"  # 'int' | 'f32' | 'f64' | 'float'
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """The address of a variable, parameter or function (`global_smem`, `foo_param_0`), or of `name + offset`."""
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base + offset]`; base is Reg, Symbol or Imm. `coords` for tensor operands `[map, {c0, c1}]`, else ();
+    `extra` holds what may follow the coordinates (im2col offsets)."""
+
+    base: Reg | Symbol | Imm
+    offset: int = 0
+    coords: tuple = ()
+    extra: tuple = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b, c}`; items are operands."""
+
+    items: tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`a|b`, as in `setp.lt.s32 %p1|%p2, ...`, `elect.sync %r1|%p1, ...`, `shfl.sync.idx.b32 %r1|%p1, ...`."""
+
+    first: object
+    second: object
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    name: str
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """The operand `_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Operands of `call`: (returns), callee, (arguments). callee is a Symbol or, for indirect calls, a Reg."""
+
+    returns: tuple[str, ...]
+    callee: object
+    arguments: tuple
+    prototype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLoc:
+    """From `.loc`: file name, line, column of the program the PTX was compiled from (innermost inlined location)."""
+
+    file: str
+    line: int
+    column: int
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    opcode: str  # 'add', 'cp', 'tcgen05', ...
+    modifiers: tuple[str, ...]  # ('rn', 'ftz', 'f32'); '::' stays inside a modifier: 'shared::cta'
+    operands: tuple
+    guard: Reg | None  # @%p / @!%p (negated=True)
+    line: int  # PTX text, 1-based
+    column: int
+    loc: SourceLoc | None
+    text: str  # the statement as written, one line
+
+    @property
+    def name(self) -> str:
+        return ".".join((self.opcode, *self.modifiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A declared variable. space: 'global', 'const', 'shared', 'local' or 'param'. size 0 = extern, sized at launch."""
+
+    name: str
+    space: str
+    type: str  # 'b8', 'u32', 'f32', ...
+    align: int
+    size: int  # bytes in all
+    initial: tuple = ()  # ints/floats (element values) or Symbol
+    extern: bool = False
+    line: int = 0
+
+
+@dataclass(slots=True)
+class Function:
+    name: str
+    entry: bool
+    params: list[Variable]  # in order; for .func also the return parameters below
+    returns: list[Variable]
+    registers: dict[str, str]  # name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
+    variables: list[Variable]  # declared in the body (shared, local, param)
+    body: list[Instruction | Label]
+    branch_targets: dict[str, tuple[str, ...]]  # .branchtargets label -> target labels (for brx.idx)
+    directives: dict[str, tuple]  # 'reqntid': (512,), 'maxnreg': (128,), 'reqnctapercluster': (2, 1, 1), ...
+    line: int = 0
+
+
+@dataclass(slots=True)
+class Module:
+    version: tuple[int, int]
+    target: str  # 'sm_100a'
+    variables: list[Variable]
+    functions: dict[str, Function]
+    files: dict[int, str] = field(default_factory=dict)
+    source: str = ""
