@@ -1,0 +1,213 @@
+"""KV rows of DeepSeek-V4 as bytes: the 584-byte FP8 row, its pages, and the way in and out.
+
+One row of 512 values, of which the last 64 carry RoPE:
+
+    448 x e4m3   values / scale, one scale for every 64 of them        448 B  \\ data row, 576 B
+     64 x bf16   the RoPE part, not quantised                          128 B  /
+      7 x ue8m0  scale = 2 ** ceil(log2(max(amax / 448, 1e-4)))          7 B  \\ scale row, 8 B
+      1 x 0      padding                                                 1 B  /
+
+A page of R rows is split, not interleaved: R data rows, then R scale rows, then padding up to the page stride
+(by default the next multiple of 576 B, which the tensor maps of the Blackwell kernels need).
+
+    page p starts at byte p * page_stride:  [ R x 576 B | R x 8 B | padding ]
+    row r lives in page r // R, place r % R
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4 import checks
+
+HEAD_DIM = 512
+NOPE = 448  # values stored as e4m3
+ROPE = HEAD_DIM - NOPE  # values stored as bf16
+TILE = 64  # e4m3 values that share a scale
+TILES = NOPE // TILE
+DATA_BYTES = NOPE + 2 * ROPE  # 576
+SCALE_BYTES = 8  # 7 scales and one byte of padding
+ROW_BYTES = DATA_BYTES + SCALE_BYTES  # 584
+STRIDE_UNIT = 576
+E4M3_MAX = 448.0
+MIN_SCALE = 1e-4  # an all-zero tile still gets a scale
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ROW_NUMBERS = (torch.int32, torch.int64)
+
+
+def page_stride_for(rows_per_page: int) -> int:
+    """Bytes from one page to the next when nothing else is asked for: the used bytes rounded up to 576."""
+    used = rows_per_page * ROW_BYTES
+    return -(-used // STRIDE_UNIT) * STRIDE_UNIT
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n, 512] of any float dtype to (data uint8 [n, 576], scales uint8 [n, 8]).
+
+    A tile that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN.
+    """
+    n = rows.shape[0]
+    tiles = rows[:, :NOPE].float().reshape(n, TILES, TILE)  # [n, 7, 64]
+    target = (tiles.abs().amax(-1) / E4M3_MAX).clamp_min(MIN_SCALE)  # [n, 7]
+    # ceil(log2(x)) from the bits: log2 in floating point rounds, and next to a power of two it rounds wrongly.
+    mantissa, exponent = torch.frexp(target)  # target = mantissa * 2**exponent, mantissa in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    finite = torch.isfinite(target)
+    scale_bytes = torch.where(finite, exponent + 127, 255).to(torch.uint8)
+    scale = scale_bytes.view(torch.float8_e8m0fnu).float()
+    nope = (tiles / scale[..., None]).to(torch.float8_e4m3fn)  # |value| <= 448: never out of range
+    rope = rows[:, NOPE:].to(torch.bfloat16).contiguous()
+    data = torch.cat([nope.view(torch.uint8).reshape(n, NOPE), rope.view(torch.uint8)], dim=1)
+    scales = torch.cat([scale_bytes, scale_bytes.new_zeros(n, SCALE_BYTES - TILES)], dim=1)
+    return data, scales
+
+
+def dequantize_rows(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """(data uint8 [n, 576], scales uint8 [n, 8]) to rows [n, 512]. e4m3 times a power of two is exact in bf16."""
+    n = data.shape[0]
+    rows = torch.empty(n, HEAD_DIM, dtype=dtype, device=data.device)
+    nope = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).to(dtype).view(n, TILES, TILE)
+    scale = scales[:, :TILES].contiguous().view(torch.float8_e8m0fnu).to(dtype)
+    torch.mul(nope, scale[..., None], out=rows[:, :NOPE].view(n, TILES, TILE))
+    rows[:, NOPE:] = data[:, NOPE:].contiguous().view(torch.bfloat16)
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Cache:
+    """Pages of 584-byte rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
+
+    storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
+    rows_per_page  rows in one page: 64 for CSA, 2 for HCA, 64 or 256 for the window
+    page_stride    bytes from page to page; default: rows_per_page * 584 rounded up to 576
+
+    >>> cache = Fp8Cache.pack(rows, rows_per_page=64)       # rows [n, 512], bf16 or fp32
+    >>> cache.unpack()[: len(rows)]                         # bf16, as the kernels see them
+    """
+
+    storage: torch.Tensor
+    rows_per_page: int
+    page_stride: int = -1
+
+    def __post_init__(self) -> None:
+        checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
+        _check_rows_per_page(self.rows_per_page)
+        used = self.rows_per_page * ROW_BYTES
+        if self.page_stride == -1:
+            object.__setattr__(self, "page_stride", page_stride_for(self.rows_per_page))
+        if not isinstance(self.page_stride, int) or self.page_stride < used:
+            checks.fail("page_stride", self.page_stride, f"an int >= rows_per_page * {ROW_BYTES} = {used}")
+
+    @classmethod
+    def empty(
+        cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu"
+    ) -> Fp8Cache:
+        """Zeroed pages. Zero bytes read back as rows of zeros."""
+        if not isinstance(pages, int) or pages < 0:
+            checks.fail("pages", checks.describe(pages), "an int >= 0")
+        _check_rows_per_page(rows_per_page)
+        stride = page_stride_for(rows_per_page) if page_stride is None else page_stride
+        return cls(torch.zeros(pages * max(stride, 0), dtype=torch.uint8, device=device), rows_per_page, stride)
+
+    @classmethod
+    def pack(cls, rows: torch.Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Fp8Cache:
+        """Quantise rows [n, 512] into fresh pages; row i gets row number i, the last page is filled up with zeros."""
+        checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, unit_last=False)
+        _check_rows_per_page(rows_per_page)
+        pages = -(-rows.shape[0] // rows_per_page)
+        cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device)
+        cache.write(torch.arange(rows.shape[0], device=rows.device), rows)
+        return cache
+
+    @classmethod
+    def from_pages(cls, pages: torch.Tensor) -> Fp8Cache:
+        """The caches of serving engines, [pages, rows, 584] or [pages, rows, 1, 584] of any one-byte dtype, without a copy.
+
+        Their shape says 584 bytes a row; the bytes inside a page are split as described above all the same. The stride
+        of dim 0 is the page stride.
+        """
+        accepted = f"one-byte elements [pages, rows, {ROW_BYTES}] or [pages, rows, 1, {ROW_BYTES}], contiguous inside a page"
+        if not isinstance(pages, torch.Tensor) or pages.element_size() != 1:
+            checks.fail("pages", checks.describe(pages), accepted)
+        if pages.ndim == 4 and pages.shape[2] == 1:
+            pages = pages[:, :, 0]
+        if pages.ndim != 3 or pages.shape[2] != ROW_BYTES or pages.stride()[1:] != (ROW_BYTES, 1):
+            checks.fail("pages", f"shape {list(pages.shape)}, strides {list(pages.stride())}", accepted)
+        count, rows, _ = pages.shape
+        stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * ROW_BYTES)
+        span = (count - 1) * stride + rows * ROW_BYTES if count else 0
+        flat = pages.view(torch.uint8).as_strided((span,), (1,), pages.storage_offset())
+        return cls(flat, rows, stride)
+
+    @property
+    def pages(self) -> int:
+        # The last page need not be padded up to the stride.
+        used = self.rows_per_page * ROW_BYTES
+        return 0 if self.storage.numel() < used else (self.storage.numel() - used) // self.page_stride + 1
+
+    @property
+    def rows(self) -> int:
+        """Row numbers run from 0 to rows - 1."""
+        return self.pages * self.rows_per_page
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, HEAD_DIM)
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    def data_view(self) -> torch.Tensor:
+        """uint8 [pages, rows_per_page, 576], a view of the storage: 448 e4m3 bytes and 64 bf16 of every row."""
+        return self._view(DATA_BYTES, 0)
+
+    def scale_view(self) -> torch.Tensor:
+        """uint8 [pages, rows_per_page, 8], a view of the storage: 7 ue8m0 scales and a padding byte of every row."""
+        return self._view(SCALE_BYTES, self.rows_per_page * DATA_BYTES)
+
+    def _view(self, width: int, start: int) -> torch.Tensor:
+        size = (self.pages, self.rows_per_page, width)
+        return self.storage.as_strided(size, (self.page_stride, width, 1), self.storage.storage_offset() + start)
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Quantise rows [n, 512] into the row numbers slots [n]; slot -1 drops its row."""
+        checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, like=("storage", self.storage), unit_last=False)
+        checks.tensor("slots", slots, (rows.shape[0],), ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
+        if checks.values_checked(slots):
+            checks.in_range("slots", slots, -1, self.rows - 1)
+        data, scales = quantize_rows(rows)
+        keep = (slots >= 0) & (slots < self.rows)
+        slots, data, scales = slots[keep].long(), data[keep], scales[keep]
+        page, place = slots // self.rows_per_page, slots % self.rows_per_page
+        self.data_view()[page, place] = data
+        self.scale_view()[page, place] = scales
+
+    def gather(self, indices: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Rows [..., 512] of the given row numbers [...]; -1 gives a row of zeros. Only the asked rows are read."""
+        shape = tuple(indices.shape) if isinstance(indices, torch.Tensor) else ("...",)
+        checks.tensor("indices", indices, shape, ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
+        if checks.values_checked(indices):
+            checks.in_range("indices", indices, -1, self.rows - 1)
+        if self.rows == 0:
+            return torch.zeros(*indices.shape, HEAD_DIM, dtype=dtype, device=self.device)
+        flat = indices.reshape(-1).long()
+        absent = (flat < 0) | (flat >= self.rows)
+        safe = torch.where(absent, 0, flat)
+        page, place = safe // self.rows_per_page, safe % self.rows_per_page
+        rows = dequantize_rows(self.data_view()[page, place], self.scale_view()[page, place], dtype)
+        # Row 0 stands in for an absent one and may hold anything, NaN included: overwrite, do not multiply by zero.
+        rows.masked_fill_(absent[:, None], 0)
+        return rows.view(*indices.shape, HEAD_DIM)
+
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """All rows, [rows, 512]."""
+        data, scales = self.data_view().reshape(-1, DATA_BYTES), self.scale_view().reshape(-1, SCALE_BYTES)
+        return dequantize_rows(data, scales, dtype)
+
+
+def _check_rows_per_page(n: int) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        checks.fail("rows_per_page", checks.describe(n), "an int >= 1")
