@@ -60,7 +60,9 @@ def tensor(
     return x
 
 
-def int32(name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor], *, contiguous: bool = False) -> Tensor:
+def int32(
+    name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor], *, contiguous: bool = False
+) -> Tensor:
     """An int32 tensor on the device of ``like``, e.g. lengths, indices, block tables."""
     tensor(name, x, shape, (torch.int32,), like=like)
     if contiguous and not x.is_contiguous():
@@ -132,9 +134,15 @@ def forward_only(**tensors: Tensor | None) -> None:
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
     """A tensor that may be written: right shape and dtype, every element its own, apart from the inputs."""
     like = next(iter(inputs.items()))
-    tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=x.ndim > 0 if isinstance(x, Tensor) else False)
+    tensor(
+        name, x, tuple(shape), (dtype,), like=like, unit_last=x.ndim > 0 if isinstance(x, Tensor) else False
+    )
     if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride())):
-        fail(name, f"strides {list(x.stride())} (elements share memory)", "a tensor whose elements do not overlap")
+        fail(
+            name,
+            f"strides {list(x.stride())} (elements share memory)",
+            "a tensor whose elements do not overlap",
+        )
     return x
 
 

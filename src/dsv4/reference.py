@@ -30,7 +30,10 @@ def attend(
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
     v = torch.where(seen.any(0)[:, None], v, 0)
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)  # query head h reads KV head h // group
+    k, v = (
+        k.repeat_interleave(group, 0),
+        v.repeat_interleave(group, 0),
+    )  # query head h reads KV head h // group
 
     s = torch.where(seen, q @ k.mT * scale, NEG_INF)  # [Hq, T, S]
     lse = s.logsumexp(-1)  # -inf where nothing is seen
@@ -143,9 +146,11 @@ def v4_attention(
     *,
     window_lengths: Tensor | None = None,  # [N]: only the first so many entries of the list count
     compressed_lengths: Tensor | None = None,  # [N]
-    compressed_block_table: Tensor | None = None,  # [R, pages]: instead of a list, the first length rows of these pages
+    compressed_block_table: Tensor
+    | None = None,  # [R, pages]: instead of a list, the first length rows of these pages
     request_starts: Tensor | None = None,  # [R + 1]: queries starts[r] .. starts[r+1] belong to request r
-    inverse_rope: tuple[Tensor, Tensor] | None = None,  # (cos_sin [positions, 64], position of each query [N])
+    inverse_rope: tuple[Tensor, Tensor]
+    | None = None,  # (cos_sin [positions, 64], position of each query [N])
     sink: Tensor | None = None,  # [H]
     softmax_scale: float | None = None,
     compute: torch.dtype = torch.float64,
@@ -163,7 +168,9 @@ def v4_attention(
         if compressed_block_table is not None and request[n] >= 0:
             page = rows_per_page(compressed)
             j = torch.arange(int(compressed_lengths[n]), device=q.device)
-            rows.append(compressed_rows[compressed_block_table[request[n], j // page].long() * page + j % page])
+            rows.append(
+                compressed_rows[compressed_block_table[request[n], j // page].long() * page + j % page]
+            )
         elif compressed_indices is not None:
             rows.append(compressed_rows[listed(compressed_indices[n], compressed_lengths, n)])
         kv = torch.cat([r.to(compute) for r in rows])[None]  # [1, rows, 512]

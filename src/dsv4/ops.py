@@ -1,0 +1,114 @@
+"""torch operators in the namespace ``dsv4``: what torch.compile, export and dispatch modes see.
+
+For each public attention function X there are two operators::
+
+    torch.ops.dsv4.X(...) -> (Tensor out, Tensor lse)          lse has size 0 when return_lse is False
+    torch.ops.dsv4.X_out(..., scratch, num_splits, out, lse)   writes out, and lse unless its size is 0
+
+Forward only: an input that requires grad raises under grad mode.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv4 import checks, dispatch, problem
+
+LIBRARY = torch.library.Library("dsv4", "DEF")
+# The key below autograd: tensors keep requires_grad, grad mode is as the caller left it.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def define(schema: str, kernel: Callable, fake: Callable) -> None:
+    """Register one operator of this namespace: real kernel, fake kernel, refusal of grad."""
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsv4::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.dsv4, name).default
+    arguments = [a.name for a in op._schema.arguments]
+
+    def refuse_grad(*args, **kwargs):
+        checks.forward_only(**dict(zip(arguments, args)), **kwargs)
+        with _below_autograd():
+            return op(*args, **kwargs)
+
+    LIBRARY.impl(name, refuse_grad, "Autograd")
+
+
+OPTIONS = (
+    "*, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, Tensor? sink=None, "
+    "float? softmax_scale=None, bool deterministic=False, str backend='auto'"
+)
+TENSORS = {
+    "fmha": "Tensor q, Tensor k, Tensor v",
+    "fmha_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None",
+    "fmha_paged": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths",
+}
+BUILDERS = {"fmha": problem.dense, "fmha_varlen": problem.varlen, "fmha_paged": problem.paged}
+
+
+def _define_fmha(name: str) -> None:
+    build_problem = BUILDERS[name]
+
+    def build(
+        *tensors, window_left=-1, window_right=-1, deterministic=False, **options
+    ) -> problem.FmhaProblem:
+        p = build_problem(*tensors, window=(window_left, window_right), **options)
+        return replace(p, deterministic=deterministic)
+
+    def allocate(p: problem.FmhaProblem, return_lse: bool) -> tuple[Tensor, Tensor]:
+        out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+        lse = torch.empty(p.lse_shape if return_lse else (0,), dtype=torch.float32, device=p.q.device)
+        return out, lse
+
+    def kernel(*tensors, return_lse=False, backend="auto", **options):
+        p = build(*tensors, **options)
+        out, lse = allocate(p, return_lse)
+        _run(replace(p, out=out, lse=lse if return_lse else None), backend)
+        return out, lse
+
+    def fake(*tensors, return_lse=False, backend="auto", **options):
+        return allocate(build(*tensors, **options), return_lse)
+
+    def build_out(*tensors, out, lse, scratch=None, num_splits=0, **options) -> problem.FmhaProblem:
+        p = build(*tensors, **options)
+        checks.output("out", out, p.q.shape, p.q.dtype, {"q": p.q})
+        want_lse = lse.shape != (0,)
+        if want_lse:
+            checks.output("lse", lse, p.lse_shape, torch.float32, {"q": p.q})
+        if scratch is not None:
+            checks.tensor("scratch", scratch, ("n",), (torch.float32,), like=("q", p.q))
+        return replace(p, out=out, lse=lse if want_lse else None, scratch=scratch, num_splits=num_splits)
+
+    def kernel_out(*tensors, backend="auto", **options):
+        p = build_out(*tensors, **options)
+        inputs = {"q": p.q, "k": p.k, "v": p.v, "sink": p.sink}
+        checks.apart("out", p.out, inputs)
+        if p.lse is not None:
+            checks.apart("lse", p.lse, inputs | {"out": p.out})
+        _run(p, backend)
+
+    def fake_out(*tensors, backend="auto", **options):
+        build_out(*tensors, **options)
+
+    define(f"{name}({TENSORS[name]}, {OPTIONS}, bool return_lse=False) -> (Tensor, Tensor)", kernel, fake)
+    scratch = "Tensor(c!)? scratch=None, SymInt num_splits=0"
+    define(
+        f"{name}_out({TENSORS[name]}, {OPTIONS}, {scratch}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+        kernel_out,
+        fake_out,
+    )
+
+
+def _run(p: problem.FmhaProblem, backend: str) -> None:
+    if checks.values_checked(p.q):
+        problem.check_values(p)
+    dispatch.run(p, backend)
+
+
+for _name in TENSORS:
+    _define_fmha(_name)

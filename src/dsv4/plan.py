@@ -1,0 +1,138 @@
+"""Split-KV plans: how many ways the keys of a problem are split, and the buffers for it, sized once by capacity.
+
+A plan depends on capacities only, never on tensor values, so a CUDA graph captured with it stays right while lengths
+change. One plan serves any problem within its capacities, one call at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import checks
+
+OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged")
+ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
+KEYS_PER_SPLIT = 512  # fewer keys than this do not pay for the merge
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    operation: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    num_splits: int
+    scratch: Tensor  # fp32, flat: num_splits * rows * (head_dim + 1); empty with one split
+
+    @property
+    def rows(self) -> int:
+        """Query rows: one per token and query head."""
+        return self.batch * self.max_seqlen_q * self.q_heads
+
+    def check(self, operation: str, problem: Any) -> None:
+        """ValueError unless this plan was made for such a problem. Reads shapes only."""
+        if operation != self.operation:
+            checks.fail("plan", f"a plan for {self.operation}", f"a plan for {operation}")
+        if problem.q.device != self.scratch.device:
+            checks.fail(
+                "plan", f"a plan on {self.scratch.device}", f"a plan on {problem.q.device}, the device of q"
+            )
+        for name in ("q_heads", "kv_heads", "head_dim"):
+            if getattr(problem, name) != getattr(self, name):
+                checks.fail(
+                    "plan",
+                    f"{name}={getattr(self, name)}",
+                    f"{name}={getattr(problem, name)}, as the tensors",
+                )
+        # A varlen problem's bounds may be loose (all rows in one sequence), so its rows are what counts.
+        if operation == "fmha_varlen":
+            sizes = {"batch": problem.batch, "rows": problem.q.shape[0] * problem.q_heads}
+        else:
+            sizes = {name: getattr(problem, name) for name in ("batch", "max_seqlen_q", "max_seqlen_k")}
+        for name, size in sizes.items():
+            if size > getattr(self, name):
+                checks.fail(
+                    "plan", f"capacity {name}={getattr(self, name)}", f"at least {size}, as the tensors"
+                )
+
+
+def plan(
+    operation: Callable,
+    *,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_seqlen_k: int,
+    max_seqlen_q: int = 1,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """Size a plan for ``operation`` (dsv4.fmha, dsv4.fmha_varlen or dsv4.fmha_paged) by its capacities.
+
+    batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention max_seqlen_k is
+    the width of the block table times the page size. device defaults to "cuda" where there is one, else "cpu"; on a
+    CPU one split is used and no buffer.
+    """
+    name = getattr(operation, "__name__", None)
+    if name not in OPERATIONS:
+        checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in OPERATIONS))
+    sizes = dict(
+        batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
+    for key, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            checks.fail(key, checks.describe(size), "an int >= 1")
+    checks.head_dim("head_dim", head_dim)
+    checks.head_ratio(q_heads, kv_heads)
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
+    partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads * (head_dim + 1)
+    scratch = torch.empty(partials, dtype=torch.float32, device=where)
+    return Plan(name, head_dim=head_dim, num_splits=splits, scratch=scratch, **sizes)
+
+
+def warmup(
+    operation: Callable, *, dtype: torch.dtype = torch.bfloat16, backend: str = "auto", **capacities
+) -> Plan:
+    """Make the plan for these capacities and run the operation once with it, so that its kernel is compiled.
+
+    The arguments of :func:`plan`, and dtype and backend of the calls to come. Returns the plan.
+    """
+    made = plan(operation, **capacities)
+    checks.backend(backend)
+    if dtype not in checks.FLOATS:
+        checks.fail("dtype", dtype, "torch.bfloat16, torch.float16; torch.float32 on a CPU")
+    device = made.scratch.device
+    q = torch.zeros(made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=device)
+    kv = q.new_zeros(made.batch, 1, made.kv_heads, made.head_dim)
+    if made.operation == "fmha_varlen":
+        starts = torch.arange(made.batch + 1, dtype=torch.int32, device=device)
+        ends = starts * made.max_seqlen_q
+        operation(
+            q.flatten(0, 1), kv.flatten(0, 1), kv.flatten(0, 1), ends, starts, plan=made, backend=backend
+        )
+    elif made.operation == "fmha_paged":
+        table = torch.arange(made.batch, dtype=torch.int32, device=device)[:, None]
+        operation(q, kv, kv, table, torch.ones_like(table[:, 0]), plan=made, backend=backend)
+    else:
+        operation(q, kv, kv, plan=made, backend=backend)
+    return made
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _splits(
+    multiprocessors: int, *, batch: int, q_heads: int, kv_heads: int, max_seqlen_q: int, max_seqlen_k: int
+) -> int:
+    """Enough splits that every multiprocessor has a tile, none so short that merging costs more than it saves."""
+    tiles = batch * kv_heads * -(-max_seqlen_q * (q_heads // kv_heads) // ROWS_PER_TILE)
+    return max(1, min(multiprocessors // tiles, -(-max_seqlen_k // KEYS_PER_SPLIT), MAX_SPLITS))
