@@ -1,0 +1,388 @@
+"""From the parsed function to bytecode.
+
+Each PTX instruction is handed to the lowering registered for its base opcode, which calls back `emit`, `macro`, ...
+Everything that can be refused is refused here, before the kernel runs: an instruction without a lowering, a modifier
+the lowering does not know, a register of the wrong width.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.errors import PtxError, Unsupported
+from softsm.isa.registry import LOWERERS, MICROS
+from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
+
+CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "logic", "barriers",
+            "async_copy", "tma", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
+WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
+         "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
+         "f32x2": 64, "b128": 128, "e4m3x2": 16, "e5m2x2": 16}
+SPECIAL_64 = {"clock64", "globaltimer", "gridid", "current_graph_exec"}
+
+
+def load_chapters() -> None:
+    """Import every instruction chapter once; they fill the registries."""
+    for chapter in CHAPTERS:
+        importlib.import_module(f"softsm.isa.{chapter}")
+
+
+def micro_numbers() -> dict[str, int]:
+    """Opcode number of every micro-operation: hot ones first, then the banks, in order of definition."""
+    hot = [m for m in MICROS.values() if m.hot]
+    cold = [m for m in MICROS.values() if not m.hot]
+    return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
+
+
+class Assembler:
+    def __init__(self, module: Module, function: Function, numbers: dict[str, int]):
+        self.module, self.function, self.numbers = module, function, numbers
+        self.records: list[list[int]] = []
+        self.instructions: list[Instruction] = []
+        self.macros: list[pg.MacroCall] = []
+        self.pool: list[int] = []
+        self.count = {"R": 1, "Q": 1, "P": 1}  # row 0 of R and Q stays zero; predicate 0 is always true
+        self.rows: dict[str, int] = {}
+        self.const_rows: dict[tuple[str, int], int] = {}
+        self.specials: dict[str, tuple[str, int]] = {}
+        self.parameters: dict[tuple[int, int], tuple[str, int]] = {}
+        self.symbol_rows: dict[tuple[str, str, int], int] = {}
+        self.labels: dict[str, int] = {}
+        self.fixups: list[tuple[int, str, Instruction]] = []
+        self.branch_tables: list[tuple[int, list[str]]] = []
+        self.ins: Instruction | None = None
+        self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
+        self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
+        self.tmem_flush = None  # macro function, set by the tensor-memory chapter
+        self.entries: dict[str, int] = {}  # .func name -> pc
+        self.layout()
+
+    # ---- where variables and parameters live -------------------------------------------------------------------
+
+    def layout(self) -> None:
+        self.variables = {v.name: v for v in self.module.variables}
+        self.shared_variables: dict[str, int] = {}
+        self.local_variables: dict[str, int] = {}
+        self.param_offsets: dict[str, int] = {}
+        offset = 0
+        for p in self.function.params:
+            offset = -(-offset // p.align) * p.align
+            self.param_offsets[p.name] = offset
+            offset += p.size
+        self.param_bytes = offset
+        self.local_bytes = 0
+        shared = pg.SHARED_START
+        dynamic = []
+        functions = [self.function, *(f for f in self.module.functions.values() if not f.entry)]
+        for v in [*self.module.variables, *(v for f in functions for v in f.variables)]:
+            self.variables[v.name] = v
+            if v.space == "shared":
+                if v.size == 0:
+                    dynamic.append(v)
+                    continue
+                shared = -(-shared // max(v.align, 1)) * max(v.align, 1)
+                self.shared_variables[v.name] = shared
+                shared += v.size
+            elif v.space in ("local", "param"):
+                self.place_local(v)
+        for f in functions[1:]:
+            for v in [*f.params, *f.returns]:
+                self.variables[v.name] = v
+                self.place_local(v)
+        for v in dynamic:  # all extern arrays start where the static ones end
+            shared = -(-shared // max(v.align, 16)) * max(v.align, 16)
+        for v in dynamic:
+            self.shared_variables[v.name] = shared
+        self.shared_static = shared - pg.SHARED_START
+
+    def place_local(self, v) -> None:
+        """Local variables, and the parameters of device functions, which live in the caller's local memory."""
+        self.local_bytes = -(-self.local_bytes // max(v.align, 1)) * max(v.align, 1)
+        self.local_variables[v.name] = self.local_bytes
+        self.local_bytes += max(v.size, 1)
+
+    # ---- operands ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def bank(kind: str) -> str:
+        return "P" if kind == "p" else "Q" if kind in "qld" else "R"
+
+    def type_of(self, operand) -> str:
+        if isinstance(operand, Reg):
+            return self.registers[operand.name]
+        if isinstance(operand, Special):
+            return "u64" if operand.name.lstrip("%") in SPECIAL_64 else "u32"
+        return ""
+
+    def register(self, reg: Reg, bank: str) -> int:
+        t = self.registers[reg.name]
+        width = WIDTH[t]
+        have = "P" if width == 1 else "Q" if width >= 64 else "R"
+        if have != bank:
+            wanted = {"P": "a predicate", "Q": "a 64-bit register", "R": "a register of at most 32 bits"}[bank]
+            raise self.error(f"{reg.name} is .{t}, expected {wanted}")
+        row = self.rows.get(reg.name)
+        if row is None:
+            row = self.rows[reg.name] = self.fresh(bank, 2 if width == 128 else 1)
+        self.touched.add((bank, row))
+        if width == 128:
+            self.touched.add((bank, row + 1))
+        return row
+
+    def fresh(self, bank: str, n: int = 1) -> int:
+        row = self.count[bank]
+        self.count[bank] += n
+        return row
+
+    def temp(self, kind: str) -> int:
+        return self.fresh(self.bank(kind))
+
+    def const(self, bits: int, kind: str) -> int:
+        bank = self.bank(kind)
+        bits &= (1 << 64) - 1 if bank == "Q" else pg.ALL
+        if bank != "P" and bits == 0:
+            return 0
+        key = (bank, bits)
+        if key not in self.const_rows:
+            self.const_rows[key] = self.fresh(bank)
+        return self.const_rows[key]
+
+    def literal(self, imm: Imm, kind: str) -> int:
+        """Bits of a literal used as an operand of this kind."""
+        if imm.kind == "int" and not isinstance(imm.value, float):
+            if kind == "f":
+                return struct.unpack("<I", struct.pack("<f", float(imm.value)))[0] if imm.bits == 0 else imm.bits
+            if kind == "d":
+                return struct.unpack("<Q", struct.pack("<d", float(imm.value)))[0] if imm.bits == 0 else imm.bits
+            return int(imm.value)
+        if imm.kind == "f32" and kind in "uif":
+            return imm.bits
+        if imm.kind == "f64" and kind in "qld":
+            return imm.bits
+        if kind in "dlq":
+            return struct.unpack("<Q", struct.pack("<d", float(imm.value)))[0]
+        return struct.unpack("<I", np.float32(imm.value).tobytes())[0]
+
+    def src(self, operand, kind: str) -> int:
+        bank = self.bank(kind)
+        if isinstance(operand, Reg):
+            if operand.negated:
+                row = self.temp("p")
+                self.emit("not.pred", row, self.register(Reg(operand.name), "P"), guard=None)
+                return row
+            return self.register(operand, bank)
+        if isinstance(operand, Imm):
+            if bank == "P":
+                return self.const(pg.ALL if operand.value else 0, "p")
+            return self.const(self.literal(operand, kind), kind)
+        if isinstance(operand, Special):
+            return self.special(operand.name, bank)
+        if isinstance(operand, Symbol):
+            return self.symbol(operand.name, operand.offset, bank)
+        if isinstance(operand, Vector) and len(operand.items) == 1:
+            return self.src(operand.items[0], kind)
+        raise self.error(f"operand {operand} cannot be read here")
+
+    def dst(self, operand, kind: str) -> int:
+        if isinstance(operand, Sink):
+            return self.temp(kind)
+        if isinstance(operand, Vector) and len(operand.items) == 1:
+            return self.dst(operand.items[0], kind)
+        if not isinstance(operand, Reg):
+            raise self.error(f"destination must be a register, got {operand}")
+        return self.register(operand, self.bank(kind))
+
+    def vector_rows(self, operand, kind: str, *, write: bool = False) -> list[int]:
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [self.dst(x, kind) if write else self.src(x, kind) for x in items]
+
+    def special(self, name: str, bank: str) -> int:
+        name = name.lstrip("%")
+        if name == "WARP_SZ":
+            return self.const(32, "q" if bank == "Q" else "u")
+        if name not in self.specials:
+            wide = "Q" if name in SPECIAL_64 else "R"
+            self.specials[name] = (wide, self.fresh(wide))
+        have, row = self.specials[name]
+        if have != bank:
+            raise self.error(f"%{name} is {'64' if have == 'Q' else '32'} bits wide")
+        return row
+
+    def symbol(self, name: str, offset: int, bank: str) -> int:
+        """Row with the address of a variable in its own space."""
+        if name in self.shared_variables or name in self.local_variables:
+            key = (bank, name, offset)
+        elif name in self.param_offsets or name in self.variables or name in self.module.functions:
+            if bank != "Q":
+                raise self.error(f"the address of {name} needs a 64-bit register")
+            key = (bank, name, offset)
+        else:
+            near = difflib.get_close_matches(name, [*self.variables, *self.param_offsets], 1)
+            raise self.error(f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        if key not in self.symbol_rows:
+            self.symbol_rows[key] = self.fresh(bank)
+        return self.symbol_rows[key]
+
+    def address(self, operand) -> tuple[str, int, int]:
+        """`[base + offset]` -> (bank of the base row, row, byte offset)."""
+        if not isinstance(operand, Address):
+            raise self.error(f"expected an address in brackets, got {operand}")
+        base = operand.base
+        if isinstance(base, Reg):
+            bank = "Q" if WIDTH[self.registers[base.name]] == 64 else "R"
+            return bank, self.register(base, bank), operand.offset
+        if isinstance(base, Imm):
+            return "Q", self.const(int(base.value), "q"), operand.offset
+        space = self.variables[base.name].space if base.name in self.variables else ""
+        bank = "R" if space == "shared" else "Q"
+        return bank, self.symbol(base.name, base.offset, bank), operand.offset
+
+    def address_row(self, operand, kind: str) -> int:
+        """Row of the requested kind ('u' for a shared or tensor-memory address, 'q' for a generic or global one)
+        holding base + offset, for macro-operations."""
+        bank, row, offset = self.address(operand)
+        want = self.bank(kind)
+        if bank != want:
+            wide = self.temp(kind)
+            self.emit("cvt.u64.u32" if want == "Q" else "cvt.u32.u64", wide, row, guard=None)
+            row = wide
+        if offset:
+            total = self.temp(kind)
+            self.emit("add.u64" if want == "Q" else "add.u32", total, row, self.const(offset, kind), guard=None)
+            row = total
+        return row
+
+    # ---- emission ----------------------------------------------------------------------------------------------
+
+    def guard(self, ins: Instruction | None) -> tuple[int, int]:
+        if ins is None or ins.guard is None:
+            return 0, 0
+        return self.register(Reg(ins.guard.name), "P"), pg.ALL if ins.guard.negated else 0
+
+    def record(self, op: int, rd=0, ra=0, rb=0, rc=0, rx=0, *, ins: Instruction | None) -> int:
+        g, x = self.guard(ins)
+        self.records.append([op, rd, ra, rb & pg.ALL, rc, rx, g, x])
+        self.instructions.append(self.ins)
+        return len(self.records) - 1
+
+    _UNSET = object()
+
+    def emit(self, name: str, dst: int, *srcs: int, guard=_UNSET) -> None:
+        """One micro-operation. It carries the guard of the current instruction unless another is given (None = none)."""
+        m = MICROS[name]
+        assert len(srcs) == len(m.srcs), f"{name} takes {len(m.srcs)} sources, got {len(srcs)}"
+        ins = self.ins if guard is self._UNSET else guard
+        self.record(self.numbers[name], dst, *srcs, *([0] * (4 - len(srcs))), ins=ins)
+
+    def macro(self, function, ins: Instruction, *, aligned: bool | None = None, **operands) -> None:
+        """A macro-operation: at run time `function(warp, mask, operands)`."""
+        is_aligned = "aligned" in ins.modifiers if aligned is None else aligned
+        self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned))
+        self.record(pg.OP_MACRO, 0, len(self.macros) - 1, ins=ins)
+
+    def pooled(self, rows: list[int]) -> int:
+        self.pool.extend(rows)
+        return len(self.pool) - len(rows)
+
+    def error(self, message: str) -> PtxError:
+        return PtxError(f"{message} (in `{self.ins.text}`)", self.ins.line, self.ins.column)
+
+    def refuse(self, ins: Instruction, why: str):
+        raise Unsupported(f"{ins.name}: {why} (in `{ins.text}`)", ins.line, ins.column)
+
+    # ---- the whole function ------------------------------------------------------------------------------------
+
+    def lower(self, ins: Instruction) -> None:
+        lowering = LOWERERS.get(ins.opcode)
+        if lowering is None:
+            near = difflib.get_close_matches(ins.opcode, list(LOWERERS), 1)
+            self.refuse(ins, "no such instruction" + (f"; did you mean {near[0]}?" if near else ""))
+        self.ins, self.touched = ins, set()
+        start = len(self.records)
+        self.guard(ins)
+        lowering(self, ins)
+        if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
+            self.flush_tensor_loads(start)
+
+    def flush_tensor_loads(self, at: int) -> None:
+        """tcgen05.ld delivers its registers at their first use, or at wait::ld: here is the first use."""
+        if self.tmem_pending and self.tmem_flush is not None:
+            self.macros.append(pg.MacroCall(self.tmem_flush, SimpleNamespace(), self.ins, False))
+            self.records.insert(at, [pg.OP_MACRO, 0, len(self.macros) - 1, 0, 0, 0, 0, 0])
+            self.instructions.insert(at, self.ins)
+            self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
+        self.tmem_pending.clear()
+
+    def body(self, function: Function) -> None:
+        self.registers = function.registers
+        self.entries[function.name] = len(self.records)
+        prefix = function.name
+        self.scope = prefix
+        saved, self.rows = self.rows, {}
+        for item in function.body:
+            if isinstance(item, Label):
+                if self.tmem_pending:
+                    self.flush_tensor_loads(len(self.records))
+                self.labels[f"{prefix}:{item.name}"] = len(self.records)
+                continue
+            self.lower(item)
+            if item.opcode in ("bra", "brx", "ret", "exit", "call") and self.tmem_pending:
+                self.flush_tensor_loads(len(self.records) - 1)
+        self.rows = saved
+        if self.ins is not None:  # running off the end is a return
+            self.record(pg.OP_EXIT if function.entry else pg.OP_MACRO, 0, self.return_macro(function), ins=None)
+
+    def return_macro(self, function: Function) -> int:
+        if function.entry:
+            return 0
+        from softsm.isa.control import do_return
+
+        self.macros.append(pg.MacroCall(do_return, SimpleNamespace(), self.ins, False))
+        return len(self.macros) - 1
+
+    def branch_target(self, record: int, label: str, ins: Instruction) -> None:
+        self.fixups.append((record, f"{self.scope}:{label}", ins))
+
+    def table(self, labels: tuple[str, ...]) -> int:
+        self.branch_tables.append([f"{self.scope}:{name}" for name in labels])
+        return len(self.branch_tables) - 1
+
+    def assemble(self) -> pg.Program:
+        self.body(self.function)
+        called = {name for m in self.macros if hasattr(m.operands, "callee") for name in (m.operands.callee,)}
+        done: set[str] = set()
+        while called - done:
+            for name in sorted(called - done):
+                done.add(name)
+                target = self.module.functions.get(name)
+                if target is not None and target.body:
+                    self.body(target)
+            called = {m.operands.callee for m in self.macros if hasattr(m.operands, "callee")}
+        for record, label, ins in self.fixups:
+            if label not in self.labels:
+                raise PtxError(f"label {label.split(':', 1)[1]} is not defined", ins.line, ins.column)
+            self.records[record][5] = self.labels[label]
+        for m in self.macros:
+            if hasattr(m.operands, "callee"):
+                m.operands.entry = self.entries.get(m.operands.callee)
+        tables = [[self.labels[name] for name in t] for t in self.branch_tables]
+        code = np.array(self.records, np.uint32).reshape(-1, 8)
+        pool = np.array(self.pool or [0], np.int32)
+        symbol_rows = [(bank, row, name, offset) for (bank, name, offset), row in self.symbol_rows.items()]
+        constants = {"R": {}, "Q": {}, "P": {}}
+        for (bank, bits), row in self.const_rows.items():
+            constants[bank][row] = bits
+        return pg.Program(
+            function=self.function, code=code, pool=pool, macros=self.macros, instructions=self.instructions,
+            nr=self.count["R"], nq=self.count["Q"], np_=self.count["P"], constants_r=constants["R"],
+            constants_q=constants["Q"], constants_p=constants["P"], specials=self.specials,
+            parameters=self.parameters, symbol_rows=symbol_rows, shared_variables=self.shared_variables,
+            shared_static=self.shared_static, local_variables=self.local_variables, local_bytes=self.local_bytes,
+            param_offsets=self.param_offsets, param_bytes=self.param_bytes, branch_tables=tables,
+            variables=self.variables)

@@ -1,0 +1,111 @@
+"""Asynchronous operations and the order in which they complete.
+
+Every copy, matrix product and tensor-memory access that PTX calls asynchronous is an `AsyncOp`: who issued it, what it
+reads and writes, which operations must come before it, and `effects()`, which does it all at once. When that happens is
+the policy's choice, never the instruction's:
+
+* eager: at issue;
+* latest: only when no warp can run any more, and then one that somebody waits for (or where an instruction's own
+  wait requires it);
+* random: at scheduling points, by seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Waitable:
+    """Something a warp can wait on. `waiters` holds the blocked fragments."""
+
+    __slots__ = ("waiters",)
+
+    def __init__(self) -> None:
+        self.waiters: list = []
+
+    def wake(self) -> None:
+        waiters, self.waiters = self.waiters, []
+        for fragment in waiters:
+            fragment.unblock()
+
+
+@dataclass(slots=True)
+class Blocked:
+    """Returned by a macro-operation that cannot go on: retry when `on` wakes. `text` says what it waits for."""
+
+    on: Waitable
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class AsyncOp:
+    kind: str  # 'tma load', 'tcgen05.mma', ...
+    warp: object
+    lane: int
+    line: int  # PTX line of the issuing instruction
+    effects: Callable[[], None]
+    after: tuple[AsyncOp, ...] = ()
+    signals: tuple[Waitable, ...] = ()  # what its completion may wake
+    reads: tuple = ()  # regions, for the checkers
+    writes: tuple = ()
+    done: bool = False
+
+
+class AsyncEngine:
+    def __init__(self, order: str, seed: int):
+        if order not in ("eager", "latest", "random"):
+            raise ValueError(f"order: got {order!r}, accepted are 'eager', 'latest' and 'random'")
+        self.order = order
+        self.random = random.Random(seed)
+        self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
+        self.completed = 0
+
+    def issue(self, op: AsyncOp) -> AsyncOp:
+        if self.order == "eager":
+            self.perform(op)
+        else:
+            self.pending[id(op)] = op
+        return op
+
+    def perform(self, op: AsyncOp) -> None:
+        """Complete op now, its prerequisites first."""
+        if op.done:
+            return
+        for other in op.after:
+            self.perform(other)
+        op.done = True
+        op.after = ()  # a long chain of finished operations would otherwise stay alive
+        self.pending.pop(id(op), None)
+        self.completed += 1
+        op.effects()
+
+    require = perform
+
+    def eligible(self) -> list[AsyncOp]:
+        return [op for op in self.pending.values() if all(x.done for x in op.after)]
+
+    def complete_random(self) -> None:
+        ops = self.eligible()
+        self.perform(ops[self.random.randrange(len(ops))])
+
+    def complete_awaited(self, awaited: set[int]) -> None:
+        """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
+        if self.order == "random":
+            return self.complete_random()
+        chosen = None
+        for op in self.pending.values():
+            if chosen is None:
+                chosen = op
+            if any(id(w) in awaited for w in op.signals):
+                chosen = op
+                break
+        self.perform(chosen)
+
+    def drain(self) -> list[AsyncOp]:
+        """Complete everything that is left; returns what it was."""
+        left = list(self.pending.values())
+        for op in left:
+            self.perform(op)
+        return left

@@ -1,0 +1,74 @@
+"""Bytecode: what the assembler produces and the interpreter runs.
+
+A record is eight uint32: [op, rd, ra, rb, rc, rx, guard, guard_xor]. Operands are row numbers of the warp's register
+files; immediates, special registers and kernel parameters are rows as well. guard is a predicate number (0 is always
+true); guard_xor is 0 or 0xffffffff for a negated guard.
+
+Control and memory operations have the fixed numbers below; arithmetic ones follow from FIRST_MICRO on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from softsm.ptx.ast import Function, Instruction, Variable
+
+# Control and memory operations of the interpreter loop.
+OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_TRAP = range(12)
+OP_SHFL, OP_VOTE, OP_ELECT, OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_MATCH = range(12, 21)
+FIRST_MICRO = 32
+
+# Why the interpreter came back.
+(QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, BAD_GLOBAL, BAD_SHARED, SLOW_MEMORY, BAD_LOCAL, TRAP,
+ MISALIGNED) = range(12)
+
+# Fields of the state vector shared with the interpreter (int64).
+(S_PC, S_MASK, S_STATUS, S_LANES, S_STEPS, S_WRITES, S_STOP, S_MULTI, S_EXITED, S_ALIVE, S_SHARED, S_SHARED_SIZE,
+ S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_ADDRESS, S_FIELDS) = range(20)
+
+SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
+LOCAL_WINDOW = 1 << 57
+SHARED_START = 1024  # the first KiB of a CTA's window belongs to the system, as on the device
+RANK_SHIFT = 24  # shared::cluster address = rank << 24 | offset
+
+ALL = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class MacroCall:
+    """A macro-operation in the code: the function, its resolved operands and the instruction it came from."""
+
+    function: Callable
+    operands: SimpleNamespace
+    instruction: Instruction
+    aligned: bool
+
+
+@dataclass(slots=True)
+class Program:
+    function: Function
+    code: np.ndarray  # uint32 [n, 8]
+    pool: np.ndarray  # int32: row lists of vector loads and stores
+    macros: list[MacroCall]
+    instructions: list[Instruction]  # per record, for messages
+    nr: int  # 32-bit rows in all
+    nq: int
+    np_: int
+    constants_r: dict[int, int]  # row -> value
+    constants_q: dict[int, int]
+    constants_p: dict[int, int]
+    specials: dict[str, tuple[str, int]]  # name -> ('R' | 'Q', row)
+    parameters: dict[tuple[int, int], tuple[str, int]]  # (byte offset, bytes) -> ('R' | 'Q', row), sign-extended size
+    symbol_rows: list[tuple[str, int, str, int]]  # (bank, row, symbol, offset)
+    shared_variables: dict[str, int]  # name -> offset in the CTA's window
+    shared_static: int  # bytes of statically declared shared memory
+    local_variables: dict[str, int]  # name -> offset in each thread's local memory
+    local_bytes: int
+    param_offsets: dict[str, int]
+    param_bytes: int
+    branch_tables: list[list[int]] = field(default_factory=list)
+    variables: dict[str, Variable] = field(default_factory=dict)

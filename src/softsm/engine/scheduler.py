@@ -1,0 +1,438 @@
+"""The machine: clusters, CTAs, warps and their fragments, and the loop that runs them.
+
+A warp is a list of fragments (pc, lanes): one as long as it does not diverge. The fragment with the lowest pc runs
+first; fragments that meet at one pc merge. An `.aligned` or `.sync` instruction reached by a part of the warp parks
+that part until the others arrive. Scheduling is cooperative: a warp runs until it blocks or its quantum is used up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncEngine, AsyncOp, Blocked, Waitable
+from softsm.errors import Deadlock, Fault, StepBudget
+
+QUANTUM = 20_000
+
+
+class Fragment:
+    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "warp")
+
+    def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
+        self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
+        self.blocked: Blocked | None = None
+        self.parked = 0  # lanes it waits for before a converging instruction
+
+    def unblock(self) -> None:
+        self.blocked = None
+        self.warp.cta.machine.make_ready(self.warp)
+
+
+class Warp:
+    """32 lanes of one CTA. R, Q, P are its register files (see engine/program.py)."""
+
+    def __init__(self, cta: Cta, index: int, lanes: int):
+        self.cta, self.index = cta, index
+        self.alive = lanes
+        self.fragments = [Fragment(self, 0, lanes)]
+        self.fragment = self.fragments[0]
+        self.queued = False
+        self.spins = 0
+        self.pc = 0
+        self.R, self.Q, self.P, self.S, self.local = cta.machine.register_files(cta, index)
+        self.pending_tmem_loads: list[AsyncOp] = []
+
+    @property
+    def machine(self) -> Machine:
+        return self.cta.machine
+
+    def instruction(self):
+        return self.machine.program.instructions[self.pc]
+
+    def line(self) -> int:
+        return self.instruction().line
+
+    def where(self) -> str:
+        ins = self.instruction()
+        source = f", {ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+        return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
+
+    def __str__(self) -> str:
+        return f"warp {self.index} of CTA {self.cta.ctaid}"
+
+    def fault(self, code: str, message: str) -> Fault:
+        return Fault(code, f"{message}; at {self.where()}")
+
+
+class Cta(Waitable):
+    """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
+
+    __slots__ = ("__dict__",)
+
+    def __init__(self, machine: Machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
+        super().__init__()
+        self.machine, self.ctaid, self.rank, self.cluster, self.sm = machine, ctaid, rank, cluster, sm
+        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
+        self.shared_base = rank << pg.RANK_SHIFT
+        self.barriers: dict[int, object] = {}  # mbarriers by shared offset
+        self.named_barriers: dict[int, object] = {}
+        self.exit_hooks: list = []  # called with the warp when one has exited
+        self.threads = machine.block[0] * machine.block[1] * machine.block[2]
+        self.warps: list[Warp] = []
+        n = -(-self.threads // 32)
+        for i in range(n):
+            lanes = pg.ALL if i < n - 1 or self.threads % 32 == 0 else (1 << self.threads % 32) - 1
+            self.warps.append(Warp(self, i, lanes))
+        self.live = n
+
+    @property
+    def tmem(self):
+        return self.sm.tmem
+
+    def resolve_shared(self, address: int) -> tuple[Cta, int]:
+        """A 32-bit shared::cta or shared::cluster address -> (CTA, offset)."""
+        rank, offset = address >> pg.RANK_SHIFT, address & ((1 << pg.RANK_SHIFT) - 1)
+        if rank >= len(self.cluster):
+            raise Fault("out-of-bounds", f"shared address {address:#x} names CTA rank {rank}; the cluster has {len(self.cluster)}")
+        return self.cluster[rank], offset
+
+    def check_shared(self, offset: int, size: int, what: str) -> None:
+        if offset < pg.SHARED_START or offset + size > len(self.shared):
+            raise Fault("out-of-bounds", f"{what} of {size} bytes at shared offset {offset:#x}; CTA {self.ctaid} has "
+                        f"[{pg.SHARED_START:#x}, {len(self.shared):#x})")
+
+    def __str__(self) -> str:
+        return f"CTA {self.ctaid}"
+
+
+class Sm:
+    """A streaming multiprocessor: the place of its resident CTAs and of their tensor memory."""
+
+    def __init__(self, index: int, tmem):
+        self.index, self.tmem = index, tmem
+        self.resident = 0
+
+
+class Machine:
+    def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
+        self.program: pg.Program = kernel.program
+        self.kernel, self.grid, self.block, self.cluster_shape = kernel, grid, block, cluster
+        self.options = options
+        self.arch: str = options.arch
+        self.global_memory = memory
+        self.parameters = parameters  # uint8 array, the parameter buffer
+        self.shared_dynamic = shared
+        self.shared_limit = pg.SHARED_START + self.program.shared_static + shared
+        self.engine = AsyncEngine(options.order, options.seed)
+        self.issue, self.require = self.engine.issue, self.engine.require
+        self.random = self.engine.random
+        self.ready: deque[Warp] = deque()
+        self.shuffle = options.order == "random"
+        self.steps = 0
+        self.writes = 0
+        self.seen_writes = -1
+        self.live: list[Cta] = []
+        self.spare_files: list = []
+        self.output: list[str] = []
+        self.left_in_flight: list[AsyncOp] = []
+        self.templates = kernel.register_templates(self)
+        self.macro_at = kernel.macro_at
+        self.run_code = kernel.interpreter
+        self.sms = [Sm(i, kernel.new_tensor_memory(self)) for i in range(max(options.sms, self.cluster_size))]
+        nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
+        self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
+        self.left = nx * ny * nz
+        self.per_sm = kernel.occupancy(self)
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_shape[0] * self.cluster_shape[1] * self.cluster_shape[2]
+
+    # ---- admission ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Start clusters while there is room for all their CTAs."""
+        while self.left:
+            room = sorted((sm for sm in self.sms if sm.resident < self.per_sm), key=lambda sm: sm.resident)
+            slots = sum(self.per_sm - sm.resident for sm in room)
+            if slots < self.cluster_size:
+                return
+            self.left -= 1
+            self.start_cluster(next(self.clusters))
+
+    def start_cluster(self, where: tuple[int, int, int]) -> None:
+        cx, cy, cz = self.cluster_shape
+        cluster: list[Cta] = []
+        for rank in range(self.cluster_size):
+            x, y, z = rank % cx, rank // cx % cy, rank // (cx * cy)
+            sm = min(self.sms, key=lambda s: s.resident)
+            sm.resident += 1
+            ctaid = (where[0] * cx + x, where[1] * cy + y, where[2] * cz + z)
+            cta = Cta(self, ctaid, rank, cluster, sm)
+            cluster.append(cta)
+            self.live.append(cta)
+        for cta in cluster:
+            for w in cta.warps:
+                self.make_ready(w)
+
+    def try_cancel(self) -> tuple[int, int, int] | None:
+        """clusterlaunchcontrol: take a cluster that has not started; its first ctaid."""
+        if not self.left:
+            return None
+        self.left -= 1
+        where = next(self.clusters)
+        return tuple(w * c for w, c in zip(where, self.cluster_shape))
+
+    def register_files(self, cta: Cta, index: int):
+        p = self.program
+        if self.spare_files:
+            files = self.spare_files.pop()
+        else:
+            files = (aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32),
+                     np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8))
+        self.kernel.fill_registers(self, cta, index, *files)
+        return files
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def make_ready(self, warp: Warp) -> None:
+        if not warp.queued and warp.fragments:
+            warp.queued = True
+            self.ready.append(warp)
+
+    def run(self) -> None:
+        self.admit()
+        ready, engine = self.ready, self.engine
+        while self.live:
+            if not ready:
+                if engine.pending:
+                    engine.complete_awaited(self.awaited())
+                    continue
+                self.deadlock("no warp can go on")
+            if self.shuffle:
+                if engine.pending and self.random.random() < 0.25:
+                    engine.complete_random()
+                ready.rotate(self.random.randrange(len(ready)))
+            warp = ready.popleft()
+            warp.queued = False
+            self.run_warp(warp)
+            if warp.spins > 1 and self.all_spinning():
+                self.nothing_changes()
+        self.left_in_flight += engine.drain()
+
+    def awaited(self) -> set[int]:
+        return {id(f.blocked.on) for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None}
+
+    def run_warp(self, warp: Warp) -> None:
+        """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
+        quantum = QUANTUM
+        p = self.program
+        while True:
+            fragment, stop = self.choose(warp)
+            if fragment is None:
+                return
+            warp.fragment = fragment
+            multi = len(warp.fragments) > 1
+            status, pc, mask, lanes, steps = self.run_code(p.code, p.pool, warp.R, warp.Q, warp.P, warp.S, fragment.pc,
+                                                           fragment.mask, stop, quantum, multi)
+            self.steps += steps
+            quantum -= steps
+            fragment.pc, warp.pc = pc, pc
+            if mask != fragment.mask:
+                warp.alive &= ~(fragment.mask & ~mask)
+                fragment.mask = mask
+            if status == pg.MACRO:
+                self.macro(warp, fragment, pc, lanes)
+            elif status == pg.EXITED:
+                warp.fragments.remove(fragment)
+                if not warp.fragments:
+                    self.warp_exit(warp)
+                    return
+                self.unpark(warp)
+            elif status == pg.DIVERGED:
+                taken = Fragment(warp, int(p.code[pc, 5]), lanes, fragment.returns)
+                fragment.mask &= ~lanes
+                fragment.pc = pc + 1
+                warp.fragments.append(taken)
+                self.merge(warp)
+            elif status == pg.MERGE:
+                self.merge(warp)
+            elif status == pg.CONVERGE:
+                self.park(warp, fragment, lanes)
+            elif status != pg.QUANTUM:
+                self.kernel.memory_event(self, warp, fragment, status, lanes)
+            if quantum <= 0:
+                self.quantum_used(warp)
+                return
+
+    def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> None:
+        call = self.macro_at[pc]
+        if call.aligned and lanes != warp.alive:
+            missing = warp.alive & ~fragment.mask
+            if missing:
+                return self.park(warp, fragment, warp.alive)
+            raise warp.fault("divergent", f"an .aligned instruction must be executed by all threads of the warp, but its "
+                             f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}")
+        result = call.function(warp, lanes, call.operands)
+        if result is None:
+            fragment.pc = pc + 1
+        elif isinstance(result, int):
+            fragment.pc = result
+            if len(warp.fragments) > 1:
+                self.merge(warp)
+        else:
+            fragment.blocked = result
+            result.on.waiters.append(fragment)
+        warp.spins = 0
+
+    def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
+        """The runnable fragment with the lowest pc, and the pc at which it meets another one."""
+        fragments = warp.fragments
+        if len(fragments) == 1:
+            f = fragments[0]
+            return (None, 0) if f.blocked is not None or f.parked else (f, 1 << 30)
+        chosen = None
+        for f in fragments:
+            if f.blocked is None and not f.parked and (chosen is None or f.pc < chosen.pc):
+                chosen = f
+        if chosen is None:
+            if any(f.parked for f in fragments) and all(f.parked for f in fragments):
+                stuck = fragments[0]
+                warp.pc = stuck.pc
+                others = "; ".join(f"lanes {f.mask:#010x} at line {self.program.instructions[f.pc].line}"
+                                   for f in fragments)
+                raise warp.fault("divergent", f"the warp cannot converge for an .aligned or .sync instruction: {others}")
+            return None, 0
+        stop = min((f.pc for f in fragments if f.pc > chosen.pc), default=1 << 30)
+        return chosen, stop
+
+    def merge(self, warp: Warp) -> None:
+        by_pc: dict[tuple, Fragment] = {}
+        kept = []
+        for f in warp.fragments:
+            other = by_pc.get((f.pc, f.returns)) if f.blocked is None else None
+            if other is not None:
+                other.mask |= f.mask
+                continue
+            if f.blocked is None:
+                by_pc[(f.pc, f.returns)] = f
+            kept.append(f)
+        warp.fragments = kept
+        self.unpark(warp)
+
+    def park(self, warp: Warp, fragment: Fragment, needed: int) -> None:
+        needed &= warp.alive
+        if needed & ~fragment.mask == 0:
+            raise warp.fault("divergent", f"the instruction names lanes {needed:#010x}, but its guard excludes some of them")
+        fragment.parked = needed
+        self.merge(warp)
+
+    def unpark(self, warp: Warp) -> None:
+        for f in warp.fragments:
+            if f.parked and f.parked & warp.alive & ~f.mask == 0:
+                f.parked = 0
+
+    def warp_exit(self, warp: Warp) -> None:
+        cta = warp.cta
+        cta.live -= 1
+        self.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
+        for hook in cta.exit_hooks:
+            hook(warp)
+        cta.wake()
+        self.writes += 1
+        if cta.live == 0 and all(c.live == 0 for c in cta.cluster):
+            for c in cta.cluster:
+                self.kernel.cta_exit(self, c)
+                self.live.remove(c)
+                c.sm.resident -= 1
+            self.admit()
+
+    # ---- when nothing moves ------------------------------------------------------------------------------------
+
+    def quantum_used(self, warp: Warp) -> None:
+        if self.steps > self.options.budget:
+            raise StepBudget(f"{self.steps} warp instructions used (budget {self.options.budget}); last at {warp.where()}")
+        changes = int(warp.S[pg.S_WRITES])
+        if changes:
+            self.writes += changes
+            warp.S[pg.S_WRITES] = 0
+            warp.spins = 0
+        else:
+            warp.spins += 1
+        self.make_ready(warp)
+
+    def all_spinning(self) -> bool:
+        for w in self.ready:
+            self.writes += int(w.S[pg.S_WRITES])
+            w.S[pg.S_WRITES] = 0
+        changed = self.writes + self.engine.completed != self.seen_writes
+        self.seen_writes = self.writes + self.engine.completed
+        return not changed and all(w.spins > 1 for w in self.ready)
+
+    def nothing_changes(self) -> None:
+        """Every warp that can run has used up whole quanta without any memory changing."""
+        if self.engine.pending:
+            self.engine.complete_awaited(self.awaited())
+            for w in self.ready:
+                w.spins = 0
+            return
+        if all(self.polls(w) for w in self.ready):
+            self.deadlock("every warp that runs only polls, and no memory changes")
+        for w in self.ready:
+            w.spins = 0
+
+    def polls(self, warp: Warp) -> bool:
+        """Does the warp come back to the same pc with the same registers? Run one loop and compare."""
+        if len(warp.fragments) != 1:
+            return False
+        f, p = warp.fragments[0], self.program
+        before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
+        start = f.pc
+        for _ in range(4096):
+            status, pc, mask, lanes, steps = self.run_code(p.code, p.pool, warp.R, warp.Q, warp.P, warp.S, f.pc, f.mask,
+                                                           1 << 30, 1, False)
+            self.steps += steps
+            f.pc = warp.pc = pc
+            if status == pg.MACRO:
+                self.macro(warp, f, pc, lanes)
+                if f.blocked is not None:
+                    return False
+            elif status != pg.QUANTUM:
+                return False
+            if f.pc == start:
+                now = warp.R, warp.Q, warp.P
+                return not warp.S[pg.S_WRITES] and all(np.array_equal(a, b) for a, b in zip(before, now))
+        return False
+
+    def deadlock(self, why: str) -> None:
+        lines = [f"{why}. {len(self.live)} CTAs are resident, {self.left} clusters have not started."]
+        shown = 0
+        for cta in self.live:
+            for w in cta.warps:
+                for f in w.fragments:
+                    shown += 1
+                    if shown > 40:
+                        continue
+                    ins = self.program.instructions[f.pc]
+                    if f.blocked is not None:
+                        state = f"waits for {f.blocked.text}"
+                    elif f.parked:
+                        state = f"waits for lanes {f.parked & ~f.mask:#010x} of its own warp"
+                    else:
+                        state = "polls"
+                    source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
+                    lines.append(f"  {w}: {state} at PTX line {ins.line}{source}: {ins.text}")
+        if shown > 40:
+            lines.append(f"  ... and {shown - 40} more")
+        raise Deadlock("\n".join(lines))
+
+
+def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
+    """A zeroed array on a 64-byte boundary."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,86 @@
+"""Global memory is the host's memory, but only where the program was given it.
+
+Every address a kernel uses is checked against the known allocations: storages of argument tensors, scratch, module
+variables, parameters, and storages whose `data_ptr()` was taken while softsm is in use. The interpreter checks with
+the sorted table `lo`/`hi`; everything else goes through `view`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from softsm.errors import Fault
+
+
+@dataclass(slots=True)
+class Allocation:
+    start: int
+    size: int
+    name: str
+    bytes: np.ndarray  # uint8 view of the whole allocation
+    keep: object = None  # what must stay alive while the allocation is known
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+class GlobalMemory:
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.allocations: list[Allocation] = []
+        self.lo = np.zeros(1, np.uint64)
+        self.hi = np.zeros(1, np.uint64)
+
+    def add(self, start: int, size: int, name: str, keep: object = None) -> None:
+        """Make [start, start + size) known. Overlapping storages are merged into one."""
+        if size <= 0:
+            return
+        end = start + size
+        i = bisect.bisect_right(self.starts, start)
+        if i and self.allocations[i - 1].end >= end:
+            return
+        while i and self.allocations[i - 1].end > start:
+            i -= 1
+        j = i
+        names, keeps = [name], [keep]
+        while j < len(self.allocations) and self.allocations[j].start < end:
+            old = self.allocations[j]
+            start, end = min(start, old.start), max(end, old.end)
+            names.append(old.name)
+            keeps.append(old.keep)
+            j += 1
+        raw = (ctypes.c_uint8 * (end - start)).from_address(start)
+        merged = Allocation(start, end - start, ", ".join(dict.fromkeys(names)), np.frombuffer(raw, np.uint8), keeps)
+        self.allocations[i:j] = [merged]
+        self.starts[i:j] = [start]
+        self.lo = np.array(self.starts, np.uint64)
+        self.hi = np.array([a.end for a in self.allocations], np.uint64)
+
+    def find(self, address: int, size: int) -> Allocation | None:
+        i = bisect.bisect_right(self.starts, address)
+        if i and address + size <= self.allocations[i - 1].end:
+            return self.allocations[i - 1]
+        return None
+
+    def view(self, address: int, size: int, access: str = "access") -> np.ndarray:
+        """uint8 view of [address, address + size); a Fault names the nearest allocation when it is not ours."""
+        a = self.find(address, size)
+        if a is None:
+            raise Fault("out-of-bounds", self.describe(address, size, access))
+        return a.bytes[address - a.start : address - a.start + size]
+
+    def describe(self, address: int, size: int, access: str) -> str:
+        text = f"{access} of {size} bytes at global address {address:#x} is outside every known allocation"
+        if not self.allocations:
+            return text + "; there are none"
+        near = min(self.allocations, key=lambda a: max(a.start - address, address + size - a.end, 0))
+        if address < near.start:
+            place = f"{near.start - address} bytes before the start of"
+        else:
+            place = f"{address + size - near.end} bytes past the end of"
+        return f"{text}; nearest: {place} {near.name} ({near.size} bytes at {near.start:#x})"
