@@ -195,9 +195,7 @@ class Fp8Cache:
             return torch.zeros(*indices.shape, HEAD_DIM, dtype=dtype, device=self.device)
         flat = indices.reshape(-1).long()
         absent = (flat < 0) | (flat >= self.rows)
-        safe = torch.where(absent, 0, flat)
-        page, place = safe // self.rows_per_page, safe % self.rows_per_page
-        rows = dequantize_rows(self.data_view()[page, place], self.scale_view()[page, place], dtype)
+        rows = gather_rows(self, torch.where(absent, 0, flat), dtype)
         # Row 0 stands in for an absent one and may hold anything, NaN included: overwrite, do not multiply by zero.
         rows.masked_fill_(absent[:, None], 0)
         return rows.view(*indices.shape, HEAD_DIM)
@@ -206,6 +204,34 @@ class Fp8Cache:
         """All rows, [rows, 512]."""
         data, scales = self.data_view().reshape(-1, DATA_BYTES), self.scale_view().reshape(-1, SCALE_BYTES)
         return dequantize_rows(data, scales, dtype)
+
+
+# A pool of rows is a tensor [rows, D], a tensor [pages, rows per page, D], or an Fp8Cache. Row number r is row
+# r % page of page r // page; a plain [rows, D] has pages of one row.
+
+
+def pool_page(pool: torch.Tensor | Fp8Cache) -> int:
+    """Rows per page."""
+    if isinstance(pool, Fp8Cache):
+        return pool.rows_per_page
+    return pool.shape[1] if pool.ndim == 3 else 1
+
+
+def pool_size(pool: torch.Tensor | Fp8Cache) -> int:
+    """Rows in all."""
+    if isinstance(pool, Fp8Cache):
+        return pool.rows
+    return pool.shape[0] * pool.shape[1] if pool.ndim == 3 else pool.shape[0]
+
+
+def gather_rows(pool: torch.Tensor | Fp8Cache, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [n, D] of the row numbers rows int64 [n], which the caller has checked."""
+    if isinstance(pool, torch.Tensor) and pool.ndim == 2:
+        return pool.index_select(0, rows).to(dtype)
+    page, place = rows // pool_page(pool), rows % pool_page(pool)
+    if isinstance(pool, torch.Tensor):
+        return pool[page, place].to(dtype)
+    return dequantize_rows(pool.data_view()[page, place], pool.scale_view()[page, place], dtype)
 
 
 def _check_rows_per_page(n: int) -> None:
