@@ -1,0 +1,290 @@
+"""Register rows, lanes and memory: how 32-lane values are loaded, stored, moved between lanes and gathered."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from softsm.engine.vec_types import (
+    _I1,
+    _I32,
+    _I64,
+    _Q_IR,
+    _U_IR,
+    LANES,
+    XU,
+    D,
+    F,
+    I,
+    L,
+    MaskType,
+    Q,
+    U,
+    V,
+    X,
+    _base,
+    _constant,
+    _declare,
+    _function,
+    _row,
+    _select,
+    _suffix,
+    _to_i32,
+)  # fmt: skip
+
+# ---------------------------------------------------------------- register rows
+
+
+def _make_load(vector: V):
+    @intrinsic
+    def load(typingctx, file, row):
+        def codegen(context, b, sig, args):
+            return b.load(_row(context, b, sig.args[0], args[0], args[1], vector), align=8)
+
+        return vector(file, types.unliteral(row)), codegen
+
+    return load
+
+
+ldU, ldI, ldF, ldQ, ldL, ldD = (_make_load(v) for v in (U, I, F, Q, L, D))
+
+
+def _masked_store(b, bits_ir: ir.VectorType):
+    """store_masked(pointer, mask, value): the path for partly active warps, out of line."""
+
+    def body(k, arguments):
+        p, m, value = arguments
+        k.store(_select(k, m, types.uint32, value, k.load(p, align=8)), p, align=8)
+        k.ret_void()
+
+    return _function(b, f"softsm_store_{_suffix(bits_ir)}", ir.VoidType(), [bits_ir.as_pointer(), _I32, bits_ir], body)
+
+
+@intrinsic
+def vst(typingctx, file, row, m, v):
+    """Write the lanes of mask m (uint32) of one register row. The full mask is a plain store."""
+    assert isinstance(v, V), f"vst of {v}"
+
+    def codegen(context, b, sig, args):
+        file_ty = sig.args[0]
+        m, value = args[2], args[3]
+        bits_ir = _Q_IR if v.ir in (Q.ir, D.ir, X.ir, XU.ir) else _U_IR
+        value = b.bitcast(value, bits_ir)
+        p = _row(context, b, file_ty, args[0], args[1], Q if bits_ir is _Q_IR else U)
+        with b.if_else(b.icmp_unsigned("==", m, _I32(0xFFFFFFFF)), likely=True) as (full, partial):
+            with full:
+                b.store(value, p, align=8)
+            with partial:
+                b.call(_masked_store(b, bits_ir), [p, m, value])
+        return context.get_dummy_value()
+
+    return types.void(file, types.unliteral(row), types.uint32, v), codegen
+
+
+@intrinsic
+def pld(typingctx, file, row):
+    """A predicate register: uint32."""
+
+    def codegen(context, b, sig, args):
+        row = b.zext(args[1], _I64) if args[1].type.width < 64 else args[1]
+        return b.load(b.gep(_base(context, b, sig.args[0], args[0], _I32), [row], inbounds=True), align=4)
+
+    return types.uint32(file, types.unliteral(row)), codegen
+
+
+@intrinsic
+def pst(typingctx, file, row, m, value):
+    """Write the lanes of mask m of a predicate register; value is M or uint32."""
+
+    def codegen(context, b, sig, args):
+        row = b.zext(args[1], _I64) if args[1].type.width < 64 else args[1]
+        p = b.gep(_base(context, b, sig.args[0], args[0], _I32), [row], inbounds=True)
+        m, new = args[2], _to_i32(b, args[3], sig.args[3])
+        old = b.load(p, align=4)
+        b.store(b.xor(old, b.and_(b.xor(old, new), m)), p, align=4)
+        return context.get_dummy_value()
+
+    value_ty = value if isinstance(value, MaskType) else types.uint32
+    return types.void(file, types.unliteral(row), types.uint32, value_ty), codegen
+
+
+# ---------------------------------------------------------------- lanes
+
+
+@intrinsic
+def lanes(typingctx):
+    """0, 1, .. 31 as U."""
+    return U(), lambda context, b, sig, args: ir.Constant(_U_IR, list(range(LANES)))
+
+
+@intrinsic
+def lane_get(typingctx, x, i):
+    """Element i (any integer) of a vector, as a scalar."""
+
+    def codegen(context, b, sig, args):
+        i = args[1]
+        i = b.trunc(i, _I32) if i.type.width > 32 else i
+        return b.extract_element(args[0], b.and_(i, i.type(x.count - 1)))
+
+    return x.element(x, types.unliteral(i)), codegen
+
+
+@intrinsic(prefer_literal=True)
+def xor_lanes(typingctx, x, k):
+    """Lane i gets lane i^k; k a literal. A fixed shuffle: much cheaper than permute."""
+    step = k.literal_value
+
+    def codegen(context, b, sig, args):
+        order = ir.Constant(ir.VectorType(_I32, LANES), [i ^ step for i in range(LANES)])
+        return b.shuffle_vector(args[0], ir.Constant(x.ir, ir.Undefined), order)
+
+    return x(x, k), codegen
+
+
+@intrinsic
+def permute(typingctx, x, index):
+    """Lane i gets lane index[i] & 31."""
+    bits = _Q_IR if x.element.bitwidth == 64 else _U_IR
+
+    def body(k, arguments):
+        source, out, index = arguments
+        index = k.and_(index, _constant(U, 31))
+        result = ir.Constant(bits, ir.Undefined)
+        for i in range(LANES):
+            element = k.load(k.gep(source, [k.zext(k.extract_element(index, _I32(i)), _I64)], inbounds=True))
+            result = k.insert_element(result, element, _I32(i))
+        k.store(result, out, align=8)
+        k.ret_void()
+
+    def codegen(context, b, sig, args):
+        source, out = cgutils.alloca_once(b, bits), cgutils.alloca_once(b, bits)
+        b.store(b.bitcast(args[0], bits), source, align=8)
+        fn = _function(b, f"softsm_permute_{_suffix(bits)}", ir.VoidType(),
+                       [bits.element.as_pointer(), bits.as_pointer(), _U_IR], body)  # fmt: skip
+        b.call(fn, [b.bitcast(source, bits.element.as_pointer()), out, args[1]])
+        return b.bitcast(b.load(out, align=8), x.ir)
+
+    return x(x, U), codegen
+
+
+def _make_reduce(name):
+    @intrinsic
+    def reduce(typingctx, x):
+        def codegen(context, b, sig, args):
+            return b.call(_declare(b, f"llvm.vector.reduce.{name}.{_suffix(x.ir)}", x.scalar_ir, [x.ir]), args)
+
+        return x.element(x), codegen
+
+    return reduce
+
+
+# Over all 32 lanes; put the neutral element into inactive lanes with sel first.
+reduce_add, reduce_and, reduce_or, reduce_xor, reduce_umin, reduce_umax, reduce_smin, reduce_smax = (
+    _make_reduce(n) for n in ("add", "and", "or", "xor", "umin", "umax", "smin", "smax")
+)
+
+
+# ---------------------------------------------------------------- memory by address
+
+
+def _lane_loop(k, mask, touch):
+    """Call touch(builder, lane number) for every set bit of mask, lowest first."""
+    entry, loop, done = k.block, k.append_basic_block("loop"), k.append_basic_block("done")
+    k.cbranch(k.icmp_unsigned("==", mask, _I32(0)), done, loop)
+    k.position_at_end(loop)
+    left = k.phi(_I32)
+    left.add_incoming(mask, entry)
+    cttz = _declare(k, "llvm.cttz.i32", _I32, [_I32, _I1])
+    touch(k, k.zext(k.call(cttz, [left, _I1(1)]), _I64))
+    rest = k.and_(left, k.sub(left, _I32(1)))
+    left.add_incoming(rest, k.block)
+    k.cbranch(k.icmp_unsigned("==", rest, _I32(0)), done, loop)
+    k.position_at_end(done)
+
+
+def _make_gather(width: int):
+    """gatherN(address: Q, m: uint32) -> U (N <= 32, zero-extended) or Q (64); inactive lanes give 0."""
+    result = Q if width == 64 else U
+    element = ir.IntType(width)
+
+    def body(k, arguments):
+        addresses, mask, out = arguments  # i64*, i32, T*
+
+        def touch(k, i):
+            p = k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), element.as_pointer())
+            value = k.load(p, align=1)
+            value = k.zext(value, result.scalar_ir) if width < 32 else value
+            k.store(value, k.gep(out, [i], inbounds=True))
+
+        full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
+        k.cbranch(k.icmp_unsigned("==", mask, _I32(0xFFFFFFFF)), full, partial)
+        k.position_at_end(full)
+        for i in range(LANES):
+            touch(k, _I64(i))
+        k.ret_void()
+        k.position_at_end(partial)
+        k.store(ir.Constant(result.ir, None), k.bitcast(out, result.ir.as_pointer()), align=8)
+        _lane_loop(k, mask, touch)
+        k.ret_void()
+
+    @intrinsic
+    def gather(typingctx, address, m):
+        def codegen(context, b, sig, args):
+            where, out = cgutils.alloca_once(b, _Q_IR), cgutils.alloca_once(b, result.ir)
+            b.store(args[0], where, align=8)
+            fn = _function(b, f"softsm_gather{width}", ir.VoidType(),
+                           [_I64.as_pointer(), _I32, result.scalar_ir.as_pointer()], body)  # fmt: skip
+            b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
+                        b.bitcast(out, result.scalar_ir.as_pointer())])  # fmt: skip
+            return b.load(out, align=8)
+
+        return result(Q, types.uint32), codegen
+
+    return gather
+
+
+def _make_scatter(width: int):
+    """scatterN(address: Q, m: uint32, v: U or Q): lanes in rising order, so the highest lane wins a collision."""
+    element = ir.IntType(width)
+
+    def body(k, arguments):
+        addresses, mask, values = arguments
+
+        def touch(k, i):
+            p = k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), element.as_pointer())
+            value = k.load(k.gep(values, [i], inbounds=True))
+            k.store(k.trunc(value, element) if width < 32 else value, p, align=1)
+
+        full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
+        k.cbranch(k.icmp_unsigned("==", mask, _I32(0xFFFFFFFF)), full, partial)
+        k.position_at_end(full)
+        for i in range(LANES):
+            touch(k, _I64(i))
+        k.ret_void()
+        k.position_at_end(partial)
+        _lane_loop(k, mask, touch)
+        k.ret_void()
+
+    @intrinsic
+    def scatter(typingctx, address, m, v):
+        bits = Q if width == 64 else U
+
+        def codegen(context, b, sig, args):
+            where, source = cgutils.alloca_once(b, _Q_IR), cgutils.alloca_once(b, bits.ir)
+            b.store(args[0], where, align=8)
+            b.store(b.bitcast(args[2], bits.ir), source, align=8)
+            fn = _function(b, f"softsm_scatter{width}", ir.VoidType(),
+                           [_I64.as_pointer(), _I32, bits.scalar_ir.as_pointer()], body)  # fmt: skip
+            b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
+                        b.bitcast(source, bits.scalar_ir.as_pointer())])  # fmt: skip
+            return context.get_dummy_value()
+
+        return types.void(Q, types.uint32, v), codegen
+
+    return scatter
+
+
+gather8, gather16, gather32, gather64 = (_make_gather(w) for w in (8, 16, 32, 64))
+scatter8, scatter16, scatter32, scatter64 = (_make_scatter(w) for w in (8, 16, 32, 64))
