@@ -91,12 +91,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SourceLoc:
-    """From `.loc`: file name, line, column of the program the PTX was compiled from (innermost inlined location)."""
+    """From `.loc`: file name, line, column of the program the PTX was compiled from (innermost inlined location).
+    `caller` is the place it was inlined at, if it was: the chain ends in the kernel itself."""
 
     file: str
     line: int
     column: int
     function: str = ""
+    caller: SourceLoc | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +119,15 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A declared variable. space: 'global', 'const', 'shared', 'local' or 'param'. size 0 = extern, sized at launch."""
+    """A declared variable. space: 'global', 'const', 'shared', 'local' or 'param' ('reg' for a parameter of a .func
+    that is passed in a register). size 0 = extern, sized at launch."""
 
     name: str
     space: str
     type: str  # 'b8', 'u32', 'f32', ...
     align: int
     size: int  # bytes in all
-    initial: tuple = ()  # ints/floats (element values) or Symbol
+    initial: tuple = ()  # Imm or Symbol per element of `type`; what is missing at the end is zero
     extern: bool = False
     line: int = 0
 
@@ -135,12 +138,13 @@ class Function:
     entry: bool
     params: list[Variable]  # in order; for .func also the return parameters below
     returns: list[Variable]
-    registers: dict[str, str]  # name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
+    registers: dict[str, str]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
     variables: list[Variable]  # declared in the body (shared, local, param)
     body: list[Instruction | Label]
     branch_targets: dict[str, tuple[str, ...]]  # .branchtargets label -> target labels (for brx.idx)
     directives: dict[str, tuple]  # 'reqntid': (512,), 'maxnreg': (128,), 'reqnctapercluster': (2, 1, 1), ...
     line: int = 0
+    defined: bool = True  # False: only declared (`.extern .func (...) vprintf (...);`)
 
 
 @dataclass(slots=True)

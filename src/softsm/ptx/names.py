@@ -1,0 +1,95 @@
+"""What a name in a function body stands for: registers, variables, labels, scope by scope; the predefined registers."""
+
+from __future__ import annotations
+
+import re
+
+from softsm.ptx.ast import Reg, Special, Symbol, Variable, Vector
+
+_VECTORS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+_SCALARS = """laneid warpid nwarpid smid nsmid gridid is_explicit_cluster cluster_ctarank cluster_nctarank
+    lanemask_eq lanemask_le lanemask_lt lanemask_ge lanemask_gt clock clock_hi clock64 globaltimer globaltimer_lo
+    globaltimer_hi reserved_smem_offset_begin reserved_smem_offset_end reserved_smem_offset_cap
+    reserved_smem_offset_0 reserved_smem_offset_1 total_smem_size aggr_smem_size dynamic_smem_size
+    current_graph_exec""".split()
+
+SPECIAL_REGISTERS = frozenset(
+    [f"%{v}{c}" for v in _VECTORS for c in ("", ".x", ".y", ".z", ".w")]
+    + [f"%{s}" for s in _SCALARS]
+    + [f"%pm{i}" for i in range(8)]
+    + [f"%pm{i}_64" for i in range(8)]
+    + [f"%envreg{i}" for i in range(32)]
+)
+_BY_NAME = {name: Special(name) for name in SPECIAL_REGISTERS}
+_RANGE = re.compile(r"(.*?)(0|[1-9]\d{0,8})", re.ASCII)
+MAX_RANGE = 1 << 24
+
+
+class Scope:
+    """The names declared between one pair of braces. Scope 0 is the function's body; in the others everything is
+    renamed `name@k`, so that what follows the parser needs no scopes."""
+
+    def __init__(self, number: int, parent: Scope | None):
+        self.number, self.parent = number, parent
+        self.registers: dict[str, str] = {}  # plain names -> type
+        self.vectors: dict[str, int] = {}  # vector registers -> number of elements
+        self.ranges: dict[str, tuple[int, str]] = {}  # prefix -> how many, type
+        self.variables: dict[str, Variable] = {}
+        self.labels: dict[str, int] = {}  # name -> line
+        self.lists: dict[str, int] = {}  # .branchtargets, .calltargets, .callprototype: label -> line
+        self.operands: dict = {}  # text -> operand, valid from here on in this scope
+
+    def unique(self, name: str) -> str:
+        return f"{name}@{self.number}" if self.number else name
+
+    def declared(self, name: str) -> bool:
+        return name in self.registers or name in self.vectors or name in self.ranges or name in self.variables
+
+    def known(self) -> list[str]:
+        """Every name to be seen from here, for suggestions."""
+        names: list[str] = []
+        scope: Scope | None = self
+        while scope is not None:
+            names += [*scope.registers, *scope.vectors, *scope.variables]
+            names += [f"{prefix}{count - 1}" for prefix, (count, _) in scope.ranges.items() if count]
+            scope = scope.parent
+        return names
+
+    def label(self, name: str) -> str | None:
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.labels:
+                return scope.unique(name)
+            scope = scope.parent
+        return None
+
+    def target_list(self, name: str) -> str | None:
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.lists:
+                return scope.unique(name)
+            scope = scope.parent
+        return None
+
+    def resolve(self, name: str, used: dict[str, str]) -> Reg | Vector | Special | Symbol | None:
+        """The operand a name stands for; a register is noted in `used` (name -> type). None: not declared here."""
+        base, _, element = name.partition(".")
+        digits = _RANGE.fullmatch(base)
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.registers:
+                unique = scope.unique(name)
+                used[unique] = scope.registers[name]
+                return Reg(unique)
+            if name in scope.vectors:
+                return Vector(tuple(self.resolve(f"{name}.{c}", used) for c in "xyzw"[: scope.vectors[name]]))
+            if digits and not element:
+                count, type_ = scope.ranges.get(digits.group(1), (0, ""))
+                if int(digits.group(2)) < count:
+                    unique = scope.unique(name)
+                    used[unique] = type_
+                    return Reg(unique)
+            if name in scope.variables:
+                return Symbol(scope.unique(name))
+            scope = scope.parent
+        return _BY_NAME.get(name)
