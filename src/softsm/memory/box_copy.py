@@ -1,0 +1,367 @@
+"""A TMA box between global and shared memory: traversal, bounds, fill, swizzle. Pure functions on NumPy bytes.
+
+The shared-memory image of a box is dense, dimension 0 fastest. With a swizzle a row (dimension 0) takes a whole span
+of 32, 64 or 128 bytes, and address bits are XORed with the absolute shared address:
+
+    32 B:            bit 4    ^= bit 7            128 B:                       bits 4-6 ^= bits 7-9
+    64 B:            bits 4-5 ^= bits 7-8         128 B, 32-byte atoms:        bits 5-6 ^= bits 7-8
+    128 B, 64-byte atoms:  bit 6 ^= bit 7         128 B, 32-byte atoms, flip:  bits 5-6 ^= bits 7-8, bit 3 ^= bit 7
+
+All of these permute within one row, so a table per (rows, row bytes, swizzle, address mod 1024) is all a copy needs.
+Global memory is reached through `view(address, nbytes) -> uint8 array` that aliases it and checks bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from softsm.memory.tensor_map import DataType, Fill, Swizzle, TensorMap
+
+View = Callable[[int, int], np.ndarray]
+
+SHARED_ALIGNMENT = 128
+OOB_NAN = 0x7FF7  # the NaN of out-of-bounds fill, repeated over the element: f32 reads 0x7ff77ff7
+
+_XOR = {  # swizzle -> (shift right, mask, shift left), applied one after the other
+    Swizzle.NONE: (),
+    Swizzle.B32: ((7, 1, 4),),
+    Swizzle.B64: ((7, 3, 4),),
+    Swizzle.B128: ((7, 7, 4),),
+    Swizzle.B128_ATOM_32B: ((7, 3, 5),),
+    Swizzle.B128_ATOM_32B_FLIP_8B: ((7, 3, 5), (7, 1, 3)),
+    Swizzle.B128_ATOM_64B: ((7, 1, 6),),
+}
+
+
+def swizzled(address: np.ndarray, swizzle: Swizzle) -> np.ndarray:
+    """Where the byte meant for `address` really lies."""
+    out = address
+    for right, mask, left in _XOR[swizzle]:
+        out = out ^ (((address >> right) & mask) << left)
+    return out
+
+
+# -- the shared-memory image -----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phase: int):
+    """(unit dtype, forward, inverse, footprint) for a packed row image.
+
+    forward[i] = unit of shared memory, counted from the destination, that holds packed unit i.
+    inverse    = its inverse when the image is a permutation of the footprint, else None.
+    Units are 16 bytes, smaller where gaps or the 8-byte flip ask for it.
+    """
+    unit, data, chunk = 16, 16, 16  # bytes: granule, and `data` bytes of each `chunk` of shared memory are used
+    if kind is DataType.U4_ALIGN16B:
+        unit, data = 8, 8
+    elif kind is DataType.U6_ALIGN16B:
+        unit, data = 4, 12
+    elif swizzle is Swizzle.B128_ATOM_32B_FLIP_8B:
+        unit, data, chunk = 8, 8, 8
+    spread = row_bytes // data * chunk  # bytes a row takes before padding to the span
+    pitch = max(spread, swizzle.span)
+    within = (np.arange(spread // chunk)[:, None] * chunk + np.arange(0, data, unit)).ravel()
+    address = phase + (np.arange(rows)[:, None] * pitch + within).ravel()
+    forward = (swizzled(address, swizzle) - phase) // unit
+    dense = pitch == spread and data == chunk
+    inverse = np.argsort(forward) if dense else None
+    if inverse is not None and not swizzle:
+        inverse = forward = None  # the image is the packed rows themselves
+    dtype = {16: np.complex128, 8: np.uint64, 4: np.uint32}[unit]
+    return np.dtype(dtype), forward, inverse, rows * pitch
+
+
+def footprint(rows: int, row_bytes: int, m: TensorMap) -> int:
+    """Bytes of shared memory from the start of the image to its end, padding included."""
+    return _placement(rows, row_bytes, m.swizzle, m.data_type, 0)[3]
+
+
+def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, offset: int) -> None:
+    """Packed rows (uint8, contiguous) -> their places in shared memory at `offset` (also the address for the XOR)."""
+    dtype, forward, inverse, nbytes = _placement(rows, packed.size // rows, m.swizzle, m.data_type, offset % 1024)
+    target = shared[offset : offset + nbytes]
+    if forward is None:
+        target[:] = packed.reshape(-1)
+    elif inverse is not None:
+        np.take(packed.reshape(-1).view(dtype), inverse, out=target.view(dtype), mode="clip")
+    else:
+        target.view(dtype)[forward] = packed.reshape(-1).view(dtype)
+
+
+def get_image(rows: int, row_bytes: int, m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
+    """The inverse of put_image: packed rows as uint8[rows, row_bytes] of their own."""
+    dtype, forward, _, nbytes = _placement(rows, row_bytes, m.swizzle, m.data_type, offset % 1024)
+    source = shared[offset : offset + nbytes]
+    if forward is None:
+        return source.reshape(rows, row_bytes).copy()
+    return source.view(dtype)[forward].view(np.uint8).reshape(rows, row_bytes)
+
+
+# -- the global side of a tiled box ----------------------------------------------------------------------------------
+
+
+class Region:
+    """The part of a box that lies inside the tensor. Ranges are in box positions, outermost dimension first."""
+
+    __slots__ = ("address", "inside", "nbytes", "shape", "strides", "total")
+
+    def __init__(self, m: TensorMap, coords: Sequence[int]):
+        bits = m.data_type.bits
+        counts = m.counts
+        steps = (1, *m.element_strides[1:])
+        address, last, kept, total = m.base, 0, 1, 1
+        inside, shape, strides = [], [], []
+        for i, (count, step, start, dim) in enumerate(zip(counts, steps, coords, m.dims, strict=True)):
+            low = max(0, -(start // step)) if start < 0 else 0
+            high = min(count, -((start - dim) // step))  # ceil((dim - start) / step)
+            if high < low:
+                high = low
+            total *= count
+            kept *= high - low
+            first = start + low * step
+            if i == 0:
+                begin, length = first * bits // 8, (high - low) * bits // 8
+                inside.append(slice(low * bits // 8, low * bits // 8 + length))
+                shape.append(length)
+                strides.append(1)
+                last += length
+                address += begin
+            else:
+                stride = m.strides[i - 1]
+                inside.append(slice(low, high))
+                shape.append(high - low)
+                strides.append(stride * step)
+                last += stride * step * (high - low - 1)
+                address += first * stride
+        self.inside = tuple(reversed(inside))
+        self.shape = tuple(reversed(shape))
+        self.strides = tuple(reversed(strides))
+        self.address, self.nbytes = address, last if kept else 0
+        self.total = (total, kept)
+
+    @property
+    def filled(self) -> int:
+        """Elements outside the tensor."""
+        return self.total[0] - self.total[1]
+
+    def bytes(self, view: View) -> np.ndarray:
+        """The elements inside, as an array that aliases global memory."""
+        return np.ndarray(self.shape, np.uint8, view(self.address, self.nbytes), 0, self.strides)
+
+
+def packed_shape(m: TensorMap) -> tuple[int, ...]:
+    """Shape of a tiled box in bytes, outermost first, last = bytes of a row."""
+    counts = m.counts
+    return (*reversed(counts[1:]), counts[0] * m.data_type.bits // 8)
+
+
+def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
+    """Bytes of out-of-bounds elements."""
+    if m.oob_fill is Fill.ZERO:
+        return np.zeros(shape, np.uint8)
+    # rows are multiples of 16 bytes, so the 2-byte pattern always fits
+    return np.full((*shape[:-1], shape[-1] // 2), OOB_NAN, np.uint16).view(np.uint8)
+
+
+def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarray, offset: int) -> int:
+    """Global -> shared, one tiled box at signed `coords`; returns the number of elements that were filled."""
+    region = Region(m, coords)
+    shape = packed_shape(m)
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    if region.filled == 0:
+        source = region.bytes(view)
+        if not m.swizzle and m.data_type not in (DataType.U4_ALIGN16B, DataType.U6_ALIGN16B):
+            packed = source if not _changes_bits(m) else _converted(np.ascontiguousarray(source), m)
+            shared[offset : offset + rows * shape[-1]].reshape(shape)[...] = packed
+            return 0
+        packed = np.empty(shape, np.uint8)
+        packed[...] = source
+    else:
+        packed = _empty(shape, m)
+        if region.nbytes:
+            packed[region.inside] = region.bytes(view)
+    put_image(_converted(packed, m), rows, m, shared, offset)
+    return region.filled
+
+
+def store_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarray, offset: int, redop: str = "") -> int:
+    """Shared -> global, one tiled box; elements outside the tensor are not written. `redop` makes it a reduction.
+    Returns the number of elements left out."""
+    region = Region(m, coords)
+    if region.nbytes:
+        shape = packed_shape(m)
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        packed = get_image(rows, shape[-1], m, shared, offset).reshape(shape)[region.inside]
+        target = region.bytes(view)
+        if redop:
+            packed = reduced(target, packed, redop, m.data_type)
+        target[...] = packed
+    return region.filled
+
+
+# -- rows at arbitrary places: gather4, scatter4, im2col -------------------------------------------------------------
+
+
+def _row_region(m: TensorMap, column: int) -> tuple[int, int, int]:
+    """(bytes to skip in the packed row, byte offset in a global row, bytes) of the columns inside the tensor."""
+    bits = m.data_type.bits
+    low = max(0, -column)
+    high = max(low, min(m.box[0], m.dims[0] - column))
+    return low * bits // 8, (column + low) * bits // 8, (high - low) * bits // 8
+
+
+def load_rows(
+    m: TensorMap, column: int, rows: Sequence[int | None], view: View, shared: np.ndarray, offset: int
+) -> int:
+    """Rows given by their byte offset from the tensor's base (None = outside the tensor) land one after the other."""
+    bits = m.data_type.bits
+    packed = _empty((len(rows), m.box[0] * bits // 8), m)
+    skip, begin, length = _row_region(m, column)
+    filled = len(rows) * m.box[0]
+    if length:
+        for i, at in enumerate(rows):
+            if at is not None:
+                packed[i, skip : skip + length] = view(m.base + at + begin, length)
+                filled -= length * 8 // bits
+    put_image(_converted(packed, m), len(rows), m, shared, offset)
+    return filled
+
+
+def store_rows(
+    m: TensorMap,
+    column: int,
+    rows: Sequence[int | None],
+    view: View,
+    shared: np.ndarray,
+    offset: int,
+    redop: str = "",
+) -> int:
+    """The inverse of load_rows; returns the number of elements left out."""
+    bits = m.data_type.bits
+    packed = get_image(len(rows), m.box[0] * bits // 8, m, shared, offset)
+    skip, begin, length = _row_region(m, column)
+    left_out = len(rows) * m.box[0]
+    for i, at in enumerate(rows):
+        if at is not None and length:
+            target = view(m.base + at + begin, length)
+            value = packed[i, skip : skip + length]
+            target[...] = reduced(target, value, redop, m.data_type) if redop else value
+            left_out -= length * 8 // bits
+    return left_out
+
+
+def gather_rows(m: TensorMap, numbers: Sequence[int]) -> list[int | None]:
+    """Row numbers of gather4/scatter4 on a 2-D map -> byte offsets."""
+    return [number * m.strides[0] if 0 <= number < m.dims[1] else None for number in numbers]
+
+
+def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> list[int | None]:
+    """The pixels an im2col load visits: from `coords` (c, w, [h, [d]], n) through the pixel box, W fastest, then on
+    to the next image; `offsets` (W first) shift the pixel that is read without moving the walk."""
+    box = m.im2col
+    assert box is not None
+    spatial = m.rank - 2
+    steps = m.element_strides[1 : 1 + spatial]
+    highs = [m.dims[1 + i] + box.upper[i] for i in range(spatial)]
+    at = list(coords[1:])  # spatial positions, then the image number
+    rows: list[int | None] = []
+    for _ in range(box.pixels):
+        where = [at[i] + offsets[i] for i in range(spatial)] + [at[spatial]]
+        if all(0 <= where[i] < m.dims[1 + i] for i in range(spatial + 1)):
+            rows.append(sum(where[i] * m.strides[i] for i in range(spatial + 1)))
+        else:
+            rows.append(None)
+        for i in range(spatial):
+            at[i] += steps[i]
+            if at[i] < highs[i]:
+                break
+            at[i] = box.lower[i]
+        else:
+            at[spatial] += 1
+    return rows
+
+
+# -- element values --------------------------------------------------------------------------------------------------
+
+
+def _changes_bits(m: TensorMap) -> bool:
+    return m.data_type in (DataType.FLOAT32_FTZ, DataType.TFLOAT32, DataType.TFLOAT32_FTZ)
+
+
+def _converted(packed: np.ndarray, m: TensorMap) -> np.ndarray:
+    """What a load does to values: tf32 types round to 10 mantissa bits (nearest, ties away), ftz types flush."""
+    if not _changes_bits(m):
+        return packed
+    word = packed.view(np.uint32).copy()
+    finite = (word & 0x7F80_0000) != 0x7F80_0000
+    if m.data_type is not DataType.TFLOAT32:
+        word[(word & 0x7F80_0000) == 0] &= 0x8000_0000
+    if m.data_type is not DataType.FLOAT32_FTZ:
+        word[finite] = (word[finite] + 0x1000) & 0xFFFF_E000
+    return word.view(np.uint8)
+
+
+_VALUE = {
+    DataType.UINT8: np.uint8,
+    DataType.UINT16: np.uint16,
+    DataType.UINT32: np.uint32,
+    DataType.INT32: np.int32,
+    DataType.UINT64: np.uint64,
+    DataType.INT64: np.int64,
+    DataType.FLOAT16: np.float16,
+    DataType.FLOAT32: np.float32,
+    DataType.FLOAT64: np.float64,
+    DataType.BFLOAT16: ml_dtypes.bfloat16,
+    DataType.FLOAT32_FTZ: np.float32,
+}
+
+_FLOAT_OPS = {
+    np.float16: ("add", "min", "max"),
+    ml_dtypes.bfloat16: ("add", "min", "max"),
+    np.float32: ("add",),
+    np.float64: ("add",),
+}
+
+
+def reduced(old: np.ndarray, new: np.ndarray, op: str, kind: DataType) -> np.ndarray:
+    """old (op) new element by element, on bytes. ValueError when the type has no such reduction."""
+    dtype = _VALUE.get(kind)
+    if dtype is None or dtype in (np.uint8, np.uint16):
+        raise ValueError(f"{op}: no reduction on {kind.name}")
+    a = np.ascontiguousarray(old).view(dtype)
+    b = np.ascontiguousarray(new).view(dtype)
+    return combine(a, b, op).view(np.uint8).reshape(old.shape)
+
+
+def combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
+    """One reduction step: a is what memory holds, b what comes. Integers wrap; min/max of floats drop a NaN."""
+    dtype = a.dtype.type
+    allowed = _FLOAT_OPS.get(dtype)
+    if allowed is not None:
+        if op not in allowed:
+            raise ValueError(f"{op}: no such reduction on {a.dtype}")
+        if op == "add":
+            with np.errstate(all="ignore"):
+                if a.dtype.itemsize == 2:  # one rounding of the exact f32 sum
+                    return (a.astype(np.float32) + b.astype(np.float32)).astype(a.dtype)
+                return a + b
+        pick = np.fmin if op == "min" else np.fmax
+        return pick(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+    if op == "add":
+        return a + b
+    if op in ("min", "max"):
+        return (np.minimum if op == "min" else np.maximum)(a, b)
+    if op in ("and", "or", "xor"):
+        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](a, b)
+    if op == "inc" and dtype is np.uint32:
+        return np.where(a >= b, np.uint32(0), a + np.uint32(1))
+    if op == "dec" and dtype is np.uint32:
+        return np.where((a == 0) | (a > b), b, a - np.uint32(1))
+    raise ValueError(f"{op}: no such reduction on {a.dtype}")

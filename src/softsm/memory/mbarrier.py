@@ -1,0 +1,157 @@
+"""One mbarrier object: arrivals and bytes still missing, and the phase that ends when both are in.
+
+The 64-bit word in shared memory is opaque to PTX programs, so the state lives here and `cta.barriers` maps the word's
+offset to it. Phases are counted in full (hardware keeps the parity only): a wait can then be told from a wait that
+lags two phases behind, which hardware cannot tell.
+
+    init(c)          phase 0, pending = expected = c, tx = 0
+    arrive(n)        pending -= n
+    expect_tx(b)     tx += b           complete_tx(b)   tx -= b  (may run first: tx is negative for a while)
+    phase completes  when pending == 0 and tx == 0: phase += 1, pending = expected, and who waits is woken
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from softsm.errors import Fault
+
+MAX_COUNT = (1 << 20) - 1  # arrivals and transaction bytes are 20-bit quantities
+_PENDING_BITS = 20
+_HISTORY = 16  # last events kept for a diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierEvent:
+    """What touched the barrier: during which phase, what it did, how much, and who (warp, PTX line), for reports."""
+
+    phase: int
+    what: str  # 'init', 'arrive', 'expect_tx', 'complete_tx', 'drop', 'increment'
+    amount: int
+    who: str
+
+
+class Mbarrier:
+    __slots__ = ("expected", "history", "name", "next_expected", "pending", "phase", "tx", "wake")
+
+    def __init__(self, count: int, *, name: str = "mbarrier", wake: Callable[[], None] | None = None, who: str = ""):
+        if not 1 <= count <= MAX_COUNT:
+            raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
+        self.name = name
+        self.phase = 0
+        self.expected = self.pending = self.next_expected = count
+        self.tx = 0
+        self.wake = wake  # called when a phase completes
+        self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
+        self._note("init", count, who)
+
+    # -- arrivals and bytes ------------------------------------------------------------------------------------
+
+    def arrive(self, count: int = 1, who: str = "", *, drop: bool = False, no_complete: bool = False) -> int:
+        """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
+        expected count of the phases that follow; `no_complete` promises that the phase will not end here."""
+        if not 1 <= count <= MAX_COUNT:
+            raise Fault("barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})")
+        if count > self.pending:
+            raise Fault(
+                "barrier-count",
+                f"{self.name}: {count} more arrival(s) in phase {self.phase} with {self.pending} of {self.expected} "
+                f"still expected ({who}). {self.describe()}",
+            )
+        token = self.token()
+        self._note("drop" if drop else "arrive", count, who)
+        self.pending -= count
+        if drop:
+            self.next_expected -= count
+        if no_complete and self.pending == 0:
+            raise Fault("barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})")
+        self._settle()
+        return token
+
+    def expect_tx(self, nbytes: int, who: str = "") -> None:
+        self._add_tx(nbytes, "expect_tx", nbytes, who)
+
+    def complete_tx(self, nbytes: int, who: str = "") -> None:
+        self._add_tx(-nbytes, "complete_tx", nbytes, who)
+
+    def arrive_expect_tx(self, nbytes: int, count: int = 1, who: str = "", *, drop: bool = False) -> int:
+        """expect_tx, then arrive, as one step: the phase cannot end in between."""
+        token = self.token()
+        self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
+        self.tx += nbytes
+        self._note("expect_tx", nbytes, who)
+        self.arrive(count, who, drop=drop)
+        return token
+
+    def increment_pending(self, count: int, who: str = "") -> None:
+        """cp.async.mbarrier.arrive without .noinc: one more arrival is awaited, the one the copies will make."""
+        if self.pending + count > MAX_COUNT:
+            raise Fault("barrier-count", f"{self.name}: pending count beyond {MAX_COUNT} ({who})")
+        self.pending += count
+        self._note("increment", count, who)
+
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    def passed_parity(self, parity: int) -> bool:
+        """True iff the phase of that parity is the one just before the current: a wait for it goes on."""
+        return (self.phase & 1) != (parity & 1)
+
+    def passed_token(self, token: int) -> bool:
+        """True iff the phase in which the token was taken is over."""
+        age = self.phase - (token >> _PENDING_BITS)
+        if age not in (0, 1):
+            raise Fault(
+                "barrier-phase",
+                f"{self.name}: waiting with a state of phase {token >> _PENDING_BITS}, the barrier is in phase "
+                f"{self.phase}; only the current and the preceding phase can be named",
+            )
+        return age == 1
+
+    def token(self) -> int:
+        return self.phase << _PENDING_BITS | self.pending
+
+    def describe(self) -> str:
+        """One line for deadlock and fault reports: what is missing, and who came last."""
+        missing = []
+        if self.pending:
+            missing.append(f"{self.pending} of {self.expected} arrival(s)")
+        if self.tx > 0:
+            missing.append(f"{self.tx} byte(s)")
+        elif self.tx < 0:
+            missing.append(f"an expect_tx for {-self.tx} byte(s) already copied")
+        last = [f"{event.what} {event.amount} by {event.who}" for event in self.history if event.who][-3:]
+        text = f"{self.name} is in phase {self.phase}, missing {' and '.join(missing) or 'nothing'}"
+        return text + (f"; last: {', '.join(last)}" if last else "")
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _add_tx(self, delta: int, what: str, amount: int, who: str) -> None:
+        self._check_tx(self.tx + delta, what, amount, who)
+        self.tx += delta
+        self._note(what, amount, who)
+        self._settle()
+
+    def _check_tx(self, tx: int, what: str, amount: int, who: str) -> None:
+        if not -MAX_COUNT <= tx <= MAX_COUNT or not 0 <= amount <= MAX_COUNT:
+            raise Fault(
+                "barrier-tx",
+                f"{self.name}: {what} {amount} makes the transaction count {tx}; it must stay within "
+                f"+-{MAX_COUNT} ({who})",
+            )
+
+    def _settle(self) -> None:
+        if self.pending == 0 and self.tx == 0:
+            self.phase += 1
+            self.expected = self.pending = self.next_expected
+            if self.wake is not None:
+                self.wake()
+
+    def _note(self, what: str, amount: int, who: str) -> None:
+        self.history.append(BarrierEvent(self.phase, what, amount, who))
+
+
+def pending_count(token: int) -> int:
+    """mbarrier.pending_count: the arrivals that were pending when the token was taken."""
+    return token & MAX_COUNT
