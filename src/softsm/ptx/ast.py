@@ -1,7 +1,7 @@
 """What the parser makes of PTX text: plain data, no behaviour.
 
-Names are unique within a function: a register or label declared in a nested `{ }` scope is renamed `name@k`
-(k = number of the scope), so that everything after the parser can ignore scopes.
+Names are unique: what is declared in a nested `{ }` scope is renamed `name@k` (k = number of the scope), what a .func
+declares `name@function`, so that everything after the parser can ignore scopes. An entry's own names stay.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class Function:
     entry: bool
     params: list[Variable]  # in order; for .func also the return parameters below
     returns: list[Variable]
-    registers: dict[str, str]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
+    registers: dict[
+        str, str
+    ]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
     variables: list[Variable]  # declared in the body (shared, local, param)
     body: list[Instruction | Label]
     branch_targets: dict[str, tuple[str, ...]]  # .branchtargets label -> target labels (for brx.idx)

@@ -46,7 +46,9 @@ def _type(cursor: Cursor, allowed: object, what: str) -> str:
     at = cursor.skip()
     name = directive(cursor)
     if name in OPAQUE_TYPES:
-        raise Unsupported(f"softsm has no textures, samplers or surfaces (.{name})", *cursor.source.position(at))
+        raise Unsupported(
+            f"softsm has no textures, samplers or surfaces (.{name})", *cursor.source.position(at)
+        )
     if name is None or name not in allowed:  # type: ignore[operator]
         cursor.at = at
         raise cursor.expected(f"a type ({what})")
@@ -78,8 +80,8 @@ def _attributes(cursor: Cursor) -> tuple[int, int]:
 
 
 def variables(cursor: Cursor, space: str, extern: bool, resolve: object) -> list[Variable]:
-    """What follows `.shared`, `.global`, ...: `[.align N] [.v4] .b8 name[4] = {..}, name2;` `resolve(name, at)` gives the
-    Symbol of a name in an initialiser."""
+    """What follows `.shared`, `.global`, ...: `[.align N] [.v4] .b8 name[4] = {..}, name2;`
+    `resolve(name, at)` gives the Symbol of a name in an initialiser."""
     align, lanes = _attributes(cursor)
     type_ = _type(cursor, TYPE_BYTES, "such as .b8, .u32 or .f32")
     later_align, later_lanes = _attributes(cursor)
@@ -167,7 +169,9 @@ def _value(cursor: Cursor, resolve: object) -> Imm | Symbol:
     if STARTS_CONSTANT.match(cursor.clean, at):
         value = constant(cursor)
         if cursor.sees("("):
-            raise Unsupported("softsm does not read masked addresses in initialisers", *cursor.source.position(at))
+            raise Unsupported(
+                "softsm does not read masked addresses in initialisers", *cursor.source.position(at)
+            )
         return value
     name = cursor.name("a number or the name of a variable")
     if name == "generic" and cursor.takes("("):  # addresses are generic already
@@ -237,8 +241,12 @@ def parameters(cursor: Cursor, what: str) -> list[Variable]:
         if shape:
             size *= math.prod(shape)
         if size > 32764:
-            raise cursor.source.error(f"the parameter '{name}' has {size} bytes; at most 32764 are allowed", at)
-        result.append(Variable(name, space, type_, align or natural, size, (), False, cursor.source.position(at)[0]))
+            raise cursor.source.error(
+                f"the parameter '{name}' has {size} bytes; at most 32764 are allowed", at
+            )
+        result.append(
+            Variable(name, space, type_, align or natural, size, (), False, cursor.source.position(at)[0])
+        )
     return result
 
 
@@ -258,7 +266,9 @@ def function_directives(cursor: Cursor) -> dict[str, tuple]:
             continue
         if name not in FUNCTION_DIRECTIVES:
             close = suggestion(name, FUNCTION_DIRECTIVES)
-            raise cursor.source.error(f"softsm does not know the directive '.{name}' of a function{close}", at)
+            raise cursor.source.error(
+                f"softsm does not know the directive '.{name}' of a function{close}", at
+            )
         fewest, most = FUNCTION_DIRECTIVES[name]
         values: list[int] = []
         while len(values) < most and (values == [] or cursor.takes(",")):

@@ -26,11 +26,11 @@ MAX_RANGE = 1 << 24
 
 
 class Scope:
-    """The names declared between one pair of braces. Scope 0 is the function's body; in the others everything is
-    renamed `name@k`, so that what follows the parser needs no scopes."""
+    """The names declared between one pair of braces. In nested braces everything is renamed `name@k` with k counted
+    through the module, in a .func `name@function`, so that what follows the parser needs no scopes."""
 
-    def __init__(self, number: int, parent: Scope | None):
-        self.number, self.parent = number, parent
+    def __init__(self, suffix: str, parent: Scope | None):
+        self.suffix, self.parent = suffix, parent
         self.registers: dict[str, str] = {}  # plain names -> type
         self.vectors: dict[str, int] = {}  # vector registers -> number of elements
         self.ranges: dict[str, tuple[int, str]] = {}  # prefix -> how many, type
@@ -40,7 +40,9 @@ class Scope:
         self.operands: dict = {}  # text -> operand, valid from here on in this scope
 
     def unique(self, name: str) -> str:
-        return f"{name}@{self.number}" if self.number else name
+        if not self.suffix and self.parent is not None and name in self.parent.variables:
+            return f"{name}@0"  # an entry's own name hides one of the module's
+        return name + self.suffix
 
     def declared(self, name: str) -> bool:
         return name in self.registers or name in self.vectors or name in self.ranges or name in self.variables
@@ -54,6 +56,17 @@ class Scope:
             names += [f"{prefix}{count - 1}" for prefix, (count, _) in scope.ranges.items() if count]
             scope = scope.parent
         return names
+
+    def range_of(self, name: str) -> str:
+        """'%r0 to %r68' if the name lies outside a range that is declared, else nothing."""
+        digits = _RANGE.fullmatch(name)
+        scope: Scope | None = self
+        while scope is not None and digits:
+            count, _ = scope.ranges.get(digits.group(1), (0, ""))
+            if count:
+                return f"{digits.group(1)}0 to {digits.group(1)}{count - 1}"
+            scope = scope.parent
+        return ""
 
     def label(self, name: str) -> str | None:
         scope: Scope | None = self

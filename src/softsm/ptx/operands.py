@@ -81,14 +81,14 @@ class Operands:
         if match is None:
             raise NotSimple
         word, whole, base, sign, offset = match.groups()
-        operand: object
+        result: object
         if word is not None:
-            operand = self._named(word, scope)
+            result = self._named(word, scope)
         elif whole is not None:
             value = int(whole, 0)
             if value >= 1 << 64:
                 raise NotSimple
-            operand = Imm(value)
+            result = Imm(value)
         else:
             where = self._named(base, scope)
             if not isinstance(where, (Reg, Symbol)):
@@ -96,9 +96,9 @@ class Operands:
             distance = int(offset) if offset else 0
             if offset and len(offset.lstrip("-")) > 1 and offset.lstrip("-")[0] == "0":
                 raise NotSimple  # octal
-            operand = Address(where, -distance if sign == "-" else distance)
-        scope.operands[piece] = operand
-        return operand
+            result = Address(where, -distance if sign == "-" else distance)
+        scope.operands[piece] = result
+        return result
 
     def _named(self, word: str, scope: Scope) -> object:
         if word == "_":
@@ -160,11 +160,15 @@ class Operands:
         try:
             return self._named(word, scope)
         except NotSimple:
-            known = [*scope.known(), *self.functions, *(SPECIAL_REGISTERS if word[0] == "%" else ())]
             what = "register" if word[0] == "%" else "name"
-            raise cursor.source.error(
-                f"the {what} '{word}' is not declared here{suggestion(word, known)}", at
-            ) from None
+            raise cursor.source.error(f"the {what} '{word}' is not declared here{self._hint(word, scope)}", at) from None
+
+    def _hint(self, word: str, scope: Scope) -> str:
+        declared = scope.range_of(word)
+        if declared:
+            return f" (declared are {declared})"
+        known = [*scope.known(), *self.functions, *(SPECIAL_REGISTERS if word[0] == "%" else ())]
+        return suggestion(word, known)
 
     def _symbol(self, cursor: Cursor, symbol: Symbol, opcode: str) -> object:
         if cursor.sees("["):  # name[index]: an element of an array, by value in ld and st, else its address
@@ -235,7 +239,9 @@ class Operands:
                 known += walk.lists if opcode == "brx" else walk.labels
                 walk = walk.parent
             what = "list of targets" if opcode == "brx" else "label"
-            raise cursor.source.error(f"there is no {what} '{name}' in this scope{suggestion(name, known)}", at)
+            raise cursor.source.error(
+                f"there is no {what} '{name}' in this scope{suggestion(name, known)}", at
+            )
         result.append(Label(unique))
         if not cursor.sees(";"):
             raise cursor.expected("';' after the label")

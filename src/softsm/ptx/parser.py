@@ -7,6 +7,7 @@ labels stand in which scope, because a branch may go forward. The second reads d
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from softsm.errors import PtxError
 from softsm.ptx.ast import Function, Instruction, Label, Module, Reg, SourceLoc, Symbol, Variable
@@ -32,7 +33,8 @@ VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?![\w.])", re.ASCII)
 TARGET = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 LOC = re.compile(
     r"\.loc\s+(\d{1,9})\s+(\d{1,9})(?:\s+(\d{1,9}))?"
-    r"(?:\s*,\s*function_name\s+([\w$]+)(?:\s*\+\s*(\d+))?\s*,\s*inlined_at\s+(\d{1,9})\s+(\d{1,9})\s+(\d{1,9}))?[ \t]*",
+    r"(?:\s*,\s*function_name\s+([\w$]+)(?:\s*\+\s*(\d+))?"
+    r"\s*,\s*inlined_at\s+(\d{1,9})\s+(\d{1,9})\s+(\d{1,9}))?[ \t]*",
     re.ASCII,
 )
 STATEMENT = re.compile(
@@ -46,6 +48,7 @@ STATEMENT = re.compile(
     re.ASCII,
 )
 DWARF_LINE = re.compile(r"@@dwarf[^\n]*", re.I)
+BODY_DIRECTIVES = ("reg", *SPACES, "pragma", "loc", "branchtargets", "calltargets", "callprototype")
 MAX_SCOPES = 200  # nested braces
 
 
@@ -61,7 +64,8 @@ class _Parser:
         self.source = Source(text)
         self.cursor = Cursor(self.source)
         self.module_ = Module((0, 0), "", [], {}, self.source.files, text)
-        self.globals = Scope(0, None)
+        self.globals = Scope("", None)
+        self.braces = 0  # nested scopes so far
         self.sizes: dict[str, int] = {}
         self.opcodes: dict[str, tuple[str, tuple[str, ...]]] = {}
 
@@ -102,7 +106,9 @@ class _Parser:
                 aliases.append((new, cursor.name("the name of a function"), at))
                 cursor.expect(";", "after .alias")
             elif word == "section":
-                raise self.source.error("expected '.section name { ... }' with nothing but data between the braces", at)
+                raise self.source.error(
+                    "expected '.section name { ... }' with nothing but data between the braces", at
+                )
             elif word == "loc":
                 cursor.at = at
                 if cursor.match(LOC) is None:
@@ -112,7 +118,9 @@ class _Parser:
         for new, old, at in aliases:
             if old not in self.module_.functions:
                 close = suggestion(old, self.module_.functions)
-                raise self.source.error(f"there is no function '{old}' to be named '{new}' as well{close}", at)
+                raise self.source.error(
+                    f"there is no function '{old}' to be named '{new}' as well{close}", at
+                )
             self.module_.functions[new] = self.module_.functions[old]
         return self.module_
 
@@ -126,7 +134,9 @@ class _Parser:
             if not cursor.takes(","):
                 break
         if not names[0].startswith("sm_") and not names[0].startswith("compute_"):
-            raise self.source.error(f"expected a target such as sm_90a or sm_100a, found '{names[0]}'", cursor.at)
+            raise self.source.error(
+                f"expected a target such as sm_90a or sm_100a, found '{names[0]}'", cursor.at
+            )
         self.module_.target = names[0]
 
     def _declaration(self, cursor: Cursor, word: str, at: int) -> None:
@@ -140,15 +150,29 @@ class _Parser:
             word = following
         if word in ("entry", "func"):
             self._function(cursor, word == "entry", extern, at)
-        elif word in ("global", "const", "shared", "local", "param"):
+        elif word in SPACES:
             for variable in variables(cursor, word, extern, self._global_symbol):
                 self._declare(self.globals, self.module_.variables, variable, at, extern)
             cursor.expect(";", "after the declaration")
         else:
-            known = ["entry", "func", "version", "target", "address_size", "alias", "pragma", *LINKAGE, *SPACES]
-            raise self.source.error(f"softsm does not know the directive '.{word}'{suggestion(word, known)}", at)
+            known = [
+                "entry",
+                "func",
+                "version",
+                "target",
+                "address_size",
+                "alias",
+                "pragma",
+                *LINKAGE,
+                *SPACES,
+            ]
+            raise self.source.error(
+                f"softsm does not know the directive '.{word}'{suggestion(word, known)}", at
+            )
 
-    def _declare(self, scope: Scope, into: list[Variable], variable: Variable, at: int, again: bool = False) -> None:
+    def _declare(
+        self, scope: Scope, into: list[Variable], variable: Variable, at: int, again: bool = False
+    ) -> None:
         if scope.declared(variable.name):
             if again or (variable.name in scope.variables and scope.variables[variable.name].extern):
                 into[:] = [v for v in into if v.name != variable.name or not v.extern]
@@ -159,7 +183,7 @@ class _Parser:
         scope.operands.clear()
         self.sizes[unique] = TYPE_BYTES.get(variable.type, 1)
         if not any(v.name == unique for v in into if again):
-            into.append(variable if unique == variable.name else _renamed(variable, unique))
+            into.append(variable if unique == variable.name else replace(variable, name=unique))
 
     def _global_symbol(self, name: str, at: int) -> Symbol:
         if name not in self.globals.variables and name not in self.module_.functions:
@@ -187,7 +211,9 @@ class _Parser:
                 self.module_.functions[name] = function
             return
         if before is not None and before.defined:
-            raise self.source.error(f"the function '{name}' is defined twice, first in line {before.line}", where)
+            raise self.source.error(
+                f"the function '{name}' is defined twice, first in line {before.line}", where
+            )
         if not cursor.takes("{"):
             raise cursor.expected("'{' before the body of the function, or ';'")
         function.defined = True
@@ -195,37 +221,36 @@ class _Parser:
         _Body(self, function, cursor).read()
 
 
-def _renamed(variable: Variable, name: str) -> Variable:
-    v = variable
-    return Variable(name, v.space, v.type, v.align, v.size, v.initial, v.extern, v.line)
-
-
 class _Body:
     """One function's body; the cursor stands behind its '{'."""
 
     def __init__(self, parser: _Parser, function: Function, cursor: Cursor):
         self.parser, self.function, self.cursor, self.source = parser, function, cursor, parser.source
-        self.scopes = [Scope(0, parser.globals)]
+        self.scope = Scope("" if function.entry else f"@{function.name}", parser.globals)
         self.operands = Operands(parser.module_.functions, function.registers, parser.sizes)
         self.here: SourceLoc | None = None
         self.locs: dict[str, SourceLoc | None] = {}
         self.by_place: dict[tuple, SourceLoc] = {}  # for chains of inlined_at
         self.pending: list[tuple[str, Scope, list[tuple[str, int]]]] = []
-        for variable in [*function.returns, *function.params]:
-            if variable.name == "_":
-                continue
-            if self.scopes[0].declared(variable.name):
-                raise self.source.error(f"there are two parameters named '{variable.name}'", cursor.at - 1)
-            if variable.space == "reg":
-                self.scopes[0].registers[variable.name] = variable.type
-                function.registers[variable.name] = variable.type
-            else:
-                self.scopes[0].variables[variable.name] = variable
-                parser.sizes[variable.name] = TYPE_BYTES[variable.type]
+        function.returns = [self._parameter(v) for v in function.returns]
+        function.params = [self._parameter(v) for v in function.params]
+
+    def _parameter(self, variable: Variable) -> Variable:
+        name, scope = variable.name, self.scope
+        unique = scope.unique(name)
+        if scope.declared(name):
+            raise self.source.error(f"there are two parameters named '{name}'", self.cursor.at - 1)
+        if variable.space == "reg":
+            scope.registers[name] = variable.type
+            self.function.registers[unique] = variable.type
+        else:
+            scope.variables[name] = variable
+            self.parser.sizes[unique] = TYPE_BYTES[variable.type]
+        return variable if unique == name else replace(variable, name=unique)
 
     def read(self) -> None:
         statements = self._cut()
-        body, scope = self.function.body, self.scopes[0]
+        body, scope = self.function.body, self.scope
         for match, inner in statements:
             kind = match.lastgroup
             if kind == "operands":
@@ -249,7 +274,7 @@ class _Body:
         clean, at = self.source.clean, self.cursor.at
         opened = at - 1
         statements: list[tuple[re.Match, Scope]] = []
-        scope = self.scopes[0]
+        scope = self.scope
         depth = 0
         while True:
             match = STATEMENT.match(clean, at)
@@ -261,8 +286,8 @@ class _Body:
                     depth += 1
                     if depth > MAX_SCOPES:
                         raise self.source.error("braces are nested too deeply", match.end() - 1)
-                    scope = Scope(len(self.scopes), scope)
-                    self.scopes.append(scope)
+                    self.parser.braces += 1
+                    scope = Scope(f"@{self.parser.braces}", scope)
                 elif depth == 0:
                     self.cursor.at = match.end()
                     return statements
@@ -280,7 +305,9 @@ class _Body:
         line = self.source.position(start)[0]
         first = scope.labels.get(name, scope.lists.get(name))
         if first is not None:
-            raise self.source.error(f"the label '{name}' stands in lines {first} and {line} of one scope", start)
+            raise self.source.error(
+                f"the label '{name}' stands in lines {first} and {line} of one scope", start
+            )
         following = peek(Cursor(self.source, match.end()))
         if following in ("branchtargets", "calltargets", "callprototype"):
             scope.lists[name] = line
@@ -293,8 +320,12 @@ class _Body:
         start = cursor.skip()
         if start >= len(cursor.clean):
             line = self.source.position(opened)[0]
-            return self.source.error(f"expected '}}' to close the body opened in line {line}, found the end", start)
-        head = re.compile(r"(?:@\s*!?\s*[\w$%]+\s+)?[a-z][\w.:]*|\.[a-z_]\w*", re.ASCII).match(cursor.clean, start)
+            return self.source.error(
+                f"expected '}}' to close the body opened in line {line}, found the end", start
+            )
+        head = re.compile(r"(?:@\s*!?\s*[\w$%]+\s+)?[a-z][\w.:]*|\.[a-z_]\w*", re.ASCII).match(
+            cursor.clean, start
+        )
         if head is None:
             return cursor.expected("an instruction, a label, a declaration or '}'")
         stop = re.compile(r"[^;{}\n]*").match(cursor.clean, head.end())
@@ -360,7 +391,9 @@ class _Body:
         if label is not None:
             function = self.source.strings.get(label, "")[int(skip[:9]) if skip else 0 :]
             place = int(inlined[0]), int(inlined[1]), int(inlined[2])
-            caller = self.by_place.get(place) or SourceLoc(self._file(place[0]), place[1], place[2], self.function.name)
+            caller = self.by_place.get(place) or SourceLoc(
+                self._file(place[0]), place[1], place[2], self.function.name
+            )
         result = SourceLoc(self._file(int(file)), int(line), int(column or 0), function, caller)
         self.by_place[int(file), int(line), int(column or 0)] = result
         return result
@@ -374,7 +407,7 @@ class _Body:
         word = directive(cursor)
         if word == "reg":
             registers(cursor, scope)
-        elif word in ("shared", "local", "param", "global", "const"):
+        elif word in SPACES:
             for variable in variables(cursor, word, False, self.parser._global_symbol):
                 self.parser._declare(scope, self.function.variables, variable, start)
         elif word == "pragma":
@@ -384,9 +417,10 @@ class _Body:
         elif word == "callprototype":
             self._prototype(cursor)
         else:
-            known = ["reg", "shared", "local", "param", "pragma", "branchtargets", "calltargets", "callprototype", "loc"]
-            raise self.source.error(f"softsm does not know the directive '.{word}' in a function"
-                                    f"{suggestion(str(word), known)}", start)  # fmt: skip
+            close = suggestion(str(word), BODY_DIRECTIVES)
+            raise self.source.error(
+                f"softsm does not know the directive '.{word}' in a function{close}", start
+            )
         if not cursor.takes(";"):
             raise cursor.expected("',' or ';'")
         if cursor.at != match.end():
@@ -394,7 +428,9 @@ class _Body:
 
     def _list(self, cursor: Cursor, scope: Scope, start: int, word: str) -> None:
         """The targets of a `brx.idx`; the label stands just before the directive."""
-        before = re.compile(r"([A-Za-z_$%][\w$]*)\s*:\s*\Z", re.ASCII).search(cursor.clean, max(0, start - 400), start)
+        before = re.compile(r"([A-Za-z_$%][\w$]*)\s*:\s*\Z", re.ASCII).search(
+            cursor.clean, max(0, start - 400), start
+        )
         if before is None or before.group(1) not in scope.lists:
             raise self.source.error(f"expected a label before .{word}", start)
         names = []
