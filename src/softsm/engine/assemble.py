@@ -320,7 +320,7 @@ class Assembler:
         self.tmem_pending.clear()
 
     def body(self, function: Function) -> None:
-        self.registers = function.registers
+        self.registers, self.current_function = function.registers, function
         self.entries[function.name] = len(self.records)
         prefix = function.name
         self.scope = prefix

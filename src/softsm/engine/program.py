@@ -18,17 +18,34 @@ import numpy as np
 from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
+(OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_SHFL, OP_VOTE, OP_ELECT,
+ OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX) = range(19)
+FIRST_MICRO on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from softsm.ptx.ast import Function, Instruction, Variable
+
+# Control and memory operations of the interpreter loop.
 OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_TRAP = range(12)
 OP_SHFL, OP_VOTE, OP_ELECT, OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_MATCH = range(12, 21)
 FIRST_MICRO = 32
 
 # Why the interpreter came back.
-(QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, BAD_GLOBAL, BAD_SHARED, SLOW_MEMORY, BAD_LOCAL, TRAP,
- MISALIGNED) = range(12)
+QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN = range(8)
 
 # Fields of the state vector shared with the interpreter (int64).
-(S_PC, S_MASK, S_STATUS, S_LANES, S_STEPS, S_WRITES, S_STOP, S_MULTI, S_EXITED, S_ALIVE, S_SHARED, S_SHARED_SIZE,
- S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_ADDRESS, S_FIELDS) = range(20)
+(S_WRITES, S_ALIVE, S_SHARED, S_SHARED_SIZE, S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_R, S_Q,
+ S_P, S_CODE, S_POOL) = range(15)
+S_SCRATCH = 32  # 32 lane addresses
+S_FIELDS = 64
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57

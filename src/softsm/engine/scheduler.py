@@ -43,6 +43,8 @@ class Warp:
         self.spins = 0
         self.pc = 0
         self.R, self.Q, self.P, self.S, self.local = cta.machine.register_files(cta, index)
+        self.state = self.S.ctypes.data
+        self.S[pg.S_ALIVE] = lanes
         self.pending_tmem_loads: list[AsyncOp] = []
 
     @property
@@ -138,6 +140,7 @@ class Machine:
         self.spare_files: list = []
         self.output: list[str] = []
         self.left_in_flight: list[AsyncOp] = []
+        self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.templates = kernel.register_templates(self)
         self.macro_at = kernel.macro_at
         self.run_code = kernel.interpreter
@@ -229,21 +232,22 @@ class Machine:
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
-        p = self.program
+        run_code, p = self.run_code, self.program
         while True:
             fragment, stop = self.choose(warp)
             if fragment is None:
                 return
             warp.fragment = fragment
             multi = len(warp.fragments) > 1
-            status, pc, mask, lanes, steps = self.run_code(p.code, p.pool, warp.R, warp.Q, warp.P, warp.S, fragment.pc,
-                                                           fragment.mask, stop, quantum, multi)
+            status, pc, mask, lanes, steps = run_code(warp.state, fragment.pc, fragment.mask, stop, quantum, multi)
             self.steps += steps
             quantum -= steps
             fragment.pc, warp.pc = pc, pc
             if mask != fragment.mask:
                 warp.alive &= ~(fragment.mask & ~mask)
+                warp.S[pg.S_ALIVE] = warp.alive
                 fragment.mask = mask
+                self.unpark(warp)
             if status == pg.MACRO:
                 self.macro(warp, fragment, pc, lanes)
             elif status == pg.EXITED:
@@ -388,12 +392,11 @@ class Machine:
         """Does the warp come back to the same pc with the same registers? Run one loop and compare."""
         if len(warp.fragments) != 1:
             return False
-        f, p = warp.fragments[0], self.program
+        f = warp.fragments[0]
         before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
         start = f.pc
         for _ in range(4096):
-            status, pc, mask, lanes, steps = self.run_code(p.code, p.pool, warp.R, warp.Q, warp.P, warp.S, f.pc, f.mask,
-                                                           1 << 30, 1, False)
+            status, pc, mask, lanes, steps = self.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, False)
             self.steps += steps
             f.pc = warp.pc = pc
             if status == pg.MACRO:

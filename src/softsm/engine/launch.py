@@ -1,0 +1,337 @@
+"""Loading a kernel from PTX and launching it on arrays.
+
+    kernel = softsm.load(ptx_text)
+    kernel.launch(grid=(4,), block=(128,), args=[x, y, n], shared=0)
+
+Arguments are NumPy arrays or torch CPU tensors (passed as pointers, their whole storage becomes accessible), ints,
+floats, raw bytes (one parameter each), or anything with `data_ptr()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import struct
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
+from softsm.engine.scheduler import Cta, Machine
+from softsm.errors import Fault, PtxError
+from softsm.memory.global_memory import GlobalMemory
+from softsm.ptx.ast import Function, Module, Symbol
+
+SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
+CTA_SHARED = 232_448  # of them at most for one CTA
+SM_THREADS = 2048
+SM_CTAS = 32
+LANE_IDS = np.arange(32, dtype=np.uint32)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How launches run. `order`: 'eager', 'latest' or 'random' completion of asynchronous operations."""
+
+    order: str = "eager"
+    seed: int = 0
+    sms: int = 4
+    budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
+    arch: str = ""
+
+
+_options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=Options())
+
+
+@contextlib.contextmanager
+def options(**changes):
+    """Launches inside run with these options."""
+    token = _options.set(replace(_options.get(), **changes))
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def current_options() -> Options:
+    return _options.get()
+
+
+@functools.lru_cache(maxsize=256)
+def load(ptx: str, name: str | None = None) -> Kernel:
+    """Parse PTX, decode the kernel called `name` (or the only one) and refuse what has no semantics."""
+    from softsm.ptx import parse
+
+    module = parse(ptx)
+    entries = [f for f in module.functions.values() if f.entry]
+    if name is not None:
+        entries = [f for f in entries if f.name == name]
+    if len(entries) != 1:
+        known = ", ".join(f.name for f in module.functions.values() if f.entry) or "none"
+        raise PtxError(f"name: got {name!r}, the module has these entries: {known}")
+    return Kernel(module, entries[0])
+
+
+class Kernel:
+    def __init__(self, module: Module, function: Function):
+        from softsm.engine.interpreter import interpreter
+
+        load_chapters()
+        self.module, self.function, self.name = module, function, function.name
+        self.program = Assembler(module, function, micro_numbers()).assemble()
+        self.interpreter = interpreter()
+        self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
+                         if r[0] == pg.OP_MACRO}
+        self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
+                                 if m.instruction.name.startswith("tcgen05.alloc")
+                                 and hasattr(m.instruction.operands[1], "value")), default=0)
+        self.variables: dict[str, np.ndarray] = {}  # module .global and .const variables: they live as long as the kernel
+        self.place_variables()
+
+    # ---- module variables --------------------------------------------------------------------------------------
+
+    def place_variables(self) -> None:
+        for v in self.module.variables:
+            if v.space in ("global", "const"):
+                raw = np.zeros(max(v.size, 1) + v.align, np.uint8)
+                start = -raw.ctypes.data % max(v.align, 1)
+                self.variables[v.name] = raw[start : start + max(v.size, 1)]
+        for v in self.module.variables:
+            if v.space in ("global", "const") and v.initial:
+                self.variables[v.name][:] = np.frombuffer(self.initial_bytes(v).ljust(v.size, b"\0"), np.uint8)
+
+    def initial_bytes(self, v) -> bytes:
+        code = {"b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h", "b32": "I", "u32": "I", "s32": "i",
+                "b64": "Q", "u64": "Q", "s64": "q", "f32": "f", "f64": "d"}[v.type]
+        out = []
+        for x in v.initial:
+            if isinstance(x, Symbol):
+                x = self.variables[x.name].ctypes.data + x.offset
+            if code in "BHIQ":
+                x = int(x) & (1 << 8 * struct.calcsize(code)) - 1
+            out.append(struct.pack("<" + code, x))
+        return b"".join(out)
+
+    # ---- launch ------------------------------------------------------------------------------------------------
+
+    def launch(self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None,
+               **changes) -> Machine:
+        """Run the grid to its end. Returns the machine, for those who want to look into it."""
+        chosen = replace(current_options(), arch=self.module.target, **changes)
+        grid, block = triple(grid, "grid"), triple(block, "block")
+        cluster = triple(self.function.directives.get("reqnctapercluster", cluster), "cluster")
+        threads = block[0] * block[1] * block[2]
+        if not 1 <= threads <= 1024:
+            raise ValueError(f"block: got {block}, that is {threads} threads; accepted are 1 to 1024")
+        required = self.function.directives.get("reqntid")
+        if required and triple(required, "reqntid") != block:
+            raise ValueError(f"block: got {block}, the kernel requires {triple(required, 'reqntid')} (.reqntid)")
+        if any(g % c for g, c in zip(grid, cluster)):
+            raise ValueError(f"grid: got {grid}, each side must be a multiple of the cluster {cluster}")
+        total = shared + self.program.shared_static
+        if total > CTA_SHARED:
+            raise ValueError(f"shared: got {shared} bytes and {self.program.shared_static} static ones; a CTA has {CTA_SHARED}")
+        memory = memory or GlobalMemory()
+        parameters = self.pack(args, memory)
+        for name, raw in self.variables.items():
+            memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
+        memory.add(parameters.ctypes.data, parameters.nbytes, "the kernel's parameters", parameters)
+        machine = Machine(self, grid, block, shared, cluster, memory, parameters, chosen)
+        if machine.left:
+            machine.run()
+        return machine
+
+    def pack(self, args, memory: GlobalMemory) -> np.ndarray:
+        """The parameter buffer, 64-byte aligned; storages of array arguments become known allocations."""
+        params = self.function.params
+        if len(args) != len(params):
+            raise ValueError(f"args: got {len(args)}, {self.name} takes {len(params)} ({', '.join(p.name for p in params)})")
+        raw = np.zeros(self.program.param_bytes + 192, np.uint8)
+        start = -raw.ctypes.data % 128
+        buffer = raw[start : start + max(self.program.param_bytes, 1)]
+        for value, p in zip(args, params):
+            data = argument_bytes(value, p, memory)
+            if len(data) != p.size:
+                raise ValueError(f"args: parameter {p.name} has {p.size} bytes, got {len(data)}")
+            at = self.program.param_offsets[p.name]
+            buffer[at : at + p.size] = np.frombuffer(data, np.uint8)
+        return buffer
+
+    # ---- what the machine asks of its kernel -------------------------------------------------------------------
+
+    def occupancy(self, machine: Machine) -> int:
+        threads = machine.block[0] * machine.block[1] * machine.block[2]
+        limits = [SM_CTAS, SM_THREADS // threads, SM_SHARED // machine.shared_limit]
+        if self.tmem_columns:
+            limits.append(512 // self.tmem_columns)
+        return max(1, min(limits))
+
+    def new_tensor_memory(self, machine: Machine):
+        if not machine.arch.startswith("sm_10"):
+            return None
+        from softsm.memory.tensor_memory import TensorMemory
+
+        return TensorMemory()
+
+    def register_templates(self, machine: Machine):
+        """Register files with everything in place that is the same for all warps of the launch."""
+        p = self.program
+        R, Q, P = np.zeros((p.nr, 32), np.uint32), np.zeros((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
+        P[0] = pg.ALL
+        for bank, constants in ((R, p.constants_r), (Q, p.constants_q), (P, p.constants_p)):
+            for row, value in constants.items():
+                bank[row] = value
+        for (offset, size, signed, wide), row in p.parameters.items():
+            value = int.from_bytes(machine.parameters[offset : offset + size].tobytes(), "little", signed=signed)
+            (Q if wide else R)[row] = value & (0xFFFFFFFFFFFFFFFF if wide else pg.ALL)
+        for bank, row, name, offset in p.symbol_rows:
+            if name in p.param_offsets:
+                Q[row] = machine.parameters.ctypes.data + p.param_offsets[name] + offset
+            elif name in self.variables:
+                Q[row] = self.variables[name].ctypes.data + offset
+            elif name in p.local_variables:
+                (Q if bank == "Q" else R)[row] = p.local_variables[name] + offset
+            elif name not in p.shared_variables:
+                raise Fault("address", f"{name} has no address here")
+        table = np.empty((max(len(machine.global_memory.starts), 1), 2), np.uint64)
+        table[:] = 0
+        if machine.global_memory.starts:
+            table[:, 0], table[:, 1] = machine.global_memory.lo, machine.global_memory.hi
+        machine.allocation_table = table
+        return R, Q, P
+
+    def fill_registers(self, machine: Machine, cta: Cta, index: int, R, Q, P, S, local) -> None:
+        p = self.program
+        np.copyto(R, machine.templates[0])
+        np.copyto(Q, machine.templates[1])
+        np.copyto(P, machine.templates[2])
+        for bank, row, name, offset in p.symbol_rows:
+            if name in p.shared_variables:
+                (Q if bank == "Q" else R)[row] = cta.shared_base + p.shared_variables[name] + offset
+        for name, (bank, row) in p.specials.items():
+            (Q if bank == "Q" else R)[row] = special_value(machine, cta, index, name)
+        local[:] = 0xFF
+        S[:] = 0
+        S[pg.S_ALIVE] = pg.ALL
+        S[pg.S_SHARED], S[pg.S_SHARED_SIZE], S[pg.S_SHARED_BASE] = cta.shared.ctypes.data, len(cta.shared), cta.shared_base
+        S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
+        S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
+        S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
+        S[pg.S_CODE], S[pg.S_POOL] = p.code.ctypes.data, p.pool.ctypes.data
+
+    def memory_event(self, machine: Machine, warp, fragment, status: int, lanes: int) -> None:
+        from softsm.isa.memory import memory_event
+
+        if status != pg.SLOW_MEMORY:
+            raise warp.fault("internal", f"the interpreter does not know opcode {machine.program.code[fragment.pc, 0]}")
+        memory_event(machine, warp, fragment, lanes)
+
+    def cta_exit(self, machine: Machine, cta: Cta) -> None:
+        for hook in machine.cta_exit_hooks:
+            hook(cta)
+
+    def print(self, machine: Machine, text: str) -> None:
+        machine.output.append(text)
+        sys.stdout.write(text)
+
+
+def triple(value, name: str) -> tuple[int, int, int]:
+    if isinstance(value, int):
+        value = (value,)
+    value = tuple(int(v) for v in value) + (1,) * (3 - len(tuple(value)))
+    if len(value) != 3 or any(v < 0 for v in value):
+        raise ValueError(f"{name}: got {value}, accepted is one to three non-negative ints")
+    return value
+
+
+def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, np.ndarray):
+        if value.ndim == 0 and value.nbytes == p.size:
+            return value.tobytes()
+        owner = value
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        memory.add(owner.ctypes.data, owner.nbytes, f"argument {p.name}", owner)
+        return struct.pack("<Q", value.ctypes.data)
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if hasattr(value, "untyped_storage"):
+        storage = value.untyped_storage()
+        memory.add(storage.data_ptr(), storage.nbytes(), f"argument {p.name}", storage)
+        return struct.pack("<Q", value.data_ptr())
+    if hasattr(value, "data_ptr"):
+        return struct.pack("<Q", value.data_ptr())
+    if hasattr(value, "__bytes__"):
+        return bytes(value)
+    if isinstance(value, float):
+        return struct.pack("<d" if p.size == 8 else "<f", value)
+    if isinstance(value, int):
+        return (value & (1 << 8 * p.size) - 1).to_bytes(p.size, "little")
+    raise ValueError(f"args: parameter {p.name} got {type(value).__name__}; accepted are arrays, tensors, numbers and bytes")
+
+
+def special_value(machine: Machine, cta: Cta, index: int, name: str):
+    """The value of a predefined register for one warp: a number or 32 of them."""
+    base, _, axis = name.partition(".")
+    k = "xyz".find(axis) if axis else 0
+    bx, by, _ = machine.block
+    linear = index * 32 + LANE_IDS
+    cluster = machine.cluster_shape
+    match base:
+        case "tid":
+            return (linear % bx, linear // bx % by, linear // (bx * by))[k]
+        case "ntid":
+            return machine.block[k]
+        case "ctaid":
+            return cta.ctaid[k]
+        case "nctaid":
+            return machine.grid[k]
+        case "laneid":
+            return LANE_IDS
+        case "warpid":
+            return index
+        case "nwarpid":
+            return -(-cta.threads // 32)
+        case "smid":
+            return cta.sm.index
+        case "nsmid":
+            return len(machine.sms)
+        case "gridid" | "current_graph_exec" | "envreg0" | "reserved_smem_offset_begin":
+            return 0
+        case "lanemask_eq":
+            return np.uint32(1) << LANE_IDS
+        case "lanemask_lt":
+            return (np.uint32(1) << LANE_IDS) - np.uint32(1)
+        case "lanemask_le":
+            return ((np.uint64(2) << LANE_IDS.astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
+        case "lanemask_gt":
+            return ~((np.uint64(2) << LANE_IDS.astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
+        case "lanemask_ge":
+            return ~((np.uint32(1) << LANE_IDS) - np.uint32(1))
+        case "cluster_ctarank":
+            return cta.rank
+        case "cluster_nctarank":
+            return machine.cluster_size
+        case "cluster_ctaid":
+            return (cta.rank % cluster[0], cta.rank // cluster[0] % cluster[1], cta.rank // (cluster[0] * cluster[1]))[k]
+        case "cluster_nctaid":
+            return cluster[k]
+        case "clusterid":
+            return cta.ctaid[k] // cluster[k]
+        case "nclusterid":
+            return machine.grid[k] // cluster[k]
+        case "is_explicit_cluster":
+            return int(machine.cluster_size > 1)
+        case "dynamic_smem_size":
+            return machine.shared_dynamic
+        case "total_smem_size" | "aggr_smem_size":
+            return machine.shared_limit - pg.SHARED_START
+        case "clock" | "clock_hi" | "clock64" | "globaltimer" | "globaltimer_lo" | "globaltimer_hi":
+            return 0  # a fresh value is written by the instruction that reads it (isa/logic.py)
+    raise Fault("special-register", f"%{name} has no value here")

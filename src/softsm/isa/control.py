@@ -1,0 +1,235 @@
+"""Control flow: bra, brx.idx, call, ret, exit, trap, and instructions that only matter to timing."""
+
+from __future__ import annotations
+
+from softsm.engine import program as pg
+from softsm.engine.scheduler import Fragment
+from softsm.errors import Fault
+from softsm.isa.registry import lowers
+from softsm.ptx.ast import Call, Imm, Symbol
+
+
+@lowers("bra")
+def bra(asm, ins):
+    if set(ins.modifiers) - {"uni"}:
+        asm.refuse(ins, "bra takes only .uni")
+    record = asm.record(pg.OP_BRA, ins=ins)
+    asm.branch_target(record, ins.operands[0].name, ins)
+
+
+@lowers("brx")
+def brx(asm, ins):
+    if ins.modifiers[:1] != ("idx",) or set(ins.modifiers) - {"idx", "uni"}:
+        asm.refuse(ins, "only brx.idx{.uni} exists")
+    name = ins.operands[1].name
+    targets = asm.current_function.branch_targets.get(name)
+    if targets is None:
+        raise asm.error(f"{name} is not the label of a .branchtargets list")
+    asm.macro(do_brx, ins, index=asm.src(ins.operands[0], "u"), table=asm.table(targets))
+
+
+def do_brx(w, mask, o):
+    """Jump to table[index]; lanes with different indices part."""
+    f, program = w.fragment, w.machine.program
+    table = program.branch_tables[o.table]
+    parts: dict[int, int] = {}
+    for lane in range(32):
+        if mask >> lane & 1:
+            index = int(w.R[o.index, lane])
+            if index >= len(table):
+                raise w.fault("branch-index", f"brx.idx index {index} in lane {lane}; the list has {len(table)} targets")
+            parts[index] = parts.get(index, 0) | 1 << lane
+    if mask != f.mask:  # lanes whose guard is false fall through
+        w.fragments.append(Fragment(w, w.pc + 1, f.mask & ~mask, f.returns))
+    (first, lanes), *others = sorted(parts.items())
+    for index, part in others:
+        w.fragments.append(Fragment(w, table[index], part, f.returns))
+    f.mask = lanes
+    return table[first]
+
+
+@lowers("ret", "exit")
+def ret(asm, ins):
+    if set(ins.modifiers) - {"uni"}:
+        asm.refuse(ins, f"{ins.opcode} takes only .uni")
+    if ins.opcode == "exit" or asm.current_function.entry:
+        asm.record(pg.OP_EXIT, ins=ins)
+    else:
+        asm.macro(do_return, ins)
+
+
+@lowers("call")
+def call(asm, ins):
+    if set(ins.modifiers) - {"uni"}:
+        asm.refuse(ins, "call takes only .uni")
+    c: Call = ins.operands[0]
+    if not isinstance(c.callee, Symbol):
+        asm.refuse(ins, "calls through a register are not supported")
+    name = c.callee.name
+    target = asm.module.functions.get(name)
+    if name in HOST_CALLS:
+        asm.macro(HOST_CALLS[name], ins, arguments=[asm.local_variables[a.name] for a in c.arguments],
+                  returns=[asm.local_variables[r] for r in c.returns])
+        return
+    if target is None or not target.body:
+        asm.refuse(ins, f"function {name} has no body in this module")
+    # Parameters are variables of the caller; those of the callee have places of their own: copy in, call, copy out.
+    for a, p in zip(c.arguments, target.params):
+        copy_local(asm, ins, a, p)
+    asm.macro(do_call, ins, callee=name, entry=None)
+    for r, p in zip(c.returns, target.returns):
+        asm.macro(do_copy, ins, source=asm.local_variables[p.name], target=asm.local_variables[r], size=p.size)
+
+
+def copy_local(asm, ins, argument, parameter):
+    target = asm.local_variables[parameter.name]
+    if isinstance(argument, Symbol) and argument.name in asm.local_variables:
+        asm.macro(do_copy, ins, source=asm.local_variables[argument.name], target=target, size=parameter.size)
+    elif isinstance(argument, Imm):
+        asm.macro(do_copy_value, ins, value=int(argument.value), target=target, size=parameter.size)
+    else:
+        kind = "q" if parameter.size == 8 else "u"
+        asm.macro(do_copy_register, ins, row=asm.src(argument, kind), wide=kind == "q", target=target, size=parameter.size)
+
+
+def do_copy(w, mask, o):
+    w.local[lanes(mask), o.target : o.target + o.size] = w.local[lanes(mask), o.source : o.source + o.size]
+
+
+def do_copy_value(w, mask, o):
+    raw = (o.value & (1 << 8 * o.size) - 1).to_bytes(o.size, "little")
+    w.local[lanes(mask), o.target : o.target + o.size] = list(raw)
+
+
+def do_copy_register(w, mask, o):
+    rows = (w.Q if o.wide else w.R)[o.row]
+    w.local[lanes(mask), o.target : o.target + o.size] = rows.view("u1").reshape(32, -1)[lanes(mask), : o.size]
+
+
+def do_call(w, mask, o):
+    f = w.fragment
+    if mask != f.mask:
+        w.fragments.append(Fragment(w, w.pc + 1, f.mask & ~mask, f.returns))
+        f.mask = mask
+    if len(f.returns) > 64 or (o.entry, w.pc + 1) in f.returns:
+        raise w.fault("recursion", f"recursive call of {o.callee}; device functions have static frames here")
+    f.returns = (*f.returns, (o.entry, w.pc + 1))
+    return o.entry
+
+
+def do_return(w, mask, o):
+    f = w.fragment
+    if mask != f.mask:
+        w.fragments.append(Fragment(w, w.pc + 1, f.mask & ~mask, f.returns))
+        f.mask = mask
+    *rest, (_, pc) = f.returns
+    f.returns = tuple(rest)
+    return pc
+
+
+def lanes(mask: int) -> list[int]:
+    return [lane for lane in range(32) if mask >> lane & 1]
+
+
+# ---- functions the host provides ---------------------------------------------------------------------------------------
+
+
+def text_at(w, address: int) -> str:
+    a = w.machine.global_memory.find(address, 1)
+    if a is None:
+        return f"<{address:#x}>"
+    raw = a.bytes[address - a.start :]
+    end = (raw == 0).nonzero()[0]
+    return raw[: end[0] if len(end) else len(raw)].tobytes().decode(errors="replace")
+
+
+def argument(w, lane: int, offset: int, size: int) -> int:
+    return int.from_bytes(w.local[lane, offset : offset + size].tobytes(), "little")
+
+
+def generic_bytes(w, lane: int, address: int, size: int) -> bytes:
+    if address >= pg.LOCAL_WINDOW:
+        at = address - pg.LOCAL_WINDOW
+        return w.local[lane, at : at + size].tobytes()
+    return w.machine.global_memory.view(address, size, "vprintf").tobytes()
+
+
+def do_vprintf(w, mask, o):
+    """vprintf(format, arguments): C's printf, one line per lane, arguments packed with their natural alignment."""
+    for lane in lanes(mask):
+        form = text_at(w, argument(w, lane, o.arguments[0], 8))
+        at = argument(w, lane, o.arguments[1], 8)
+        w.machine.kernel.print(w.machine, c_format(form, lambda pos, n: generic_bytes(w, lane, at + pos, n)))
+        for r in o.returns:
+            w.local[lane, r : r + 4] = 0
+
+
+def c_format(form: str, read) -> str:
+    import re
+    import struct
+
+    out, last, pos = [], 0, 0
+    for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGcsp%])", form):
+        out.append(form[last : m.start()])
+        last = m.end()
+        flags, width, precision, length, conv = m.groups()
+        if conv == "%":
+            out.append("%")
+            continue
+
+        def take(size: int) -> bytes:
+            nonlocal pos
+            pos = -(-pos // size) * size
+            raw = read(pos, size)
+            pos += size
+            return raw
+
+        if width == "*":
+            width = str(struct.unpack("<i", take(4))[0])
+        spec = "%" + flags + (width or "") + (f".{precision}" if precision else "")
+        if conv in "eEfFgG":
+            out.append((spec + conv) % struct.unpack("<d", take(8))[0])
+        elif conv == "p":
+            out.append(f"{struct.unpack('<Q', take(8))[0]:#x}")
+        elif conv == "s":
+            out.append(f"<string at {struct.unpack('<Q', take(8))[0]:#x}>")
+        else:
+            size = 8 if length in ("l", "ll", "z", "j", "t") else 4
+            code = {8: "q", 4: "i"}[size] if conv in "dic" else {8: "Q", 4: "I"}[size]
+            value = struct.unpack("<" + code, take(size))[0]
+            out.append(chr(value & 255) if conv == "c" else (spec + {"u": "d", "i": "d"}.get(conv, conv)) % value)
+    out.append(form[last:])
+    return "".join(out)
+
+
+def do_assertfail(w, mask, o):
+    lane = lanes(mask)[0]
+    message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
+    raise Fault("assert", f"{text_at(w, file)}:{line}: {text_at(w, function)}: assertion failed: {text_at(w, message)}; "
+                f"thread {w.index * 32 + lane} of CTA {w.cta.ctaid}")
+
+
+HOST_CALLS = {"vprintf": do_vprintf, "__assertfail": do_assertfail}
+
+
+@lowers("trap", "brkpt")
+def trap(asm, ins):
+    asm.macro(do_trap, ins)
+
+
+def do_trap(w, mask, o):
+    raise w.fault("trap", f"{w.instruction().opcode} executed by lanes {mask:#010x}")
+
+
+@lowers("nanosleep", "pragma", "discard", "applypriority", "prefetch", "prefetchu", "setmaxnreg", "pmevent")
+def timing_only(asm, ins):
+    """Hints and register-file sizes: they change no value. Their operands are still checked for existence."""
+    for operand in ins.operands:
+        if hasattr(operand, "name") and getattr(operand, "name") in asm.registers:
+            asm.type_of(operand)
+    if ins.opcode == "setmaxnreg" and ins.modifiers[:1] not in (("inc",), ("dec",)):
+        asm.refuse(ins, "expected setmaxnreg.inc or .dec")
+    if ins.opcode == "setmaxnreg":
+        count = ins.operands[0].value
+        if not (24 <= count <= 256 and count % 8 == 0):
+            raise asm.error(f"setmaxnreg takes 24 to 256 in steps of 8, got {count}")

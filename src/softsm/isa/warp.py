@@ -1,0 +1,121 @@
+"""Between the lanes of a warp: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask, bar.warp.sync.
+
+A .sync instruction waits until every living lane of its membermask is there (the scheduler parks the early ones).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.engine import lanes as ln
+from softsm.engine import program as pg
+from softsm.isa.registry import lowers
+from softsm.ptx.ast import Pair, Sink
+
+SHUFFLES = {"up": ln.UP, "down": ln.DOWN, "bfly": ln.BFLY, "idx": ln.IDX}
+VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
+REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32"): ln.R_MIN, ("max", "u32"): ln.R_MAX,
+              ("min", "s32"): ln.R_SMIN, ("max", "s32"): ln.R_SMAX, ("and", "b32"): ln.R_AND, ("or", "b32"): ln.R_OR,
+              ("xor", "b32"): ln.R_XOR}
+
+
+def converge(asm, ins, member) -> None:
+    """Wait for the lanes of the membermask (an operand) before what follows."""
+    asm.record(pg.OP_CONVERGE, 0, asm.src(member, "u"), ins=ins)
+
+
+@lowers("shfl")
+def shfl(asm, ins):
+    if ins.modifiers[0] != "sync" or ins.modifiers[1] not in SHUFFLES or ins.modifiers[2:] != ("b32",):
+        asm.refuse(ins, "expected shfl.sync.{up,down,bfly,idx}.b32")
+    target, a, b, c, member = ins.operands
+    p = 0
+    if isinstance(target, Pair):
+        p = 0 if isinstance(target.second, Sink) else asm.dst(target.second, "p")
+        target = target.first
+    converge(asm, ins, member)
+    rows = asm.pooled([asm.src(c, "u"), SHUFFLES[ins.modifiers[1]], p])
+    asm.record(pg.OP_SHFL, asm.dst(target, "u"), asm.src(a, "u"), asm.src(b, "u"), rows, ins=ins)
+
+
+@lowers("vote")
+def vote(asm, ins):
+    if ins.modifiers[0] != "sync" or ins.modifiers[1] not in VOTES:
+        asm.refuse(ins, "expected vote.sync.{any,all,uni}.pred or vote.sync.ballot.b32")
+    target, a, member = ins.operands
+    mode = VOTES[ins.modifiers[1]]
+    converge(asm, ins, member)
+    rd = asm.dst(target, "u" if mode == ln.V_BALLOT else "p")
+    asm.record(pg.OP_VOTE, rd, asm.src(a, "p"), asm.src(member, "u"), mode, ins=ins)
+
+
+@lowers("activemask")
+def activemask(asm, ins):
+    asm.record(pg.OP_ACTIVEMASK, asm.dst(ins.operands[0], "u"), ins=ins)
+
+
+@lowers("elect")
+def elect(asm, ins):
+    if ins.modifiers != ("sync",):
+        asm.refuse(ins, "expected elect.sync")
+    target, member = ins.operands
+    pair = target if isinstance(target, Pair) else Pair(target, Sink())
+    converge(asm, ins, member)
+    rd = 0 if isinstance(pair.first, Sink) else asm.dst(pair.first, "u")
+    p = 0 if isinstance(pair.second, Sink) else asm.dst(pair.second, "p")
+    asm.record(pg.OP_ELECT, rd, p, asm.src(member, "u"), ins=ins)
+
+
+@lowers("redux")
+def redux(asm, ins):
+    if ins.modifiers[0] != "sync":
+        asm.refuse(ins, "expected redux.sync")
+    target, a, member = ins.operands
+    mods = ins.modifiers[1:]
+    if mods[-1] == "f32":
+        op, flags = mods[0], set(mods[1:-1])
+        if op not in ("min", "max") or flags - {"abs", "NaN"}:
+            asm.refuse(ins, "redux.sync on .f32 is .min or .max with .abs and .NaN")
+        converge(asm, ins, member)
+        asm.macro(do_redux_f32, ins, dst=asm.dst(target, "f"), a=asm.src(a, "f"), op=op, absolute="abs" in flags,
+                  nan="NaN" in flags)
+        return
+    if mods not in REDUCTIONS:
+        asm.refuse(ins, f"redux.sync.{'.'.join(mods)} is not defined")
+    converge(asm, ins, member)
+    asm.record(pg.OP_REDUX, asm.dst(target, "u"), asm.src(a, "u"), REDUCTIONS[mods], ins=ins)
+
+
+def do_redux_f32(w, mask, o):
+    on = [lane for lane in range(32) if mask >> lane & 1]
+    x = w.R[o.a, on].view(np.float32)
+    x = np.abs(x) if o.absolute else x
+    pick = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum}
+    value = pick[o.op, o.nan].reduce(x)
+    w.R[o.dst, on] = 0x7FFFFFFF if np.isnan(value) else np.float32(value).view(np.uint32)
+
+
+@lowers("match")
+def match(asm, ins):
+    if len(ins.modifiers) != 3 or ins.modifiers[1] != "sync" or ins.modifiers[0] not in ("any", "all"):
+        asm.refuse(ins, "expected match.{any,all}.sync.{b32,b64}")
+    target, a, member = ins.operands
+    wide = ins.modifiers[2] == "b64"
+    pair = target if isinstance(target, Pair) else Pair(target, Sink())
+    converge(asm, ins, member)
+    p = 0 if isinstance(pair.second, Sink) else asm.dst(pair.second, "p")
+    asm.macro(do_match, ins, dst=asm.dst(pair.first, "u"), p=p, a=asm.src(a, "q" if wide else "u"), wide=wide,
+              all=ins.modifiers[0] == "all")
+
+
+def do_match(w, mask, o):
+    on = [lane for lane in range(32) if mask >> lane & 1]
+    values = (w.Q if o.wide else w.R)[o.a]
+    if o.all:
+        same = len({int(values[i]) for i in on}) == 1
+        w.R[o.dst, on] = mask if same else 0
+        if o.p:
+            w.P[o.p] = (int(w.P[o.p]) & ~mask) | (mask if same else 0)
+        return
+    for i in on:
+        w.R[o.dst, i] = sum(1 << j for j in on if values[j] == values[i])
