@@ -64,7 +64,9 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data, scales
 
 
-def dequantize_rows(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_rows(
+    data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """(data uint8 [n, 576], scales uint8 [n, 8]) to rows [n, 512]. e4m3 times a power of two is exact in bf16."""
     n = data.shape[0]
     rows = torch.empty(n, HEAD_DIM, dtype=dtype, device=data.device)
@@ -102,14 +104,21 @@ class Fp8Cache:
 
     @classmethod
     def empty(
-        cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu"
+        cls,
+        pages: int,
+        rows_per_page: int,
+        *,
+        page_stride: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> Fp8Cache:
         """Zeroed pages. Zero bytes read back as rows of zeros."""
         if not isinstance(pages, int) or pages < 0:
             checks.fail("pages", checks.describe(pages), "an int >= 0")
         _check_rows_per_page(rows_per_page)
         stride = page_stride_for(rows_per_page) if page_stride is None else page_stride
-        return cls(torch.zeros(pages * max(stride, 0), dtype=torch.uint8, device=device), rows_per_page, stride)
+        return cls(
+            torch.zeros(pages * max(stride, 0), dtype=torch.uint8, device=device), rows_per_page, stride
+        )
 
     @classmethod
     def pack(cls, rows: torch.Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Fp8Cache:
@@ -123,12 +132,12 @@ class Fp8Cache:
 
     @classmethod
     def from_pages(cls, pages: torch.Tensor) -> Fp8Cache:
-        """The caches of serving engines, [pages, rows, 584] or [pages, rows, 1, 584] of any one-byte dtype, without a copy.
+        """The caches of serving engines, [pages, rows, 584] or [pages, rows, 1, 584], without a copy.
 
-        Their shape says 584 bytes a row; the bytes inside a page are split as described above all the same. The stride
-        of dim 0 is the page stride.
+        Any one-byte dtype. Their shape says 584 bytes a row; the bytes inside a page are split as described
+        above all the same. The stride of dim 0 is the page stride.
         """
-        accepted = f"one-byte elements [pages, rows, {ROW_BYTES}] or [pages, rows, 1, {ROW_BYTES}], contiguous inside a page"
+        accepted = "one-byte elements [pages, rows, 584] or [pages, rows, 1, 584], contiguous inside a page"
         if not isinstance(pages, torch.Tensor) or pages.element_size() != 1:
             checks.fail("pages", checks.describe(pages), accepted)
         if pages.ndim == 4 and pages.shape[2] == 1:
@@ -170,12 +179,16 @@ class Fp8Cache:
 
     def _view(self, width: int, start: int) -> torch.Tensor:
         size = (self.pages, self.rows_per_page, width)
-        return self.storage.as_strided(size, (self.page_stride, width, 1), self.storage.storage_offset() + start)
+        return self.storage.as_strided(
+            size, (self.page_stride, width, 1), self.storage.storage_offset() + start
+        )
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Quantise rows [n, 512] into the row numbers slots [n]; slot -1 drops its row."""
         checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, like=("storage", self.storage), unit_last=False)
-        checks.tensor("slots", slots, (rows.shape[0],), ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
+        checks.tensor(
+            "slots", slots, (rows.shape[0],), ROW_NUMBERS, like=("storage", self.storage), unit_last=False
+        )
         if checks.values_checked(slots):
             checks.in_range("slots", slots, -1, self.rows - 1)
         data, scales = quantize_rows(rows)

@@ -14,7 +14,9 @@ from dsv4 import caches
 from dsv4.v4_problem import Pool, V4Problem, requests_of
 
 ROW_BLOCK = 512  # rows of one query in one step
-BLOCK_BYTES = 16 << 20  # gathered rows (fp32) in one step, all queries together; other buffers are of that order
+BLOCK_BYTES = (
+    16 << 20
+)  # gathered rows (fp32) in one step, all queries together; other buffers are of that order
 NEG_INF = float("-inf")
 
 
@@ -72,7 +74,7 @@ def _finish(p: V4Problem, queries: slice, acc: Tensor, total: Tensor, top: Tenso
 
 
 def _row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
-    """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there); blocks in which nobody sees a row are left out."""
+    """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that nobody uses."""
     yield from _listed(p.window, p.window_indices[queries], _slice(p.window_lengths, queries))
     if p.compressed_indices is not None:
         yield from _listed(p.compressed, p.compressed_indices[queries], _slice(p.compressed_lengths, queries))
@@ -81,7 +83,9 @@ def _row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[
         # Queries past the last request have no table line: length 0.
         inside = owner < p.block_table.shape[0]
         lengths = p.compressed_lengths[queries].long() * inside
-        table = p.block_table[owner.clamp_max(max(p.block_table.shape[0] - 1, 0))] if bool(inside.any()) else None
+        table = (
+            p.block_table[owner.clamp_max(max(p.block_table.shape[0] - 1, 0))] if bool(inside.any()) else None
+        )
         page = caches.pool_page(p.compressed)
         longest = int(lengths.max())
         for start in range(0, longest, ROW_BLOCK):

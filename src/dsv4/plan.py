@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4 import checks
 
-OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged")
+OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention")
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
 KEYS_PER_SPLIT = 512  # fewer keys than this do not pay for the merge
 MAX_SPLITS = 64
@@ -74,10 +74,11 @@ def plan(
     max_seqlen_q: int = 1,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """Size a plan for ``operation`` (dsv4.fmha, dsv4.fmha_varlen or dsv4.fmha_paged) by its capacities.
+    """Size a plan for ``operation`` (dsv4.fmha, fmha_varlen, fmha_paged or v4_attention) by its capacities.
 
     batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention max_seqlen_k is
-    the width of the block table times the page size. device defaults to "cuda" where there is one, else "cpu"; on a
+    the width of the block table times the page size. For v4_attention batch is the number of queries, kv_heads is 1
+    and max_seqlen_k is the width of the two lists together (or of the block table times the page size). device defaults to "cuda" where there is one, else "cpu"; on a
     CPU one split is used and no buffer.
     """
     name = getattr(operation, "__name__", None)
@@ -118,6 +119,9 @@ def warmup(
         operation(
             q.flatten(0, 1), kv.flatten(0, 1), kv.flatten(0, 1), ends, starts, plan=made, backend=backend
         )
+    elif made.operation == "v4_attention":
+        nothing = torch.full((made.batch, 1), -1, dtype=torch.int32, device=device)
+        operation(q[:, 0], kv[:, 0, 0], nothing, plan=made, backend=backend)
     elif made.operation == "fmha_paged":
         table = torch.arange(made.batch, dtype=torch.int32, device=device)[:, None]
         operation(q, kv, kv, table, torch.ones_like(table[:, 0]), plan=made, backend=backend)

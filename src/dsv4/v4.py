@@ -46,18 +46,20 @@ def v4_attention(
         HCA   v4_attention(q, window, window_indices, compressed, compressed_block_table=..., compressed_lengths=...)
 
     Args:
-        window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype; a tensor [pages, rows per page, 512]; or an
-            :class:`dsv4.Fp8Cache`. Row number r is row ``r % rows_per_page`` of page ``r // rows_per_page``.
-        window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row listed
-            twice counts twice.
-        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; what follows may be anything.
-        compressed_block_table: int32 [R, pages], in place of compressed_indices: query n of request r sees the rows
-            0 .. compressed_lengths[n] - 1 of r; row j is row ``j % rows_per_page`` of page ``table[r, j // rows_per_page]``
+        window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype, a tensor [pages, page, 512], or an
+            :class:`dsv4.Fp8Cache`. Row number r is row ``r % page`` of page ``r // page``.
+        window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
+            listed twice counts twice.
+        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; what follows may be
+            anything.
+        compressed_block_table: int32 [R, pages], in place of compressed_indices: query n of request r sees the
+            rows 0 .. compressed_lengths[n] - 1 of r; row j is row ``j % page`` of page ``table[r, j // page]``
             (a plain [rows, 512] tensor has pages of one row). Entries past the lengths are not read.
-        request_starts: int32 [R + 1], 0 first, never falling: queries starts[r] .. starts[r+1] - 1 belong to request r.
-            Queries past the last request see no compressed rows. Default: every query is its own request.
-        inverse_rope: (cos_sin fp32 [positions, r], positions int32 or int64 [N]): rotate the interleaved pairs of the last
-            r dims of out by -position, as V4 needs because V carries RoPE. cos_sin is r/2 cosines, then r/2 sines.
+        request_starts: int32 [R + 1], 0 first, never falling: queries starts[r] .. starts[r+1] - 1 belong to
+            request r. Queries past the last request see no compressed rows. Default: every query is its own request.
+        inverse_rope: (cos_sin fp32 [positions, r], positions int32 or int64 [N]): rotate the interleaved pairs of
+            the last r dims of out by -position, as V4 needs because V carries RoPE. cos_sin is r/2 cosines, then
+            r/2 sines (dsv4.reference.rope_table).
         sink: fp32 [H] logit with value 0, not scaled; -inf = none, +inf = out 0.
         return_lse: return ``(out, lse)``, lse in fp32.
         out: write here (any strides but the last, which is 1; apart from the inputs) and return it.
@@ -66,8 +68,8 @@ def v4_attention(
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Rules:
-        bfloat16 everywhere; float16 and float32, and head dims 64, 128 and 256, on the cpu backend. The last dimension has
-        stride 1, all other strides are honoured as they are. out has q's dtype.
+        bfloat16 everywhere; float16 and float32, and head dims 64, 128 and 256, on the cpu backend. The last
+        dimension has stride 1, all other strides are honoured as they are. out has q's dtype.
         A query that lists no row gives out 0 and lse -inf, whatever the sink.
         Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
         Forward only: an input that requires grad raises under grad mode.
@@ -98,7 +100,9 @@ def v4_attention(
     )  # fmt: skip
     if out is not None:
         checks.output("out", out, q.shape, q.dtype, {"q": q})
-    checks.forward_only(**tensors, window=_rows(window), compressed=_rows(compressed), cos_sin=problem.cos_sin)
+    checks.forward_only(
+        **tensors, window=_rows(window), compressed=_rows(compressed), cos_sin=problem.cos_sin
+    )
     arguments = dict(
         q=q,
         **_travelling("window", window),
@@ -131,7 +135,7 @@ def v4_attention(
     return (out, lse) if return_lse else out
 
 
-# ---- the operators: a pool travels as a tensor, rows per page and page stride (both 0: the tensor holds rows, not bytes)
+# The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
 
 ARGUMENTS = (
     "Tensor q, Tensor window, Tensor window_indices, Tensor? compressed=None, Tensor? compressed_indices=None, "
@@ -208,7 +212,9 @@ def _build_out(*tensors, out, lse, scratch=None, num_splits=0, **options) -> v4_
 
 def _kernel_out(*tensors, backend="auto", **options):
     p = _build_out(*tensors, **options)
-    inputs = {"q": p.q, "window": _rows(p.window), "compressed": _rows(p.compressed), "sink": p.sink, "cos_sin": p.cos_sin}
+    inputs = dict(
+        q=p.q, window=_rows(p.window), compressed=_rows(p.compressed), sink=p.sink, cos_sin=p.cos_sin
+    )
     checks.apart("out", p.out, inputs)
     if p.lse is not None:
         checks.apart("lse", p.lse, inputs | {"out": p.out})
@@ -227,7 +233,8 @@ def _run(p: v4_problem.V4Problem, backend: str) -> None:
 
 ops.define(f"v4_attention({ARGUMENTS}, bool return_lse=False) -> (Tensor, Tensor)", _kernel, _fake)
 ops.define(
-    f"v4_attention_out({ARGUMENTS}, Tensor(c!)? scratch=None, SymInt num_splits=0, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    f"v4_attention_out({ARGUMENTS}, Tensor(c!)? scratch=None, SymInt num_splits=0, "
+    "Tensor(a!) out, Tensor(b!) lse) -> ()",
     _kernel_out,
     _fake_out,
 )

@@ -40,7 +40,9 @@ def packed_by_hand(rows, rows_per_page, stride):
     return image
 
 
-@pytest.mark.parametrize("rows_per_page, stride", [(64, 37440), (256, 149760), (2, 1728), (1, 1152), (3, 2000)])
+@pytest.mark.parametrize(
+    "rows_per_page, stride", [(64, 37440), (256, 149760), (2, 1728), (1, 1152), (3, 2000)]
+)
 @pytest.mark.parametrize("n", [0, 1, 2, 65, 130])
 def test_pack_is_byte_exact(rows_per_page, stride, n):
     rows = rows_of(n, seed=n)
@@ -101,7 +103,11 @@ def test_gather_reads_only_the_rows_asked_for():
     indices = torch.tensor([[5, -1, 39], [17, 5, -1]], dtype=torch.int32)
     got = cache.gather(indices)
     assert got.shape == (2, 3, 512) and got.dtype == torch.bfloat16
-    assert torch.equal(got[0, 0], whole[5]) and torch.equal(got[0, 2], whole[39]) and torch.equal(got[1, 0], whole[17])
+    assert (
+        torch.equal(got[0, 0], whole[5])
+        and torch.equal(got[0, 2], whole[39])
+        and torch.equal(got[1, 0], whole[17])
+    )
     assert not got[0, 1].any() and not got[1, 2].any()
     # Poison everything else, row 0 included: it stands in for -1 and must not show.
     kept = cache.gather(indices)
@@ -128,7 +134,9 @@ def test_write_puts_rows_into_slots_and_leaves_the_rest():
     assert torch.equal(cache.unpack(), want)
 
 
-@pytest.mark.parametrize("rows, stride, one", [(64, 37440, True), (2, 1728, False), (256, 149760, True), (4, 2336, False)])
+@pytest.mark.parametrize(
+    "rows, stride, one", [(64, 37440, True), (2, 1728, False), (256, 149760, True), (4, 2336, False)]
+)
 def test_from_pages_takes_serving_caches_without_a_copy(rows, stride, one):
     """Engines hold [pages, rows, 1, 584] with a padded page stride; the last page may end without its padding."""
     count = 3
@@ -182,7 +190,10 @@ BAD = {
     "gather device": (lambda: CACHE.gather(torch.zeros(1, dtype=torch.int32, device="meta")), "indices"),
     "from_pages dtype": (lambda: Fp8Cache.from_pages(torch.zeros(1, 2, 584)), "pages"),
     "from_pages width": (lambda: Fp8Cache.from_pages(torch.zeros(1, 2, 656, dtype=torch.uint8)), "pages"),
-    "from_pages inner stride": (lambda: Fp8Cache.from_pages(torch.zeros(1, 4, 584, dtype=torch.uint8)[:, ::2]), "pages"),
+    "from_pages inner stride": (
+        lambda: Fp8Cache.from_pages(torch.zeros(1, 4, 584, dtype=torch.uint8)[:, ::2]),
+        "pages",
+    ),
 }
 
 
