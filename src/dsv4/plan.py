@@ -78,8 +78,8 @@ def plan(
 
     batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention max_seqlen_k is
     the width of the block table times the page size. For v4_attention batch is the number of queries, kv_heads is 1
-    and max_seqlen_k is the width of the two lists together (or of the block table times the page size). device defaults to "cuda" where there is one, else "cpu"; on a
-    CPU one split is used and no buffer.
+    and max_seqlen_k is the width of both lists together (or of the block table times the page size).
+    device defaults to "cuda" where there is one, else "cpu"; on a CPU one split is used and no buffer.
     """
     name = getattr(operation, "__name__", None)
     if name not in OPERATIONS:
