@@ -20,22 +20,6 @@ from softsm.ptx.ast import Function, Instruction, Variable
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_SHFL, OP_VOTE, OP_ELECT,
  OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX) = range(19)
-FIRST_MICRO on.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-
-import numpy as np
-
-from softsm.ptx.ast import Function, Instruction, Variable
-
-# Control and memory operations of the interpreter loop.
-OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_TRAP = range(12)
-OP_SHFL, OP_VOTE, OP_ELECT, OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_MATCH = range(12, 21)
 FIRST_MICRO = 32
 
 # Why the interpreter came back.
