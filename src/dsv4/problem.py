@@ -125,7 +125,7 @@ def dense(q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=No
 
 
 def varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
     causal=False, window=(-1, -1), sink=None, softmax_scale=None,
 ) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)

@@ -1,0 +1,1 @@
+"""One module per subcommand of `dsv4`; `dsv4.cli` lists them."""

@@ -1,0 +1,60 @@
+"""What the commands print with: tables on stdout, progress on stderr, and the closing line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dsv4.suites import Case, Result, Where, run_case
+
+# Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
+WIDE = 120
+
+
+def console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else WIDE, highlight=False)
+
+
+def progress() -> Progress:
+    """A bar on stderr; silent when stderr is not a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def run_with_progress(cases: list[Case], where: Where, seed: int, label: str) -> list[Result]:
+    results = []
+    with progress() as bar:
+        task = bar.add_task(label, total=len(cases))
+        for case in cases:
+            bar.update(task, description=f"{label}  {case}")
+            results.append(run_case(case, where, seed))
+            bar.advance(task)
+    return results
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+def mark(ok: bool) -> str:
+    return "[green]ok[/]" if ok else "[bold red]FAILED[/]"
+
+
+def closing_line(results: Iterable[Result]) -> int:
+    """Print `N passed, N failed` alone on a line; the exit status: 0 only if something ran and all of it passed."""
+    verdicts = [result.ok for result in results]
+    passed = sum(verdicts)
+    sys.stdout.flush()
+    print(f"{passed} passed, {len(verdicts) - passed} failed", flush=True)
+    return 0 if verdicts and all(verdicts) else 1

@@ -1,0 +1,174 @@
+"""`dsv4 support`: which backend runs what, asked of the code itself; the table in the README is its output.
+
+Each feature is a small problem, built by the same functions as a user's call. A kernel package answers for itself
+through its `supports(problem)`; where there is no such module the cell says "not yet".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dsv4 import checks, dispatch, problem, v4_problem
+from dsv4.caches import Fp8Cache
+
+BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
+END = "<!-- end of support matrix -->"
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A backend: its title, and the kernel package, or None for the CPU path."""
+
+    title: str
+    package: str | None
+
+
+COLUMNS = (Column("CPU", None), Column("Hopper, sm_90a", "sm90"), Column("Blackwell, sm_100a", "sm100"))
+
+
+@cache
+def module(column: Column, operation: str) -> Any | None:
+    name = dispatch.CPU_MODULES[operation]
+    if column.package is not None:
+        name = f"dsv4.kernels.{column.package}.{operation}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def answer(column: Column, one: Any) -> bool | None:
+    """Whether this backend runs this problem; None: it has no such operation yet."""
+    found = module(column, one.operation)
+    if found is None:
+        return None
+    if column.package is None:
+        return True  # the CPU path runs whatever passed validation
+    if one.q.dtype not in checks.LOW_PRECISION:
+        return False  # dispatch refuses it
+    return found.supports(one) is None
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense(
+    d: int = 128, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Any:
+    k, v = (zeros(1, 9, kv_heads, d, dtype=dtype) for _ in "kv")
+    return ready(problem.dense(zeros(1, 5, heads, d, dtype=dtype), k, v, **options))
+
+
+def strided() -> Any:
+    q, k, v = (zeros(1, 4, n, 128).transpose(1, 2) for n in (5, 9, 9))
+    return ready(problem.dense(q, k, v))
+
+
+def same() -> Any:
+    k = zeros(1, 9, 1, 512)
+    return ready(problem.dense(zeros(1, 5, 4, 512), k, k))
+
+
+def varlen() -> Any:
+    k, v = (zeros(9, 4, 128) for _ in "kv")
+    return ready(problem.varlen(zeros(5, 4, 128), k, v, int32(0, 2, 5), int32(0, 4, 9)))
+
+
+def paged(page: int, gap: int = 0) -> Any:
+    k, v = (zeros(3, page + gap, 1, 128)[:, :page] for _ in "kv")
+    return ready(problem.paged(zeros(1, 2, 4, 128), k, v, int32(2, 0)[None], int32(page + 1)))
+
+
+def v4(fp8: bool = False, heads: int = 64, how: str = "window", rope: bool = False, sink: bool = True) -> Any:
+    pool = Fp8Cache.empty(2, 64) if fp8 else zeros(2, 64, 512)
+    options: dict[str, Any] = {"sink": torch.zeros(heads)} if sink else {}
+    if how == "list":
+        options.update(compressed=pool, compressed_indices=int32(3, -1)[None])
+    elif how == "table":
+        options.update(compressed=pool, compressed_block_table=int32(1)[None], compressed_lengths=int32(7))
+    if rope:
+        options["inverse_rope"] = (torch.zeros(8, 64), int32(5))
+    return ready(v4_problem.build(zeros(1, heads, 512), pool, int32(0, 1, 2)[None], **options))
+
+
+def ready(one: Any) -> Any:
+    """The problem as a backend gets it: with its outputs."""
+    import dataclasses
+
+    return dataclasses.replace(one, out=torch.zeros_like(one.q), lse=torch.zeros(one.lse_shape))
+
+
+FEATURES: list[tuple[str, Callable[[], Any]]] = [
+    ("causal", lambda: dense(causal=True)),
+    ("window (left, right)", lambda: dense(window=(127, 3))),
+    ("sink", lambda: dense(sink=torch.zeros(4))),
+    ("GQA and MQA", lambda: dense(heads=6, kv_heads=1)),
+    ("strided inputs", strided),
+    ("k and v one tensor", same),
+    ("varlen", varlen),
+    ("paged, power-of-two pages", lambda: paged(16)),
+    ("paged, any page size and stride", lambda: paged(12, gap=1)),
+    ("V4 window-only layer", v4),
+    ("V4 CSA: list of compressed rows", lambda: v4(how="list")),
+    ("V4 HCA: block table of compressed rows", lambda: v4(how="table")),
+    ("V4 with FP8 rows of 584 bytes", lambda: v4(fp8=True, how="list")),
+    ("V4 with 1 to 128 heads", lambda: v4(heads=3)),
+    ("V4 with inverse RoPE in the epilogue", lambda: v4(rope=True)),
+]
+
+
+def cell(answers: list[bool | None]) -> str:
+    if None in answers:
+        return "not yet"
+    return "yes" if all(answers) else "no"
+
+
+def matrix() -> str:
+    """The table as Markdown."""
+    lines = [
+        "| | " + " | ".join(column.title for column in COLUMNS) + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
+    for d in checks.HEAD_DIMS:
+        cells = []
+        for column in COLUMNS:
+            answers = {dtype: answer(column, dense(d, dtype=dtype)) for dtype in SHORT}
+            if None in answers.values():
+                cells.append("not yet")
+            else:
+                cells.append(", ".join(SHORT[dtype] for dtype, yes in answers.items() if yes) or "no")
+        lines.append(f"| head dim {d} | " + " | ".join(cells) + " |")
+    for name, make in FEATURES:
+        lines.append(f"| {name} | " + " | ".join(cell([answer(column, make())]) for column in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def replaced(text: str) -> str:
+    """`text` with what lies between the two marks replaced by the matrix of today."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the file must hold the marks {BEGIN!r} and {END!r} once each")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n\n{matrix()}\n\n{END}{rest.split(END)[1]}"
+
+
+def support(
+    write: Annotated[Path | None, typer.Option(help="put the table between the marks in this file")] = None,
+) -> None:
+    """Print which backend runs what, as a Markdown table asked of the code itself."""
+    if write is None:
+        print(matrix())
+        return
+    write.write_text(replaced(write.read_text()))
+    print(f"wrote the support matrix into {write}")

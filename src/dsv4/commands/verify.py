@@ -1,0 +1,156 @@
+"""`dsv4 verify`: run the suites and say how many cases passed."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dsv4 import suites
+from dsv4.suites import Result, Where
+
+from . import show
+
+
+def verify(
+    suite: Annotated[str, typer.Option(help="seeds, fmha, v4 or all")] = "all",
+    backend: Annotated[str, typer.Option(help="auto, cuda, softsm or cpu")] = "auto",
+    arch: Annotated[
+        str | None, typer.Option(help="sm_100a or sm_90a: the GPU's own, or the one softsm plays")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write every measurement to this file")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
+    match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
+    head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,
+) -> None:
+    """Compare the operations with the fp64 oracle. Exit status 0 only if every case passed; 2 if none could run.
+
+    Every output is handed over full of NaN, every run draws fresh inputs; the seed that repeats them is printed.
+    """
+    try:
+        cases = suites.select(suite, match, head_dim)
+        where = Where(backend, arch).resolve()
+    except (ValueError, suites.Unavailable) as problem:
+        refuse(str(problem))
+    if not cases:
+        refuse(
+            f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else "")
+        )
+    seed = secrets.randbits(31) if seed is None else seed
+    out = show.console()
+    out.print(f"{len(cases)} cases on {where}, seed {seed}")
+    results = show.run_with_progress(cases, where, seed, "verify")
+    if verbose:
+        for result in results:
+            out.print(line(result))
+    out.print(summary(results))
+    failures(out, results)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report(results, where, seed, suite), indent=1) + "\n")
+    raise typer.Exit(show.closing_line(results))
+
+
+def refuse(why: str) -> None:
+    print(f"dsv4 verify: {why}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def line(result: Result) -> str:
+    tight = result.tightest
+    detail = result.why() if not result.ok else str(tight)
+    return (
+        f"{show.mark(result.ok)} {escape(str(result.case))}  {escape(detail)}  {result.seconds * 1e3:.1f} ms"
+    )
+
+
+def summary(results: list[Result]) -> Table:
+    """One row per suite and head dim, with the worst of its cases."""
+    table = Table(title="Error against the fp64 oracle, worst case of each group")
+    for name in (
+        "suite",
+        "head dim",
+        "cases",
+        "passed",
+        "relative error",
+        "allowance used",
+        "cosine",
+        "seconds",
+    ):
+        table.add_column(name, justify="left" if name == "suite" else "right")
+    ordered = sorted(results, key=lambda r: (list(suites.SUITES).index(r.case.suite), r.case.head_dim))
+    for (suite, head_dim), rows in groupby(ordered, key=lambda r: (r.case.suite, r.case.head_dim)):
+        group = list(rows)
+        passed = sum(result.ok for result in group)
+        norms = [v for v in (result.value("norm") for result in group) if v is not None]
+        cosines = [v for v in (result.value("cosine") for result in group) if v is not None]
+        used = max((check.used for result in group for check in result.checks), default=math.nan)
+        table.add_row(
+            suite,
+            str(head_dim),
+            str(len(group)),
+            f"{'[green]' if passed == len(group) else '[bold red]'}{passed}[/]",
+            show.number(max(norms, default=None)),
+            f"{used:.0%}",
+            f"{min(cosines):.7f}" if cosines else "-",
+            f"{sum(result.seconds for result in group):.2f}",
+        )
+    return table
+
+
+def failures(out: Console, results: list[Result]) -> None:
+    failed = [result for result in results if not result.ok]
+    for result in failed[:50]:
+        out.print(f"[bold red]FAILED[/] {escape(str(result.case))}: {escape(result.why())}", soft_wrap=True)
+    if len(failed) > 50:
+        out.print(f"... and {len(failed) - 50} more; --json lists all")
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN or infinity."""
+    return value if math.isfinite(value) else None
+
+
+def report(results: list[Result], where: Where, seed: int, suite: str) -> dict[str, Any]:
+    """Everything measured, as JSON. A value that is not finite is null; `ok` still says what became of it."""
+    import triton
+
+    return {
+        "suite": suite,
+        "backend": where.backend,
+        "arch": where.arch,
+        "seed": seed,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name() if where.backend == "cuda" else "cpu",
+        "passed": sum(result.ok for result in results),
+        "failed": sum(not result.ok for result in results),
+        "cases": [
+            {
+                "name": str(result.case),
+                "head_dim": result.case.head_dim,
+                "dtype": str(result.case.dtype).removeprefix("torch."),
+                "features": sorted(result.case.features),
+                "ok": result.ok,
+                "error": result.error,
+                "seconds": round(result.seconds, 6),
+                "checks": [
+                    {"name": c.name, "value": finite(c.value), "bound": finite(c.bound), "ok": c.ok}
+                    for c in result.checks
+                ],
+            }
+            for result in results
+        ],
+    }

@@ -1,0 +1,40 @@
+"""The suites as data: `seeds()`, `fmha()` and `v4()` give lists of cases that tests and commands run alike.
+
+from dsv4 import suites
+for result in suites.run_cases(suites.seeds(), suites.Where("cpu").resolve(), seed=1):
+    print(result.case, result.ok)
+"""
+
+from .case import (
+    ARCHS,
+    BACKENDS,
+    Case,
+    Check,
+    Draw,
+    Result,
+    Unavailable,
+    Where,
+    gpu_arch,
+    run_case,
+    run_cases,
+)
+from .fmha_cases import fmha
+from .seed_cases import seeds
+from .v4_cases import v4
+
+SUITES = {"seeds": seeds, "fmha": fmha, "v4": v4}
+
+
+def select(suite: str = "all", match: str = "", head_dim: int | None = None) -> list[Case]:
+    """The cases of a suite (or of all), those whose name contains `match`, at one head dim if given."""
+    if suite != "all" and suite not in SUITES:
+        raise ValueError(f"suite is {suite!r}; accepted: {', '.join(SUITES)}, all")
+    names = SUITES if suite == "all" else {suite: None}
+    cases = [case for name in names for case in SUITES[name]()]
+    return [case for case in cases if match in str(case) and head_dim in (None, case.head_dim)]
+
+
+__all__ = [
+    "ARCHS", "BACKENDS", "SUITES", "Case", "Check", "Draw", "Result", "Unavailable", "Where",
+    "fmha", "gpu_arch", "run_case", "run_cases", "seeds", "select", "v4",
+]  # fmt: skip

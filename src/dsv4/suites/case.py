@@ -1,0 +1,204 @@
+"""What a case is: fresh inputs, a call of a public operation, and the measurements that decide.
+
+A `Case` is data. `make(draw)` builds a `Trial`, whose `run(where)` calls the library through its public names and
+whose `check(got)` returns the measurements. Tests, `dsv4 verify`, `dsv4 demo` and the kernel tests all use the same
+cases; they differ only in `Where` the operation runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+ARCHS = ("sm_100a", "sm_90a")
+BACKENDS = ("auto", "cuda", "softsm", "cpu")
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot run what was asked for; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where an operation runs: the `backend` it is given, and for softsm the architecture that is emulated."""
+
+    backend: str = "auto"
+    arch: str | None = None
+
+    def resolve(self) -> Where:
+        """Turn `auto` and a missing arch into what will really run, or raise `Unavailable`."""
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; accepted: {', '.join(BACKENDS)}")
+        if self.arch is not None and self.arch not in ARCHS:
+            raise ValueError(f"arch is {self.arch!r}; accepted: {', '.join(ARCHS)}")
+        gpu = gpu_arch()
+        if self.backend == "cpu":
+            if self.arch is not None:
+                raise ValueError(
+                    f"arch {self.arch} does not apply to backend cpu; use backend softsm or cuda"
+                )
+            return self
+        if self.backend == "auto":
+            if self.arch is None:
+                return Where("cuda", gpu) if gpu else Where("cpu")
+            return Where("cuda" if gpu == self.arch else "softsm", self.arch).resolve()
+        if self.backend == "cuda":
+            if not torch.cuda.is_available():
+                raise Unavailable("backend cuda: torch sees no CUDA device here")
+            if self.arch is not None and gpu != self.arch:
+                raise Unavailable(
+                    f"backend cuda: this GPU is {gpu or 'neither sm_90 nor sm_100'}, not {self.arch}"
+                )
+            return Where("cuda", gpu)
+        import_softsm()
+        return Where("softsm", self.arch or ARCHS[0])
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if self.backend == "cuda" else "cpu")
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What every call is wrapped in: the emulator for softsm, nothing otherwise."""
+        return import_softsm().use(self.arch) if self.backend == "softsm" else contextlib.nullcontext()
+
+    def __str__(self) -> str:
+        return self.backend if self.arch is None else f"{self.backend} {self.arch}"
+
+
+def gpu_arch() -> str | None:
+    """The architecture of the current CUDA device as kernels are named, None without one they exist for."""
+    if not torch.cuda.is_available():
+        return None
+    return {(9, 0): "sm_90a", (10, 0): "sm_100a"}.get(torch.cuda.get_device_capability())
+
+
+def import_softsm() -> Any:
+    """The softsm package, or `Unavailable` with the reason: it is only needed when asked for."""
+    try:
+        import softsm
+    except Exception as why:  # a broken optional import must not look like a failed case
+        raise Unavailable(f"backend softsm: import softsm failed: {why}") from why
+    if not hasattr(softsm, "use"):
+        raise Unavailable("backend softsm: this softsm cannot run Triton programs yet (no softsm.use)")
+    return softsm
+
+
+class Draw:
+    """Random inputs on a device, the same for the same seed whatever the device."""
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(dtype).to(self.device)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32).to(self.device)
+
+    def permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self.generator).to(torch.int32).to(self.device)
+
+    def int32(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=self.device)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measurement against its bound; ok iff value <= bound (or >= where `at_least`). NaN is never ok."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    @property
+    def used(self) -> float:
+        """How much of the allowance is used: 1 is the limit. For `at_least` checks, of the distance to 1."""
+        room, need = (1 - self.bound, 1 - self.value) if self.at_least else (self.bound, self.value)
+        if need <= 0:
+            return 0.0
+        return need / room if room > 0 else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.3g} {'>=' if self.at_least else '<='} {self.bound:.3g}"
+
+
+class Trial(Protocol):
+    """One set of inputs, ready to run."""
+
+    def run(self, where: Where) -> Any: ...
+
+    def check(self, got: Any) -> list[Check]: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named case of a suite. `features` are words to select by; the maker draws fresh inputs each time."""
+
+    suite: str
+    name: str
+    make: Callable[[Draw], Trial] = field(repr=False, compare=False)
+    head_dim: int = 512
+    dtype: torch.dtype = torch.bfloat16
+    features: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.suite}/{self.name}"
+
+    def seed(self, seed: int) -> int:
+        """The seed of this case within a run: independent of which other cases run."""
+        return zlib.crc32(f"{seed}/{self.suite}/{self.name}".encode())
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    checks: list[Check]
+    error: str | None  # the exception's text where the call raised
+    seconds: float  # of the call alone: inputs and oracle excluded
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and bool(self.checks) and all(check.ok for check in self.checks)
+
+    def value(self, name: str) -> float | None:
+        return next((check.value for check in self.checks if check.name == name), None)
+
+    @property
+    def tightest(self) -> Check | None:
+        return max(self.checks, key=lambda check: (not check.ok, check.used), default=None)
+
+    def why(self) -> str:
+        return self.error if self.error is not None else "; ".join(str(c) for c in self.checks if not c.ok)
+
+
+def run_case(case: Case, where: Where, seed: int) -> Result:
+    """Draw, run, check. What the operation raises is the result's error; errors of the case itself propagate."""
+    trial = case.make(Draw(case.seed(seed), where.device))
+    started = time.perf_counter()
+    try:
+        got = trial.run(where)
+        if where.backend == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # whatever it is, the case failed and the others still run
+        return Result(case, [], f"{type(error).__name__}: {error}", time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Result(case, trial.check(got), None, seconds)
+
+
+def run_cases(cases: list[Case], where: Where, seed: int) -> Iterator[Result]:
+    for case in cases:
+        yield run_case(case, where, seed)

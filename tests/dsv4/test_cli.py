@@ -1,0 +1,179 @@
+"""The commands: what they print, what they exit with."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dsv4
+from dsv4 import dispatch
+from dsv4.cli import app
+from dsv4.commands import doctor
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> SimpleNamespace:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)
+
+
+def test_verify_says_what_passed_alone_on_the_last_line() -> None:
+    result = run("verify", "--suite", "seeds", "--backend", "cpu", "--match", "d64-t1-")
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == "5 passed, 0 failed"
+
+
+def test_verify_prints_the_seed_that_repeats_the_run(tmp_path: Path) -> None:
+    arguments = ("verify", "--backend", "cpu", "--match", "d64-t4-s128")
+    first = run(*arguments, "--json", str(tmp_path / "a.json"))
+    seed = re.search(r"seed (\d+)", first.out)
+    assert seed is not None
+    run(*arguments, "--seed", seed[1], "--json", str(tmp_path / "b.json"))
+    run(*arguments, "--seed", str(int(seed[1]) + 1), "--json", str(tmp_path / "c.json"))
+    values = [json.loads((tmp_path / f"{x}.json").read_text())["cases"][0]["checks"] for x in "abc"]
+    assert values[0] == values[1] != values[2]
+
+
+def test_verify_json_holds_every_measurement(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert (
+        run("verify", "--backend", "cpu", "--suite", "seeds", "--head-dim", "64", "--json", str(file)).code
+        == 0
+    )
+    report = json.loads(file.read_text())
+    assert (report["passed"], report["failed"], len(report["cases"])) == (18, 0, 18)
+    assert report["backend"] == "cpu" and report["arch"] is None and report["torch"] == torch.__version__
+    case = report["cases"][0]
+    checks = {check["name"]: check for check in case["checks"]}
+    assert case["name"] == "seeds/d64-t1-s128" and case["ok"]
+    assert checks["cosine"]["value"] >= checks["cosine"]["bound"] == 0.999996
+    assert checks["norm"]["value"] <= checks["norm"]["bound"] and checks["norm"]["bound"] >= 2.0**-9
+
+
+def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = dsv4.fmha
+
+    def wrong(**arguments):
+        result = real(**arguments)
+        arguments["out"][:, 0] = 0
+        return result
+
+    monkeypatch.setattr(dsv4, "fmha", wrong)
+    file = tmp_path / "report.json"
+    result = run("verify", "--backend", "cpu", "--match", "d64-t4-s128", "--json", str(file))
+    assert result.code == 1
+    assert result.out.splitlines()[-1] == "0 passed, 1 failed"
+    assert "FAILED seeds/d64-t4-s128" in result.out
+    assert json.loads(file.read_text())["failed"] == 1
+
+
+def test_verify_reports_an_exception_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_):
+        raise RuntimeError("kernel [not] there")
+
+    monkeypatch.setattr(dsv4, "fmha", broken)
+    result = run("verify", "--backend", "cpu", "--match", "d64-t4-s128")
+    assert result.code == 1 and "RuntimeError: kernel [not] there" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--match", "no such case"), "no case"),
+        (("--suite", "nope"), "accepted: seeds, fmha, v4, all"),
+        (("--backend", "tpu"), "accepted: auto, cuda, softsm, cpu"),
+        (("--backend", "cpu", "--arch", "sm_90a"), "does not apply"),
+        (("--backend", "softsm", "--arch", "sm_70"), "accepted: sm_100a, sm_90a"),
+    ],
+)
+def test_verify_that_cannot_run_exits_with_2_and_says_why(arguments, says) -> None:
+    result = run("verify", *arguments)
+    assert result.code == 2 and says in result.err
+    assert "passed" not in result.out
+
+
+def test_verify_without_softsm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "softsm", None)
+    result = run("verify", "--backend", "softsm", "--match", "d64-t4-s128")
+    assert result.code == 2 and "import softsm failed" in result.err
+
+
+@pytest.mark.parametrize("arguments", [("--backend", "softsm", "--arch", "sm_90a"), ("--arch", "sm_90a")])
+def test_verify_on_softsm_runs_every_call_inside_it(arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU of that kind, --arch alone means softsm too."""
+    playing, seen = [], []
+
+    @contextlib.contextmanager
+    def use(arch):
+        playing.append(arch)
+        yield
+        playing.pop()
+
+    real = dsv4.fmha
+
+    def fmha(*, backend, **rest):
+        seen.append((backend, *playing))
+        return real(**rest, backend="cpu")
+
+    monkeypatch.setitem(sys.modules, "softsm", SimpleNamespace(use=use))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dsv4, "fmha", fmha)
+    result = run("verify", *arguments, "--suite", "seeds", "--match", "d64-t1-")
+    assert result.code == 0, result.out
+    assert seen == [("softsm", "sm_90a")] * 5 and not playing
+    assert "on softsm sm_90a" in result.out
+
+
+def test_doctor_answers_for_each_backend() -> None:
+    result = run("doctor")
+    assert result.code == 0
+    for word in ("torch", "triton", "cpu", "cuda", "softsm sm_90a", "softsm sm_100a"):
+        assert word in result.out
+
+
+def test_doctor_json_tries_the_cpu_for_real() -> None:
+    groups = json.loads(run("doctor", "--json").out)
+    (cpu,) = [finding for finding in groups["Backends"] if finding["what"] == "cpu"]
+    assert cpu["ok"] is True and "d64-t4-s128" in cpu["why"]
+
+
+def test_doctor_says_that_blackwell_needs_a_newer_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 6))
+    finding = doctor.triton()
+    assert finding.ok and finding.why == "compiles for sm_90a; sm_100a needs triton >= 3.9"
+
+
+def test_doctor_fails_when_what_should_work_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(dsv4, "fmha", broken)
+    result = run("doctor")
+    assert result.code == 1 and "BROKEN" in result.out
+
+
+def test_demo_shows_each_layer_kind_and_passes() -> None:
+    result = run("demo")
+    assert result.code == 0, result.out
+    for word in ("SWA", "CSA", "HCA", "head dim 512", "varlen", "paged"):
+        assert word in result.out
+    assert re.fullmatch(r"\d+ passed, 0 failed", result.out.splitlines()[-1])
+
+
+def test_module_is_the_command() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "dsv4", "verify", "--backend", "cpu", "--match", "d64-t1-s128"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 passed, 0 failed"
