@@ -127,7 +127,7 @@ class Variable:
     type: str  # 'b8', 'u32', 'f32', ...
     align: int
     size: int  # bytes in all
-    initial: tuple = ()  # Imm or Symbol per element of `type`; what is missing at the end is zero
+    initial: tuple = ()  # int, float or Symbol per element of `type`; what is missing at the end is zero
     extern: bool = False
     line: int = 0
 

@@ -6,7 +6,7 @@ import math
 import re
 
 from softsm.errors import PtxError, Unsupported
-from softsm.ptx.ast import Imm, Symbol, Variable
+from softsm.ptx.ast import Symbol, Variable
 from softsm.ptx.constants import MAX_NESTING, STARTS_CONSTANT, constant, integer
 from softsm.ptx.lexer import Cursor, suggestion, unescape
 from softsm.ptx.names import MAX_RANGE, Scope
@@ -97,7 +97,7 @@ def variables(cursor: Cursor, space: str, extern: bool, resolve: object) -> list
         if cursor.takes("="):
             if space in ("shared", "local", "param"):
                 raise cursor.source.error(f"a .{space} variable has no initialiser", at)
-            initial = _initialiser(cursor, shape if lanes == 1 else [*(shape or []), lanes], resolve)
+            initial = _initialiser(cursor, type_, shape if lanes == 1 else [*(shape or []), lanes], resolve)
         if shape and shape[0] == 0:
             inner = math.prod(shape[1:]) * lanes
             count = -(-len(initial) // inner) if inner else 0
@@ -132,16 +132,18 @@ def _dimensions(cursor: Cursor) -> list[int] | None:
     return shape
 
 
-def _initialiser(cursor: Cursor, shape: list[int] | None, resolve: object, nesting: int = 0) -> tuple:
+def _initialiser(
+    cursor: Cursor, type_: str, shape: list[int] | None, resolve: object, nesting: int = 0
+) -> tuple:
     """Flat element values; what a nested list leaves out is filled with zeros."""
     at = cursor.skip()
     if nesting > MAX_NESTING:
         raise cursor.source.error("this initialiser is nested too deeply", at)
     string = cursor.match(STRING)
     if string:
-        return tuple(Imm(byte) for byte in unescape(string.group()).encode("utf-8") + b"\0")
+        return tuple(unescape(string.group()).encode("utf-8") + b"\0")
     if not cursor.takes("{"):
-        return (_value(cursor, resolve),)
+        return (_value(cursor, type_, resolve),)
     inner = shape[1:] if shape else []
     size = math.prod(inner) if inner else 1
     if size > MAX_ELEMENTS:
@@ -153,18 +155,18 @@ def _initialiser(cursor: Cursor, shape: list[int] | None, resolve: object, nesti
             if cursor.takes("}"):
                 break
         if cursor.sees("{"):
-            part = _initialiser(cursor, inner, resolve, nesting + 1)
+            part = _initialiser(cursor, type_, inner, resolve, nesting + 1)
             if len(part) > size:
                 raise cursor.source.error(f"{len(part)} values where {size} fit", at)
-            values += [*part, *(Imm(0) for _ in range(size - len(part)))]
+            values += [*part, *[0] * (size - len(part))]
         else:
-            values.append(_value(cursor, resolve))
+            values.append(_value(cursor, type_, resolve))
         if len(values) > MAX_ELEMENTS:
             raise cursor.source.error("this initialiser is too large", at)
     return tuple(values)
 
 
-def _value(cursor: Cursor, resolve: object) -> Imm | Symbol:
+def _value(cursor: Cursor, type_: str, resolve: object) -> int | float | Symbol:
     at = cursor.skip()
     if STARTS_CONSTANT.match(cursor.clean, at):
         value = constant(cursor)
@@ -172,7 +174,9 @@ def _value(cursor: Cursor, resolve: object) -> Imm | Symbol:
             raise Unsupported(
                 "softsm does not read masked addresses in initialisers", *cursor.source.position(at)
             )
-        return value
+        if type_ in ("f16", "bf16", "f32", "f64"):
+            return float(value.value)
+        return value.bits if value.kind != "int" else value.value
     name = cursor.name("a number or the name of a variable")
     if name == "generic" and cursor.takes("("):  # addresses are generic already
         at = cursor.skip()

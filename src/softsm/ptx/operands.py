@@ -161,7 +161,9 @@ class Operands:
             return self._named(word, scope)
         except NotSimple:
             what = "register" if word[0] == "%" else "name"
-            raise cursor.source.error(f"the {what} '{word}' is not declared here{self._hint(word, scope)}", at) from None
+            raise cursor.source.error(
+                f"the {what} '{word}' is not declared here{self._hint(word, scope)}", at
+            ) from None
 
     def _hint(self, word: str, scope: Scope) -> str:
         declared = scope.range_of(word)
