@@ -56,7 +56,11 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
     inverse    = its inverse when the image is a permutation of the footprint, else None.
     Units are 16 bytes, smaller where gaps or the 8-byte flip ask for it.
     """
-    unit, data, chunk = 16, 16, 16  # bytes: granule, and `data` bytes of each `chunk` of shared memory are used
+    unit, data, chunk = (
+        16,
+        16,
+        16,
+    )  # bytes: granule, and `data` bytes of each `chunk` of shared memory are used
     if kind is DataType.U4_ALIGN16B:
         unit, data = 8, 8
     elif kind is DataType.U6_ALIGN16B:
@@ -83,7 +87,9 @@ def footprint(rows: int, row_bytes: int, m: TensorMap) -> int:
 
 def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, offset: int) -> None:
     """Packed rows (uint8, contiguous) -> their places in shared memory at `offset` (also the address for the XOR)."""
-    dtype, forward, inverse, nbytes = _placement(rows, packed.size // rows, m.swizzle, m.data_type, offset % 1024)
+    dtype, forward, inverse, nbytes = _placement(
+        rows, packed.size // rows, m.swizzle, m.data_type, offset % 1024
+    )
     target = shared[offset : offset + nbytes]
     if forward is None:
         target[:] = packed.reshape(-1)
@@ -154,12 +160,6 @@ class Region:
         return np.ndarray(self.shape, np.uint8, view(self.address, self.nbytes), 0, self.strides)
 
 
-def packed_shape(m: TensorMap) -> tuple[int, ...]:
-    """Shape of a tiled box in bytes, outermost first, last = bytes of a row."""
-    counts = m.counts
-    return (*reversed(counts[1:]), counts[0] * m.data_type.bits // 8)
-
-
 def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
     """Bytes of out-of-bounds elements."""
     if m.oob_fill is Fill.ZERO:
@@ -168,41 +168,59 @@ def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
     return np.full((*shape[:-1], shape[-1] // 2), OOB_NAN, np.uint16).view(np.uint8)
 
 
+@lru_cache(maxsize=512)
+def _direct(shape: tuple[int, ...], strides: tuple[int, ...], swizzle: Swizzle, kind: DataType, phase: int):
+    """For a box wholly inside: 16-byte chunk of global memory, counted from the box's first byte, for each chunk of
+    the image in order. None where the image has gaps or finer units."""
+    rows = int(np.prod(shape[:-1], dtype=np.int64))
+    dtype, _, inverse, nbytes = _placement(rows, shape[-1], swizzle, kind, phase)
+    if dtype != np.complex128 or nbytes != rows * shape[-1]:
+        return None
+    at = np.arange(0, shape[-1], 16)
+    for extent, stride in zip(reversed(shape[:-1]), reversed(strides)):
+        at = (np.arange(extent)[:, None] * stride + at.ravel()[None, :]).ravel()
+    chunks = at // 16
+    return chunks if inverse is None else chunks[inverse]
+
+
 def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarray, offset: int) -> int:
     """Global -> shared, one tiled box at signed `coords`; returns the number of elements that were filled."""
-    region = Region(m, coords)
-    shape = packed_shape(m)
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    if region.filled == 0:
-        source = region.bytes(view)
-        if not m.swizzle and m.data_type not in (DataType.U4_ALIGN16B, DataType.U6_ALIGN16B):
-            packed = source if not _changes_bits(m) else _converted(np.ascontiguousarray(source), m)
-            shared[offset : offset + rows * shape[-1]].reshape(shape)[...] = packed
+    shape = m.packed_shape
+    address = m.base + coords[0] * m.data_type.bits // 8
+    inside = 0 <= coords[0] <= m.dims[0] - m.reach[0]
+    span = shape[-1]
+    for i in range(1, len(shape)):
+        inside = inside and 0 <= coords[i] <= m.dims[i] - m.reach[i]
+        address += coords[i] * m.strides[i - 1]
+        span += m.strides[i - 1] * (m.reach[i] - 1)
+    if inside and not address % 16 and not _changes_bits(m):
+        strides = tuple(s * e for s, e in zip(reversed(m.strides), reversed(m.element_strides)))
+        table = _direct(shape, strides, m.swizzle, m.data_type, offset % 1024)
+        if table is not None:
+            source = view(address, span).view(np.complex128)
+            np.take(source, table, out=shared[offset : offset + m.box_bytes].view(np.complex128), mode="clip")
             return 0
-        packed = np.empty(shape, np.uint8)
-        packed[...] = source
-    else:
-        packed = _empty(shape, m)
-        if region.nbytes:
-            packed[region.inside] = region.bytes(view)
-    put_image(_converted(packed, m), rows, m, shared, offset)
+    region = Region(m, coords)
+    packed = _empty(shape, m) if region.filled else np.empty(shape, np.uint8)
+    if region.nbytes:
+        packed[region.inside] = region.bytes(view)
+    put_image(_converted(packed, m), m.rows, m, shared, offset)
     return region.filled
 
 
-def store_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarray, offset: int, redop: str = "") -> int:
-    """Shared -> global, one tiled box; elements outside the tensor are not written. `redop` makes it a reduction.
+def take_tile(m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
+    """The box a tiled store or reduction reads from shared memory, as packed bytes of its own."""
+    return get_image(m.rows, m.packed_shape[-1], m, shared, offset)
+
+
+def store_tile(m: TensorMap, coords: Sequence[int], view: View, box: np.ndarray, redop: str = "") -> int:
+    """A box (from take_tile) -> global; elements outside the tensor are not written. `redop` makes it a reduction.
     Returns the number of elements left out."""
     region = Region(m, coords)
     if region.nbytes:
-        shape = packed_shape(m)
-        rows = int(np.prod(shape[:-1], dtype=np.int64))
-        packed = get_image(rows, shape[-1], m, shared, offset).reshape(shape)[region.inside]
+        packed = box.reshape(m.packed_shape)[region.inside]
         target = region.bytes(view)
-        if redop:
-            packed = reduced(target, packed, redop, m.data_type)
-        target[...] = packed
+        target[...] = reduced(target, packed, redop, m.data_type) if redop else packed
     return region.filled
 
 
@@ -234,26 +252,23 @@ def load_rows(
     return filled
 
 
+def take_rows(m: TensorMap, rows: int, shared: np.ndarray, offset: int) -> np.ndarray:
+    """The rows a scatter or im2col store reads from shared memory, uint8 [rows, row bytes] of its own."""
+    return get_image(rows, m.box[0] * m.data_type.bits // 8, m, shared, offset)
+
+
 def store_rows(
-    m: TensorMap,
-    column: int,
-    rows: Sequence[int | None],
-    view: View,
-    shared: np.ndarray,
-    offset: int,
-    redop: str = "",
+    m: TensorMap, column: int, rows: Sequence[int | None], view: View, box: np.ndarray, redop: str = ""
 ) -> int:
-    """The inverse of load_rows; returns the number of elements left out."""
-    bits = m.data_type.bits
-    packed = get_image(len(rows), m.box[0] * bits // 8, m, shared, offset)
+    """Rows (from take_rows) -> global, the inverse of load_rows; returns the number of elements left out."""
     skip, begin, length = _row_region(m, column)
     left_out = len(rows) * m.box[0]
-    for i, at in enumerate(rows):
+    for at, packed in zip(rows, box):
         if at is not None and length:
             target = view(m.base + at + begin, length)
-            value = packed[i, skip : skip + length]
+            value = packed[skip : skip + length]
             target[...] = reduced(target, value, redop, m.data_type) if redop else value
-            left_out -= length * 8 // bits
+            left_out -= length * 8 // m.data_type.bits
     return left_out
 
 

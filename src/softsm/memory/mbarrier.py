@@ -13,9 +13,9 @@ lags two phases behind, which hardware cannot tell.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from softsm.engine.asynchrony import Waitable
 from softsm.errors import Fault
 
 MAX_COUNT = (1 << 20) - 1  # arrivals and transaction bytes are 20-bit quantities
@@ -23,37 +23,42 @@ _PENDING_BITS = 20
 _HISTORY = 16  # last events kept for a diagnosis
 
 
-@dataclass(frozen=True, slots=True)
-class BarrierEvent:
-    """What touched the barrier: during which phase, what it did, how much, and who (warp, PTX line), for reports."""
+class BarrierEvent(NamedTuple):
+    """What touched the barrier: during which phase, what it did, how much, and who (anything that prints)."""
 
     phase: int
-    what: str  # 'init', 'arrive', 'expect_tx', 'complete_tx', 'drop', 'increment'
+    what: str  # 'init', 'arrive', 'drop', 'expect_tx', 'complete_tx', 'increment'
     amount: int
-    who: str
+    who: object
 
 
-class Mbarrier:
-    __slots__ = ("expected", "history", "name", "next_expected", "pending", "phase", "tx", "wake")
+class Mbarrier(Waitable):
+    """Warps blocked on it are woken when a phase completes."""
 
-    def __init__(self, count: int, *, name: str = "mbarrier", wake: Callable[[], None] | None = None, who: str = ""):
+    __slots__ = ("expected", "history", "name", "next_expected", "pending", "phase", "tx")
+
+    def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
+        super().__init__()
         if not 1 <= count <= MAX_COUNT:
-            raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
+            raise Fault(
+                "barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})"
+            )
         self.name = name
         self.phase = 0
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
-        self.wake = wake  # called when a phase completes
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
 
     # -- arrivals and bytes ------------------------------------------------------------------------------------
 
-    def arrive(self, count: int = 1, who: str = "", *, drop: bool = False, no_complete: bool = False) -> int:
+    def arrive(self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False) -> int:
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
         expected count of the phases that follow; `no_complete` promises that the phase will not end here."""
         if not 1 <= count <= MAX_COUNT:
-            raise Fault("barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})")
+            raise Fault(
+                "barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})"
+            )
         if count > self.pending:
             raise Fault(
                 "barrier-count",
@@ -66,17 +71,19 @@ class Mbarrier:
         if drop:
             self.next_expected -= count
         if no_complete and self.pending == 0:
-            raise Fault("barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})")
+            raise Fault(
+                "barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})"
+            )
         self._settle()
         return token
 
-    def expect_tx(self, nbytes: int, who: str = "") -> None:
+    def expect_tx(self, nbytes: int, who: object = "") -> None:
         self._add_tx(nbytes, "expect_tx", nbytes, who)
 
-    def complete_tx(self, nbytes: int, who: str = "") -> None:
+    def complete_tx(self, nbytes: int, who: object = "") -> None:
         self._add_tx(-nbytes, "complete_tx", nbytes, who)
 
-    def arrive_expect_tx(self, nbytes: int, count: int = 1, who: str = "", *, drop: bool = False) -> int:
+    def arrive_expect_tx(self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False) -> int:
         """expect_tx, then arrive, as one step: the phase cannot end in between."""
         token = self.token()
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
@@ -85,7 +92,7 @@ class Mbarrier:
         self.arrive(count, who, drop=drop)
         return token
 
-    def increment_pending(self, count: int, who: str = "") -> None:
+    def increment_pending(self, count: int, who: object = "") -> None:
         """cp.async.mbarrier.arrive without .noinc: one more arrival is awaited, the one the copies will make."""
         if self.pending + count > MAX_COUNT:
             raise Fault("barrier-count", f"{self.name}: pending count beyond {MAX_COUNT} ({who})")
@@ -121,19 +128,19 @@ class Mbarrier:
             missing.append(f"{self.tx} byte(s)")
         elif self.tx < 0:
             missing.append(f"an expect_tx for {-self.tx} byte(s) already copied")
-        last = [f"{event.what} {event.amount} by {event.who}" for event in self.history if event.who][-3:]
+        last = [f"{event.what} {event.amount} by {event.who}" for event in self.history if event.who != ""][-3:]
         text = f"{self.name} is in phase {self.phase}, missing {' and '.join(missing) or 'nothing'}"
         return text + (f"; last: {', '.join(last)}" if last else "")
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _add_tx(self, delta: int, what: str, amount: int, who: str) -> None:
+    def _add_tx(self, delta: int, what: str, amount: int, who: object) -> None:
         self._check_tx(self.tx + delta, what, amount, who)
         self.tx += delta
         self._note(what, amount, who)
         self._settle()
 
-    def _check_tx(self, tx: int, what: str, amount: int, who: str) -> None:
+    def _check_tx(self, tx: int, what: str, amount: int, who: object) -> None:
         if not -MAX_COUNT <= tx <= MAX_COUNT or not 0 <= amount <= MAX_COUNT:
             raise Fault(
                 "barrier-tx",
@@ -145,10 +152,10 @@ class Mbarrier:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.expected = self.pending = self.next_expected
-            if self.wake is not None:
+            if self.waiters:
                 self.wake()
 
-    def _note(self, what: str, amount: int, who: str) -> None:
+    def _note(self, what: str, amount: int, who: object) -> None:
         self.history.append(BarrierEvent(self.phase, what, amount, who))
 
 

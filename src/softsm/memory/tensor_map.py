@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -89,24 +89,31 @@ class TensorMap:
     l2_promotion: int = 0
     oob_fill: Fill = Fill.ZERO
     im2col: Im2col | None = None
+    # what follows from the above, once
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    packed_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    rows: int = field(init=False, repr=False, compare=False)
+    reach: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    box_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A tiled box moves ceil(box / traversal stride) elements per dimension; dimension 0 has no such stride.
+        steps = (1, *self.element_strides[1:])
+        counts = tuple(-(-extent // max(step, 1)) for extent, step in zip(self.box, steps))
+        rows = 1
+        for count in counts[1:]:
+            rows *= count
+        row_bytes = counts[0] * self.data_type.bits // 8
+        put = object.__setattr__
+        put(self, "counts", counts)
+        put(self, "packed_shape", (*reversed(counts[1:]), row_bytes))  # bytes, outermost first
+        put(self, "rows", rows)
+        put(self, "reach", tuple((count - 1) * step + 1 for count, step in zip(counts, steps)))  # elements
+        put(self, "box_bytes", rows * row_bytes)  # what complete_tx counts, out-of-bounds elements included
 
     @property
     def rank(self) -> int:
         return len(self.dims)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Elements a tiled box really moves per dimension: the traversal stride thins them out, but for dim 0."""
-        steps = (1, *self.element_strides[1:])
-        return tuple(-(-extent // step) for extent, step in zip(self.box, steps, strict=True))
-
-    @property
-    def box_bytes(self) -> int:
-        """What complete_tx counts for one tiled box, out-of-bounds elements included."""
-        elements = 1
-        for count in self.counts:
-            elements *= count
-        return elements * self.data_type.bits // 8
 
     def describe(self) -> str:
         return f"{self.data_type.name} {list(self.dims)} (box {list(self.box)}, swizzle {self.swizzle.name})"
@@ -194,7 +201,9 @@ def check(m: TensorMap) -> None:
     kind = m.data_type
     padded = kind in _PADDED
     if m.interleave != 0:
-        raise ValueError(f"interleave: got {m.interleave}; softsm accepts CU_TENSOR_MAP_INTERLEAVE_NONE (0) only")
+        raise ValueError(
+            f"interleave: got {m.interleave}; softsm accepts CU_TENSOR_MAP_INTERLEAVE_NONE (0) only"
+        )
     if not 0 <= m.l2_promotion <= 3:
         raise ValueError(f"l2_promotion: got {m.l2_promotion}; 0..3 is accepted")
     aligned = 32 if padded else 16
@@ -220,9 +229,13 @@ def check(m: TensorMap) -> None:
     if m.oob_fill is Fill.NAN and not kind.is_float:
         raise ValueError(f"oob_fill: NaN needs a floating-point data_type, got {kind.name}")
     if kind is DataType.U6_ALIGN16B and m.swizzle not in (0, 3, 4, 6):
-        raise ValueError(f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128, B128_ATOM_32B and _64B are accepted")
+        raise ValueError(
+            f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128, B128_ATOM_32B and _64B are accepted"
+        )
     if kind is DataType.U4_ALIGN16B and m.swizzle not in (0, 3, 4):
-        raise ValueError(f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128 and B128_ATOM_32B are accepted")
+        raise ValueError(
+            f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128 and B128_ATOM_32B are accepted"
+        )
     if m.im2col is not None:
         _check_im2col(m, m.im2col)
     row = m.dims[0] * kind.bits // 8
@@ -247,7 +260,9 @@ def _check_box(m: TensorMap) -> None:
         return  # 128 elements fill a 128-byte row of shared memory, gaps included
     inner = m.box[0] * kind.bits // 8
     if m.box[0] * kind.bits % 128:
-        raise ValueError(f"{name}: {m.box[0]} {kind.name} are {inner} bytes; a multiple of 16 bytes is accepted")
+        raise ValueError(
+            f"{name}: {m.box[0]} {kind.name} are {inner} bytes; a multiple of 16 bytes is accepted"
+        )
     if m.swizzle and inner > m.swizzle.span:
         raise ValueError(
             f"{name}: {m.box[0]} {kind.name} are {inner} bytes; swizzle {m.swizzle.name} accepts at most "
@@ -260,7 +275,9 @@ def _check_im2col(m: TensorMap, im2col: Im2col) -> None:
     for name, corner in (("lower", im2col.lower), ("upper", im2col.upper)):
         for i, offset in enumerate(corner):
             if not low <= offset <= high:
-                raise ValueError(f"pixel_box_{name}_corner[{i}]: got {offset}; {low}..{high} is accepted at rank {m.rank}")
+                raise ValueError(
+                    f"pixel_box_{name}_corner[{i}]: got {offset}; {low}..{high} is accepted at rank {m.rank}"
+                )
     for i, (lower, upper) in enumerate(zip(im2col.lower, im2col.upper, strict=True)):
         if m.dims[i + 1] + upper <= lower:
             raise ValueError(
@@ -291,7 +308,15 @@ def _listed(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:
 
 # -- the image -------------------------------------------------------------------------------------------------------
 
-_SPLIT_SWIZZLE = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3))  # driver's enum -> PTX (mode, atomicity)
+_SPLIT_SWIZZLE = (
+    (0, 0),
+    (1, 0),
+    (2, 0),
+    (3, 0),
+    (3, 1),
+    (3, 2),
+    (3, 3),
+)  # driver's enum -> PTX (mode, atomicity)
 
 
 def to_image(m: TensorMap) -> bytes:
@@ -303,8 +328,24 @@ def to_image(m: TensorMap) -> bytes:
 
     corners = padded(im2col.lower, 3) + padded(im2col.upper, 3) if im2col else (0,) * 6
     flat = (
-        (_MAGIC, m.data_type, m.rank - 1, m.interleave, mode, atomicity, m.l2_promotion, m.oob_fill, im2col is not None)
-        + (m.base, *padded(m.dims, 5), *padded(m.strides, 4), *padded(m.box, 5), *padded(m.element_strides, 5))
+        (
+            _MAGIC,
+            m.data_type,
+            m.rank - 1,
+            m.interleave,
+            mode,
+            atomicity,
+            m.l2_promotion,
+            m.oob_fill,
+            im2col is not None,
+        )
+        + (
+            m.base,
+            *padded(m.dims, 5),
+            *padded(m.strides, 4),
+            *padded(m.box, 5),
+            *padded(m.element_strides, 5),
+        )
         + (*corners, im2col.channels if im2col else 0, im2col.pixels if im2col else 0)
     )
     return _IMAGE.pack(*flat).ljust(NBYTES, b"\0")
@@ -320,10 +361,14 @@ def from_image(image: bytes) -> TensorMap:
     kind, rank, interleave, mode, atomicity, promotion, fill, is_im2col, base = *f[:8], f[8]
     rank += 1
     if (mode, atomicity) not in _SPLIT_SWIZZLE:
-        raise ValueError(f"swizzle_atomicity: {atomicity} with swizzle_mode {mode}; only mode 3 (128 B) has atoms")
+        raise ValueError(
+            f"swizzle_atomicity: {atomicity} with swizzle_mode {mode}; only mode 3 (128 B) has atoms"
+        )
     dims, strides, box, steps = f[9:14], f[14:18], f[18:23], f[23:28]
     spatial = rank - 2
-    im2col = Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35]) if is_im2col else None
+    im2col = (
+        Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35]) if is_im2col else None
+    )
     made = TensorMap(
         DataType(kind),
         base,

@@ -5,6 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+
 from softsm.memory import box_copy
 from softsm.memory.tensor_map import DataType, Fill, Swizzle, encode_im2col, encode_tiled, from_image
 
@@ -92,6 +93,7 @@ CASES = [
     (DataType.UINT8, (300,), (64,), (280,), {}),
     (DataType.FLOAT32, (40, 9), (16, 4), (3, 2), {}),
     (DataType.BFLOAT16, (72, 20), (64, 8), (0, 5), dict(swizzle=Swizzle.B128)),
+    (DataType.BFLOAT16, (72, 20, 6), (64, 4, 4), (8, 5, 1), dict(swizzle=Swizzle.B128, steps=(1, 2, 1))),
     (DataType.BFLOAT16, (72, 20), (64, 8), (-7, -3), dict(swizzle=Swizzle.B128)),
     (DataType.BFLOAT16, (72, 20), (64, 8), (40, 15), dict(swizzle=Swizzle.B128, fill=Fill.NAN)),
     (DataType.BFLOAT16, (72, 20), (64, 8), (72, 0), dict(swizzle=Swizzle.B128)),
@@ -125,7 +127,7 @@ def test_load_and_store_equal_the_definition(kind, dims, box, coords, options, o
     # storing what was loaded from other bytes restores exactly the elements inside
     other, other_view = global_memory(nbytes, seed=1)
     before = other.copy()
-    assert box_copy.store_tile(m, coords, other_view, got, offset) == filled
+    assert box_copy.store_tile(m, coords, other_view, box_copy.take_tile(m, got, offset)) == filled
     expected = before.copy()
     size = kind.bits // 8
     for _, where in positions(m, coords):
@@ -155,7 +157,7 @@ def test_gather_and_scatter_of_rows():
             assert shared[swizzle_by_hand(1024 + i * 128 + byte, Swizzle.B128)] == value
     other, other_view = global_memory(nbytes, seed=1)
     before = other.copy()
-    box_copy.store_rows(m, 32, rows, other_view, shared, 1024)
+    box_copy.store_rows(m, 32, rows, other_view, box_copy.take_rows(m, 4, shared, 1024))
     for row in (5, 39, 0):
         at = row * m.strides[0]
         before[at + 64 : at + 160] = memory[at + 64 : at + 160]
@@ -227,13 +229,22 @@ def test_packed_fp4_leaves_gaps():
 def test_reductions(kind, dtype, op, reference):
     size = np.dtype(dtype).itemsize
     rng = np.random.default_rng(2)
-    source = (rng.standard_normal((4, 16)) * 50).astype(dtype) if kind.is_float else rng.integers(0, 9, (4, 16), dtype)
-    old = (rng.standard_normal((8, 32)) * 50).astype(dtype) if kind.is_float else rng.integers(0, 9, (8, 32), dtype)
+    source = (
+        (rng.standard_normal((4, 16)) * 50).astype(dtype)
+        if kind.is_float
+        else rng.integers(0, 9, (4, 16), dtype)
+    )
+    old = (
+        (rng.standard_normal((8, 32)) * 50).astype(dtype)
+        if kind.is_float
+        else rng.integers(0, 9, (8, 32), dtype)
+    )
     memory = old.copy().view(np.uint8).reshape(-1)
     m = from_image(encode_tiled(kind, 2, BASE, (32, 8), (32 * size,), (16, 4)))
     shared = np.zeros(SHARED, np.uint8)
     shared[1024 : 1024 + source.nbytes] = source.view(np.uint8).reshape(-1)
-    box_copy.store_tile(m, (4, 6), lambda a, n: memory[a - BASE : a - BASE + n], shared, 1024, op)
+    box = box_copy.take_tile(m, shared, 1024)
+    box_copy.store_tile(m, (4, 6), lambda a, n: memory[a - BASE : a - BASE + n], box, op)
     wanted = old.copy()
     wanted[6:8, 4:20] = reference(old[6:8, 4:20], source[:2])
     np.testing.assert_array_equal(memory, wanted.view(np.uint8).reshape(-1))
@@ -243,7 +254,7 @@ def test_reduction_without_meaning_is_refused():
     m, nbytes = tensor(DataType.FLOAT32, (16, 4), (16, 4))
     _, view = global_memory(nbytes)
     with pytest.raises(ValueError, match="min: no such reduction"):
-        box_copy.store_tile(m, (0, 0), view, np.zeros(SHARED, np.uint8), 1024, "min")
+        box_copy.store_tile(m, (0, 0), view, np.zeros((4, 64), np.uint8), "min")
 
 
 def test_tf32_loads_round_the_mantissa():

@@ -1,6 +1,7 @@
 """The mbarrier state machine, one rule per test."""
 
 import pytest
+
 from softsm.errors import Fault
 from softsm.memory.mbarrier import MAX_COUNT, Mbarrier, pending_count
 
@@ -83,14 +84,20 @@ def test_token_two_phases_old_is_a_fault():
         barrier.passed_token(token)
 
 
-def test_wake_is_called_once_per_phase():
-    calls = []
-    barrier = Mbarrier(2, wake=lambda: calls.append(1))
+def test_who_waits_is_woken_once_per_phase():
+    woken = []
+
+    class Fragment:
+        def unblock(self):
+            woken.append(self)
+
+    barrier = Mbarrier(2)
+    barrier.waiters.append(Fragment())
     barrier.arrive()
-    assert not calls
+    assert not woken
     barrier.arrive()
     barrier.arrive(2)
-    assert len(calls) == 2
+    assert len(woken) == 1 and not barrier.waiters
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_COUNT + 1])

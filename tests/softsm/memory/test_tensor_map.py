@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from softsm.memory.tensor_map import (
     NBYTES,
     PTX_ELEMTYPE,

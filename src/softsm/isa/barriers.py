@@ -1,0 +1,384 @@
+"""bar, barrier, barrier.cluster, fences, griddepcontrol; mbarrier lives in `mbarriers`.
+
+Named barriers count warps: a warp arrives when all its living threads have, and adds 32 whatever its active lanes
+are. Without a thread count every warp of the CTA that has not exited takes part. A blocked instruction is executed
+again when its barrier wakes, so each barrier remembers which lanes came in which generation.
+"""
+
+from __future__ import annotations
+
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import Blocked, Waitable
+from softsm.engine.scheduler import Fragment
+from softsm.isa import mbarriers  # registers mbarrier.*
+from softsm.isa.mbarriers import lanes, set_predicate
+from softsm.isa.registry import lowers
+
+COUNT = 16  # named barriers of a CTA
+
+
+class Arrivals(Waitable):
+    """Generations of a barrier that warps enter lane by lane."""
+
+    __slots__ = ("__dict__",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = 0
+        self.inside: dict[
+            int, dict[int, int]
+        ] = {}  # warp -> {generation: lanes that came and have not gone on}
+
+    def came(self, key: int, mask: int) -> tuple[int, int]:
+        """(lanes of the mask whose generation is over, lanes that still wait)."""
+        over = waiting = 0
+        for generation, those in self.inside.get(key, {}).items():
+            if generation < self.generation:
+                over |= those & mask
+            else:
+                waiting |= those & mask
+        return over, waiting
+
+    def enter(self, key: int, mask: int) -> None:
+        entered = self.inside.setdefault(key, {})
+        entered[self.generation] = entered.get(self.generation, 0) | mask
+
+    def leave(self, key: int, mask: int) -> int:
+        """Forget lanes that go on; returns the generation they came in."""
+        entered = self.inside[key]
+        came = -1
+        for generation in [g for g, those in entered.items() if those & mask]:
+            came = generation
+            entered[generation] &= ~mask
+            if not entered[generation]:
+                del entered[generation]
+        return came
+
+
+class NamedBarrier(Arrivals):
+    """One of the 16 barriers of a CTA."""
+
+    def __init__(self, cta, number: int):
+        super().__init__()
+        self.cta, self.number = cta, number
+        self.reset()
+        self.results: dict[int, tuple[int, int, int]] = {}  # generation -> (popc, and, or) for bar.red
+
+    def reset(self) -> None:
+        self.arrived = 0  # threads, in warps of 32
+        self.count: int | None = None  # explicit thread count of this generation
+        self.partial: dict[int, int] = {}  # warp -> lanes, until the whole warp is there
+        self.popc, self.all, self.any = 0, 1, 0
+
+    def expected(self) -> int:
+        if self.count is not None:
+            return self.count
+        return 32 * sum(1 for warp in self.cta.warps if warp.fragments)
+
+    def arrive(self, w, mask: int, count: int | None) -> None:
+        """Count the lanes in; ends the generation when the last one came."""
+        if count is not None and (count <= 0 or count % 32):
+            raise w.fault(
+                "barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32"
+            )
+        if self.arrived and count != self.count:
+            raise w.fault(
+                "barrier-count",
+                f"barrier {self.number}: this warp says {count or 'all'} threads, earlier ones {self.count or 'all'}",
+            )
+        self.count = count
+        here = self.partial.get(w.index, 0) | mask
+        if here & w.alive != w.alive:
+            self.partial[w.index] = here
+            return
+        self.partial.pop(w.index, None)
+        self.arrived += 32
+        if self.arrived > self.expected():
+            raise w.fault(
+                "barrier-count",
+                f"barrier {self.number}: more threads arrive than the {self.expected()} expected",
+            )
+        self.settle()
+
+    def settle(self) -> None:
+        if self.arrived and self.arrived == self.expected():
+            self.results[self.generation] = self.popc, self.all, self.any
+            self.results.pop(self.generation - 4, None)
+            self.generation += 1
+            self.reset()
+            self.cta.machine.writes += 1
+            self.wake()
+
+    def describe(self) -> str:
+        missing = [
+            str(warp.index)
+            for warp in self.cta.warps
+            if warp.fragments and warp.index not in self.inside_now()
+        ]
+        count = f"{self.arrived} of {self.expected()} threads have arrived"
+        return f"barrier {self.number}: {count}" + (
+            f"; not there: warps {', '.join(missing)}" if self.count is None and missing else ""
+        )
+
+    def inside_now(self) -> set[int]:
+        return {key for key, entered in self.inside.items() if entered.get(self.generation)}
+
+
+class Later:
+    """Text that is worked out when a report is written."""
+
+    __slots__ = ("barrier",)
+
+    def __init__(self, barrier):
+        self.barrier = barrier
+
+    def __str__(self) -> str:
+        return self.barrier.describe()
+
+
+def named_barrier(w, row: int, mask: int) -> NamedBarrier:
+    number = int(w.R[row, lanes(mask)[0]])
+    cta = w.cta
+    barrier = cta.named_barriers.get(number)
+    if barrier is None:
+        if number >= COUNT:
+            raise w.fault("barrier-number", f"barrier {number}; a CTA has barriers 0 to {COUNT - 1}")
+        if not cta.named_barriers:
+            cta.exit_hooks.append(_warp_exited)
+        barrier = cta.named_barriers[number] = NamedBarrier(cta, number)
+    return barrier
+
+
+def _warp_exited(w) -> None:
+    """An exited warp is no longer expected where no thread count was given."""
+    for barrier in w.cta.named_barriers.values():
+        barrier.settle()
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
+
+
+@lowers("bar", "barrier")
+def bar(asm, ins):
+    mods = [m for m in ins.modifiers if m != "cta"]
+    if mods[:1] == ["cluster"] and ins.opcode == "barrier":
+        return _cluster(asm, ins, mods[1:])
+    if mods == ["warp", "sync"] and ins.opcode == "bar":
+        asm.record(pg.OP_CONVERGE, 0, asm.src(ins.operands[0], "u"), ins=ins)
+        return None
+    aligned = ins.opcode == "bar" or "aligned" in mods
+    mods = [m for m in mods if m != "aligned"]
+    operands = list(ins.operands)
+    if mods in (["sync"], ["arrive"]):
+        if not 1 <= len(operands) <= 2 or (mods == ["arrive"] and len(operands) != 2):
+            asm.refuse(ins, f"{len(operands)} operands")
+        number, count = operands[0], operands[1] if len(operands) == 2 else None
+        function, extra = (do_sync, {}) if mods == ["sync"] else (do_arrive, {})
+    elif mods in (["red", "popc", "u32"], ["red", "and", "pred"], ["red", "or", "pred"]):
+        if not 3 <= len(operands) <= 4:
+            asm.refuse(ins, f"{len(operands)} operands")
+        number, count = operands[1], operands[2] if len(operands) == 4 else None
+        popc = mods[1] == "popc"
+        extra = dict(
+            op=mods[1], dst=asm.dst(operands[0], "u" if popc else "p"), vote=asm.src(operands[-1], "p")
+        )
+        function = do_red
+    else:
+        return asm.refuse(ins, "expected .sync, .arrive, .red.popc.u32, .red.and.pred or .red.or.pred")
+    asm.macro(
+        function,
+        ins,
+        aligned=aligned,
+        number=asm.src(number, "u"),
+        count=None if count is None else asm.src(count, "u"),
+        **extra,
+    )
+    return None
+
+
+def _cluster(asm, ins, mods):
+    op, *rest = mods or [""]
+    flags = set(rest) - {"aligned"}
+    if op == "arrive" and not flags - {"release", "relaxed"} and len(flags) < 2:
+        asm.macro(do_cluster_arrive, ins)
+    elif op == "wait" and not flags - {"acquire"}:
+        asm.macro(do_cluster_wait, ins)
+    else:
+        asm.refuse(ins, "expected barrier.cluster.arrive{.release,.relaxed} or .wait{.acquire}")
+
+
+# -- at run time -------------------------------------------------------------------------------------------------------
+
+
+def _split(w, over: int, mask: int) -> int:
+    """Lanes that are done go on; the others, merged into this fragment meanwhile, execute the instruction again."""
+    f = w.fragment
+    w.fragments.append(Fragment(w, w.pc, mask & ~over, f.returns))
+    f.mask &= ~(mask & ~over)
+    return w.pc + 1
+
+
+def do_sync(w, mask, o):
+    barrier = named_barrier(w, o.number, mask)
+    over, waiting = barrier.came(w.index, mask)
+    if not over and not waiting:
+        barrier.enter(w.index, mask)
+        barrier.arrive(w, mask, None if o.count is None else int(w.R[o.count, lanes(mask)[0]]))
+        over, waiting = barrier.came(w.index, mask)
+    if over:
+        barrier.leave(w.index, over)
+        return None if over == mask else _split(w, over, mask)
+    if waiting != mask:  # some lanes wait already, others have just come
+        barrier.enter(w.index, mask & ~waiting)
+        barrier.arrive(w, mask & ~waiting, barrier.count)
+        if barrier.came(w.index, mask)[0]:
+            barrier.leave(w.index, mask)
+            return None
+    return Blocked(barrier, Later(barrier))
+
+
+def do_arrive(w, mask, o):
+    barrier = named_barrier(w, o.number, mask)
+    barrier.arrive(w, mask, int(w.R[o.count, lanes(mask)[0]]))
+
+
+def do_red(w, mask, o):
+    barrier = named_barrier(w, o.number, mask)
+    over, waiting = barrier.came(w.index, mask)
+    if not over and mask & ~waiting:
+        fresh = mask & ~waiting
+        votes = int(w.P[o.vote]) & fresh
+        barrier.popc += votes.bit_count()
+        barrier.all &= int(votes == fresh)
+        barrier.any |= int(votes != 0)
+        barrier.enter(w.index, fresh)
+        barrier.arrive(w, fresh, None if o.count is None else int(w.R[o.count, lanes(fresh)[0]]))
+        over, waiting = barrier.came(w.index, mask)
+    if not over:
+        return Blocked(barrier, Later(barrier))
+    popc, every, some = barrier.results[barrier.leave(w.index, over)]
+    if o.op == "popc":
+        w.R[o.dst, lanes(over)] = popc
+    else:
+        set_predicate(w, o.dst, over, pg.ALL if (every if o.op == "and" else some) else 0)
+    return None if over == mask else _split(w, over, mask)
+
+
+class ClusterBarrier(Arrivals):
+    """barrier.cluster: every living thread of the cluster arrives, then waits."""
+
+    def __init__(self, cluster):
+        super().__init__()
+        self.cluster = cluster
+        self.here: dict[object, int] = {}  # warp -> lanes that arrived in this generation
+        for cta in cluster:
+            cta.exit_hooks.append(lambda _: self.settle())
+
+    def arrive(self, w, mask: int) -> None:
+        here = self.here.get(w, 0)
+        if here & mask:
+            raise w.fault(
+                "barrier-phase",
+                f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting",
+            )
+        self.here[w] = here | mask
+        self.enter(id(w), mask)
+        self.settle()
+
+    def missing(self) -> list:
+        living = (w for cta in self.cluster for w in cta.warps if w.fragments)
+        return [w for w in living if w.alive & ~self.here.get(w, 0)]
+
+    def settle(self) -> None:
+        if self.here and not self.missing():
+            self.here = {}
+            self.generation += 1
+            self.cluster[0].machine.writes += 1
+            self.wake()
+
+    def describe(self) -> str:
+        missing = self.missing()
+        return f"the cluster barrier; not there: {', '.join(map(str, missing[:6]))}" + (
+            f" and {len(missing) - 6} more" if len(missing) > 6 else ""
+        )
+
+
+def cluster_barrier(w) -> ClusterBarrier:
+    first = w.cta.cluster[0]
+    if not hasattr(first, "cluster_barrier"):
+        first.cluster_barrier = ClusterBarrier(w.cta.cluster)
+    return first.cluster_barrier
+
+
+def do_cluster_arrive(w, mask, o):
+    cluster_barrier(w).arrive(w, mask)
+
+
+def do_cluster_wait(w, mask, o):
+    barrier = cluster_barrier(w)
+    over, waiting = barrier.came(id(w), mask)
+    if mask & ~(over | waiting):
+        raise w.fault("barrier-phase", "barrier.cluster.wait without a barrier.cluster.arrive before it")
+    if waiting:
+        return Blocked(barrier, Later(barrier))
+    barrier.leave(id(w), over)
+    return None
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+_SCOPES = {"cta", "cluster", "gpu", "sys"}
+_PROXIES = {"alias", "async", "async.global", "async.shared::cta", "async.shared::cluster"}
+
+
+def fence_kind(asm, ins) -> str:
+    """The fence's name, one of those PTX defines. The interpreter's generic memory is coherent and in order, and
+    asynchronous operations read and write it when they are performed, so a fence changes no value."""
+    name = ".".join(ins.modifiers)
+    mods = list(ins.modifiers)
+    if ins.opcode == "membar":
+        known = name in ("cta", "gl", "sys") or (mods[0] == "proxy" and ".".join(mods[1:]) in _PROXIES)
+    elif mods[:1] == ["proxy"]:
+        rest = ".".join(mods[1:])
+        known = rest in _PROXIES or (
+            len(mods) == 4
+            and mods[1] == "tensormap::generic"
+            and mods[2] in ("acquire", "release")
+            and mods[3] in _SCOPES
+        )
+        known = known or (
+            mods[1:2] == ["async::generic"]
+            and rest.split(".")[1:]
+            in (
+                ["acquire", "sync_restrict::shared::cluster", "cluster"],
+                ["release", "sync_restrict::shared::cta", "cluster"],
+            )
+        )
+    elif mods[:1] == ["mbarrier_init"]:
+        known = mods[1:] == ["release", "cluster"]
+    else:
+        order, *scope = mods if mods[0] not in _SCOPES else ["acq_rel", *mods]
+        known = order in ("sc", "acq_rel", "acquire", "release") and (
+            (len(scope) == 1 and scope[0] in _SCOPES)
+            or (len(scope) == 2 and scope[0].startswith("sync_restrict::shared::") and scope[1] == "cluster")
+        )
+    if not known:
+        asm.refuse(ins, "no such fence")
+    return name
+
+
+@lowers("fence", "membar")
+def fence(asm, ins):
+    fence_kind(asm, ins)
+    for operand in ins.operands[:1]:  # fence.proxy.tensormap names the map
+        asm.address(operand)
+
+
+@lowers("griddepcontrol")
+def griddepcontrol(asm, ins):
+    """Launches run one after the other, so the grid this one depends on has always finished."""
+    if ins.modifiers not in (("launch_dependents",), ("wait",)):
+        asm.refuse(ins, "expected griddepcontrol.launch_dependents or .wait")
+
+
+__all__ = ["ClusterBarrier", "NamedBarrier", "fence_kind", "mbarriers"]

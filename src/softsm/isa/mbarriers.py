@@ -1,0 +1,334 @@
+"""mbarrier.*: init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait, pending_count.
+
+The state machine is `softsm.memory.mbarrier`; here is how PTX reaches it. A barrier is found by the shared address of
+its word, in the own CTA or, for arrivals, in a peer. try_wait suspends the warp until the phase completes; test_wait
+answers at once.
+"""
+
+from __future__ import annotations
+
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import Blocked
+from softsm.errors import Fault
+from softsm.isa.registry import lowers
+from softsm.memory.mbarrier import Mbarrier, pending_count
+from softsm.ptx.ast import Sink
+
+SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
+_ORDER = {
+    "release",
+    "acquire",
+    "relaxed",
+    "cta",
+    "cluster",
+}  # semantics and scopes; generic memory is always coherent
+
+
+class Issuer:
+    """Who did something, kept cheaply and printed only when a report needs it."""
+
+    __slots__ = ("ctaid", "line", "warp", "what")
+
+    def __init__(self, w, what: str = ""):
+        self.ctaid, self.warp, self.line, self.what = w.cta.ctaid, w.index, w.line(), what
+
+    def __str__(self) -> str:
+        return f"{self.what + ' of ' if self.what else ''}warp {self.warp} of CTA {self.ctaid}, PTX line {self.line}"
+
+
+def lanes(mask: int) -> list[int]:
+    if mask & (mask - 1) == 0:
+        return [mask.bit_length() - 1]
+    return [lane for lane in range(32) if mask >> lane & 1]
+
+
+def set_predicate(w, row: int, mask: int, bits: int) -> None:
+    w.P[row] = (int(w.P[row]) & ~mask) | (bits & mask)
+
+
+# -- shared addresses as macro-operations see them ---------------------------------------------------------------------
+
+
+def shared_operand(asm, operand, space: str | None) -> tuple[int, bool]:
+    """(row, generic): a 32-bit shared address, or a generic one when the instruction names no space."""
+    generic = space is None
+    return asm.address_row(operand, "q" if generic else "u"), generic
+
+
+def shared_address(w, place: tuple[int, bool], lane: int) -> int:
+    """The 32-bit shared::cluster address one lane gives."""
+    row, generic = place
+    if not generic:
+        return int(w.R[row, lane])
+    address = int(w.Q[row, lane])
+    if not pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
+        raise w.fault("out-of-bounds", f"generic address {address:#x} of lane {lane} is not in shared memory")
+    return address - pg.SHARED_WINDOW
+
+
+def located(w, function, *args):
+    """Run `function`; a Fault without a place gets the current instruction's."""
+    try:
+        return function(*args)
+    except Fault as error:
+        if "PTX line" in str(error):
+            raise
+        raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
+
+
+def shared_bytes(w, address: int, size: int, what: str, align: int = 16):
+    """(cta, offset) of `size` bytes of shared memory, alignment and bounds checked."""
+    cta, offset = located(w, w.cta.resolve_shared, address)
+    if offset % align:
+        raise w.fault("misaligned", f"{what}: shared address {address:#x} is not a multiple of {align} bytes")
+    located(w, cta.check_shared, offset, size, what)
+    return cta, offset
+
+
+def barrier_at(w, address: int) -> Mbarrier:
+    cta, offset = located(w, w.cta.resolve_shared, address)
+    barrier = cta.barriers.get(offset)
+    if barrier is None:
+        shared_bytes(w, address, 8, "mbarrier", 8)
+        raise w.fault(
+            "barrier-uninitialised",
+            f"no mbarrier was initialised at shared offset {offset:#x} of {cta}; there are "
+            f"{', '.join(f'{at:#x}' for at in sorted(cta.barriers)[:8]) or 'none'}",
+        )
+    return barrier
+
+
+def name_of(cta, offset: int) -> str:
+    """`mbarrier k_ready+8 (0x1408)`: by the nearest shared variable when there is one."""
+    best = ("", -1)
+    for name, start in cta.machine.program.shared_variables.items():
+        if best[1] < start <= offset:
+            best = (name, start)
+    label = f"{best[0]}+{offset - best[1]}" if best[1] >= 0 else ""
+    where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
+    return f"mbarrier {label} ({offset:#x}){where}" if label else f"mbarrier {offset:#x}{where}"
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
+
+
+@lowers("mbarrier")
+def mbarrier(asm, ins):
+    op, *rest = ins.modifiers
+    flags = set(rest) - {"b64"}
+    if "b64" not in rest:
+        asm.refuse(ins, "mbarrier instructions end in .b64")
+    space = next((s for s in SHARED_SPACES if s in flags), None)
+    allowed = {"arrive": {"expect_tx", "noComplete"}, "arrive_drop": {"expect_tx", "noComplete"}}
+    allowed |= {"test_wait": {"parity"}, "try_wait": {"parity"}}
+    extra = flags - set(SHARED_SPACES) - _ORDER - allowed.get(op, set())
+    if op not in _LOWERINGS:
+        asm.refuse(ins, f"no such operation .{op}; there are {', '.join(_LOWERINGS)}")
+    if extra:
+        asm.refuse(ins, f"unknown modifiers {', '.join(sorted(extra))}")
+    if op in ("init", "inval", "test_wait", "try_wait", "pending_count") and space == "shared::cluster":
+        asm.refuse(ins, f"mbarrier.{op} works on the own CTA's barriers only")
+    _LOWERINGS[op](asm, ins, flags, space)
+
+
+def _init(asm, ins, flags, space):
+    address, count = ins.operands
+    asm.macro(do_init, ins, at=shared_operand(asm, address, space), count=asm.src(count, "u"))
+
+
+def _inval(asm, ins, flags, space):
+    asm.macro(do_inval, ins, at=shared_operand(asm, ins.operands[0], space))
+
+
+def _arrive(asm, ins, flags, space):
+    state, address, *amount = ins.operands
+    expect = "expect_tx" in flags
+    if space == "shared::cluster" and not isinstance(state, Sink):
+        asm.refuse(ins, "an arrival on shared::cluster returns no state; write _")
+    if len(amount) > 1 or (("noComplete" in flags or expect) and not amount):
+        asm.refuse(ins, f"{len(ins.operands)} operands")
+    asm.macro(
+        do_arrive,
+        ins,
+        at=shared_operand(asm, address, space),
+        state=None if isinstance(state, Sink) else asm.dst(state, "q"),
+        count=asm.src(amount[0], "u") if amount and not expect else None,
+        tx=asm.src(amount[0], "u") if expect else None,
+        drop=ins.modifiers[0] == "arrive_drop",
+        no_complete="noComplete" in flags,
+    )
+
+
+def _transaction(asm, ins, flags, space):
+    address, amount = ins.operands
+    asm.macro(
+        do_transaction,
+        ins,
+        at=shared_operand(asm, address, space),
+        tx=asm.src(amount, "u"),
+        complete=ins.modifiers[0] == "complete_tx",
+    )
+
+
+def _wait(asm, ins, flags, space):
+    done, address, what, *hint = ins.operands
+    for operand in hint:  # suspendTimeHint
+        asm.src(operand, "u")
+    parity = "parity" in flags
+    asm.macro(
+        do_wait if ins.modifiers[0] == "try_wait" else do_test,
+        ins,
+        dst=asm.dst(done, "p"),
+        at=shared_operand(asm, address, space),
+        what=asm.src(what, "u" if parity else "q"),
+        parity=parity,
+    )
+
+
+def _pending_count(asm, ins, flags, space):
+    count, state = ins.operands
+    asm.macro(do_pending_count, ins, dst=asm.dst(count, "u"), state=asm.src(state, "q"))
+
+
+_LOWERINGS = {
+    "init": _init,
+    "inval": _inval,
+    "arrive": _arrive,
+    "arrive_drop": _arrive,
+    "expect_tx": _transaction,
+    "complete_tx": _transaction,
+    "test_wait": _wait,
+    "try_wait": _wait,
+    "pending_count": _pending_count,
+}
+
+
+# -- at run time -------------------------------------------------------------------------------------------------------
+
+
+def do_init(w, mask, o):
+    for lane in lanes(mask):
+        address = shared_address(w, o.at, lane)
+        cta, offset = shared_bytes(w, address, 8, "mbarrier.init", 8)
+        if cta is not w.cta:
+            raise w.fault(
+                "barrier-remote", f"mbarrier.init at {address:#x} of a peer CTA; only its own CTA may"
+            )
+        old = cta.barriers.get(offset)
+        if old is not None and old.waiters:
+            raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")
+        count = int(w.R[o.count, lane])
+        cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
+    w.machine.writes += 1
+
+
+def _new(count: int, name: str, who: Issuer) -> Mbarrier:
+    return Mbarrier(count, name=name, who=who)
+
+
+def do_inval(w, mask, o):
+    for lane in lanes(mask):
+        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        if barrier.waiters:
+            raise w.fault("barrier-inval", f"{barrier.name} is invalidated while a warp waits on it")
+        cta, offset = w.cta.resolve_shared(shared_address(w, o.at, lane))
+        del cta.barriers[offset]
+    w.machine.writes += 1
+
+
+def do_arrive(w, mask, o):
+    who = Issuer(w)
+    w.machine.writes += 1
+    on = lanes(mask)
+    if len(on) > 1 and o.state is None and o.tx is None and not o.drop and not o.no_complete:
+        return _arrive_together(w, on, o, who)
+    for lane in on:
+        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        count = 1 if o.count is None else int(w.R[o.count, lane])
+        try:
+            if o.tx is not None:
+                token = barrier.arrive_expect_tx(int(w.R[o.tx, lane]), count, who, drop=o.drop)
+            else:
+                token = barrier.arrive(count, who, drop=o.drop, no_complete=o.no_complete)
+        except Fault as error:
+            raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
+        if o.state is not None:
+            w.Q[o.state, lane] = token
+
+
+def _arrive_together(w, on, o, who) -> None:
+    """Plain arrivals of several lanes, one step per barrier as long as they fit into its phase."""
+    total: dict[int, list[int]] = {}
+    for lane in on:
+        count = 1 if o.count is None else int(w.R[o.count, lane])
+        total.setdefault(shared_address(w, o.at, lane), []).append(count)
+    for address, counts in total.items():
+        barrier = barrier_at(w, address)
+        together = sum(counts)
+        for count in [together] if together <= barrier.pending else counts:
+            located(w, barrier.arrive, count, who)
+
+
+def do_transaction(w, mask, o):
+    who = Issuer(w)
+    for lane in lanes(mask):
+        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        step = barrier.complete_tx if o.complete else barrier.expect_tx
+        located(w, step, int(w.R[o.tx, lane]), who)
+    w.machine.writes += 1
+
+
+class Waiting:
+    """What a blocked warp waits for; worked out only when a report is written."""
+
+    __slots__ = ("barrier", "parity", "phase")
+
+    def __init__(self, barrier: Mbarrier, parity: int | None):
+        self.barrier, self.parity, self.phase = barrier, parity, barrier.phase
+
+    def __str__(self) -> str:
+        which = f"phase {self.phase}" + (f" (parity {self.parity})" if self.parity is not None else "")
+        return f"{which} of {self.barrier.describe()}"
+
+
+def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
+    """Lanes whose phase is over, and the barrier the others wait on (None when there are several)."""
+    on = lanes(mask)
+    bits, waits = 0, set()
+    known: dict[tuple[int, int], bool] = {}
+    for lane in on:
+        address = shared_address(w, o.at, lane)
+        what = int(w.R[o.what, lane]) if o.parity else int(w.Q[o.what, lane])
+        passed = known.get((address, what))
+        if passed is None:
+            barrier = barrier_at(w, address)
+            if o.parity:
+                passed = barrier.passed_parity(what)
+            else:
+                passed = located(w, barrier.passed_token, what)
+            known[address, what] = passed
+            if not passed:
+                waits.add(barrier)
+        if passed:
+            bits |= 1 << lane
+    return bits, waits.pop() if len(waits) == 1 else None
+
+
+def do_test(w, mask, o):
+    set_predicate(w, o.dst, mask, _answers(w, mask, o)[0])
+
+
+def do_wait(w, mask, o):
+    """Suspends while no lane can go on. Lanes that can must not wait for those that cannot: they may be the ones
+    whose arrival the others need."""
+    bits, barrier = _answers(w, mask, o)
+    if not bits and barrier is not None:
+        lane = lanes(mask)[0]
+        return Blocked(barrier, Waiting(barrier, int(w.R[o.what, lane]) if o.parity else None))
+    set_predicate(w, o.dst, mask, bits)
+    return None
+
+
+def do_pending_count(w, mask, o):
+    for lane in lanes(mask):
+        w.R[o.dst, lane] = pending_count(int(w.Q[o.state, lane]))
