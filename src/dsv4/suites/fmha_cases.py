@@ -181,7 +181,7 @@ def paged(
         for target in [k_pages] if same else [k_pages, v_pages]:
             for i in range(need[b]):
                 rows = min(page, length - i * page)
-                target[table[b, i].item(), :rows] = draw.normal(rows, kv_heads, d, dtype=dtype)
+                target[int(table[b, i]), :rows] = draw.normal(rows, kv_heads, d, dtype=dtype)
     q = draw.normal(len(lengths), t, heads, d, dtype=dtype)
     if options.pop("sink", False):
         options["sink"] = draw.normal(heads, scale=2.0)
@@ -232,7 +232,7 @@ def core() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def masks() -> Iterator[tuple[str, Maker, set[str]]]:
-    for name, t, s, options in [
+    table: list[tuple[str, int, int, dict[str, Any]]] = [
         ("causal-square", 70, 70, {"causal": True}),
         ("causal-one-query", 1, 111, {"causal": True}),
         ("causal-more-queries", 50, 30, {"causal": True}),  # the first 20 queries see nothing
@@ -244,7 +244,8 @@ def masks() -> Iterator[tuple[str, Maker, set[str]]]:
         ("window-128", 150, 290, {"window": (127, 0)}),  # DeepSeek-V4's
         ("window-wider-than-keys", 9, 31, {"window": (500, 500)}),
         ("window-more-queries", 64, 20, {"window": (5, 3)}),
-    ]:
+    ]
+    for name, t, s, options in table:
         yield (
             name,
             partial(dense, size={"t": t, "s": s}, **options),
@@ -307,7 +308,7 @@ def layouts() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def varlens() -> Iterator[tuple[str, Maker, set[str]]]:
-    for name, lengths, options in [
+    table: list[tuple[str, list[tuple[int, int]], dict[str, Any]]] = [
         ("one", [(90, 150)], {}),
         ("decode", [(1, 33), (1, 1), (1, 200), (1, 64)], {"causal": True}),
         ("mixed", [(1, 129), (50, 50), (3, 7), (0, 0), (64, 128)], {"causal": True, "bounds": True}),
@@ -316,7 +317,8 @@ def varlens() -> Iterator[tuple[str, Maker, set[str]]]:
         ("all-empty", [(0, 5), (0, 0)], {}),
         ("no-sequences", [], {}),
         ("tiny-tails", [(n, n) for n in (1, 2, 3, 5, 8, 13)], {"causal": True}),
-    ]:
+    ]
+    for name, lengths, options in table:
         yield f"varlen-{name}", partial(varlen, lengths=lengths, **options), {"varlen"}
     yield "varlen-nan-neighbour", varlen_nan, {"varlen", "nan"}
     yield "varlen-rows-past-the-end", varlen_tail, {"varlen", "nan"}
@@ -325,7 +327,7 @@ def varlens() -> Iterator[tuple[str, Maker, set[str]]]:
 def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
     for page in (1, 8, 12, 64, 256):  # 12 is no power of two: TMA cannot step through such pages
         yield f"paged-{page}", partial(paged, page=page, lengths=[page + 3, 200, 1]), {"paged"}
-    for name, page, lengths, options in [
+    table: list[tuple[str, int, list[int], dict[str, Any]]] = [
         ("gqa", 16, [40, 100], {"heads": 8, "kv_heads": 2}),
         ("padded-pages", 16, [40, 100], {"page_pad": 5}),
         ("absent-pages", 32, [33, 7], {"absent": -1}),
@@ -334,7 +336,8 @@ def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
         ("prefill", 64, [90, 200], {"t": 50, "heads": 4, "kv_heads": 2, "causal": True}),
         ("more-queries", 16, [3, 40], {"t": 8, "causal": True}),
         ("all-empty", 16, [0, 0], {"t": 2}),
-    ]:
+    ]
+    for name, page, lengths, options in table:
         yield f"paged-{name}", partial(paged, page=page, lengths=lengths, **options), {"paged"}
     split = partial(paged, page=32, lengths=[300, 17], heads=8)
     yield "paged-repeatable", replaced(split, repeat=True), {"paged", "deterministic"}

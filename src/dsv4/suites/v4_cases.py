@@ -87,7 +87,9 @@ def step(
         else:
             add_lists(draw, args, visible, most, store, lengths, topk if kind == "csa" else None)
     if rope:
-        table_args = {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
+        table_args: dict[str, Any] = (
+            {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
+        )
         cos_sin = reference.rope_table(start + count, **table_args).to(draw.device)
         args["inverse_rope"] = (cos_sin, draw.int32(list(positions)))
     args["sink"] = logits(draw, heads, sink)

@@ -103,12 +103,13 @@ class Layer:
 
     def run(self, where: Where) -> Ran:
         rows, keys, state, index_state = [], [], None, None
+        none = self.q.new_zeros(0, 512, dtype=torch.float32)
         outs, lses, lists = [], [], []
         start = 0
         for count in self.steps:
             tokens = slice(start, start + count)
             start += count
-            chosen = self.q.new_zeros(count, self.topk, dtype=torch.int32)
+            chosen: Any = self.q.new_zeros(count, self.topk, dtype=torch.int32)
             if self.main is not None:  # compress first: a row finished by token t is visible to t
                 made, state = self.main.step(tokens, state)
                 rows.append(made)
@@ -120,15 +121,14 @@ class Layer:
                     positions=self.rope[1][tokens], ratio=RATIO["csa"],
                 )  # fmt: skip
             with where.context():
-                out, lse = self.attend(tokens, torch.cat(rows) if rows else None, chosen, where)
+                out, lse = self.attend(tokens, torch.cat(rows) if rows else none, chosen, where)
             outs.append(out)
             lses.append(lse)
             lists.append(chosen)
-        none = self.q.new_zeros(0, 512, dtype=torch.float32)
-        made = [torch.cat(x) if x else none for x in (rows, keys)]
-        return Ran(torch.cat(outs), torch.cat(lses), *made, torch.cat(lists))
+        all_rows, all_keys = (torch.cat(x) if x else none for x in (rows, keys))
+        return Ran(torch.cat(outs), torch.cat(lses), all_rows, all_keys, torch.cat(lists))
 
-    def arguments(self, tokens: slice, rows: Tensor | None, chosen: Tensor) -> dict[str, Any]:
+    def arguments(self, tokens: slice, rows: Tensor, chosen: Tensor) -> dict[str, Any]:
         """The call of v4_attention for these tokens, over the compressed rows made so far."""
         position = self.rope[1][tokens]
         device = self.q.device
@@ -155,9 +155,7 @@ class Layer:
             )
         return args
 
-    def attend(
-        self, tokens: slice, rows: Tensor | None, chosen: Tensor, where: Where
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, tokens: slice, rows: Tensor, chosen: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         args = self.arguments(tokens, rows, chosen)
         out = torch.full_like(args["q"], float("nan"))
         dsv4_out, lse = dsv4.v4_attention(**args, out=out, return_lse=True, backend=where.backend)
@@ -165,7 +163,7 @@ class Layer:
 
     def check(self, got: Ran) -> list[Check]:
         checks = []
-        defined = None
+        defined = torch.zeros(0, 512, dtype=torch.float64)
         if self.main is not None:
             defined = self.main.defined()
             checks += self.check_rows("compressed rows", self.main, got.rows, defined)
@@ -178,7 +176,7 @@ class Layer:
         for count in self.steps:
             tokens = slice(start, start + count)
             start += count
-            rows = None if defined is None else defined[: start // RATIO[self.kind]].to(self.q.device)
+            rows = defined[: start // RATIO.get(self.kind, 1)].to(self.q.device)
             args = self.arguments(tokens, rows, got.chosen[tokens])
             ref, ref_lse = reference.v4_attention(**args)
             low, _ = reference.v4_attention(**args, p_dtype=self.q.dtype)
@@ -226,7 +224,7 @@ def layer(
     index_heads: int = 16,
 ) -> Layer:
     tokens = sum(steps)
-    options = {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
+    options: dict[str, Any] = {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
     main = None if kind == "swa" else Weights.draw(draw, tokens, RATIO[kind], 512, overlap=kind == "csa")
     return Layer(
         kind=kind,
@@ -254,7 +252,7 @@ class Ties:
     visible: Tensor  # [N]
     topk: int
 
-    def run(self, where: Where) -> Tensor:
+    def run(self, where: Where) -> Any:
         return dsv4.index_topk(self.q, self.k, self.weights, self.topk, lengths=self.visible)
 
     def check(self, got: Tensor) -> list[Check]:

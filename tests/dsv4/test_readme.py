@@ -1,0 +1,76 @@
+"""What the README says is true: its examples run, its table is today's, its files and commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4 import dispatch
+from dsv4.cli import app
+from dsv4.commands import support
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
+EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python"]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+EXAMPLES += [
+    ("CONTRIBUTING.md", code)
+    for code in re.findall(r"^```python\n(.*?)^```$", CONTRIBUTING, flags=re.M | re.S)
+]
+SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs(number: int) -> None:
+    file, code = EXAMPLES[number]
+    exec(compile(code, f"{file}, example {number + 1} of all", "exec"), {"__name__": "example"})
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.skipif(
+    (dispatch.triton_version() or (0, 0)) < (3, 9),
+    reason="the sm_100 kernels can answer only with triton >= 3.9",
+)
+def test_support_matrix_is_up_to_date() -> None:
+    assert support.replaced(README) == README, "run: dsv4 support --write README.md"
+
+
+def test_support_refuses_a_file_without_the_marks(tmp_path: Path) -> None:
+    file = tmp_path / "other.md"
+    file.write_text("no marks here\n")
+    result = CliRunner().invoke(app, ["support", "--write", str(file)])
+    assert result.exit_code != 0 and file.read_text() == "no marks here\n"
+
+
+def test_support_prints_one_row_per_head_dim() -> None:
+    out = CliRunner().invoke(app, ["support"]).stdout
+    assert all(f"| head dim {d} |" in out for d in (64, 128, 256, 512))
+    assert "bf16, fp16, fp32" in out
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`((?:src|docs|tests|tutorials|benchmarks)/[\w./-]+)`", README)))
+)
+def test_file_named_in_the_readme_exists(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_commands_in_the_readme_exist() -> None:
+    known = {command.name for command in app.registered_commands}
+    named = set(re.findall(r"^dsv4 (\w+)", SHELL, flags=re.M))
+    assert named and named <= known
+    targets = set(re.findall(r"^make (\w+)", SHELL, flags=re.M))
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets and all(re.search(rf"^{target}:", makefile, flags=re.M) for target in targets)
