@@ -10,7 +10,7 @@ from __future__ import annotations
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import Blocked, Waitable
 from softsm.engine.scheduler import Fragment
-from softsm.isa import mbarriers  # registers mbarrier.*
+from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
 from softsm.isa.registry import lowers
 
@@ -381,4 +381,4 @@ def griddepcontrol(asm, ins):
         asm.refuse(ins, "expected griddepcontrol.launch_dependents or .wait")
 
 
-__all__ = ["ClusterBarrier", "NamedBarrier", "fence_kind", "mbarriers"]
+__all__ = ["ClusterBarrier", "NamedBarrier", "cluster_launch", "fence_kind", "mbarriers"]

@@ -1,0 +1,301 @@
+"""cp.async, its groups and its arrival on an mbarrier; and what all asynchronous copies share.
+
+Bulk copies are in `bulk_copy`, tensor copies in `tma`. Registers are read when an instruction is issued, memory when
+the operation is performed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from softsm.engine.asynchrony import AsyncOp
+from softsm.errors import Fault
+from softsm.isa.mbarriers import (
+    SHARED_SPACES,
+    Issuer,
+    barrier_at,
+    lanes,
+    located,
+    shared_address,
+    shared_operand,
+)
+from softsm.isa.registry import lowers
+from softsm.memory.mbarrier import Mbarrier
+from softsm.ptx.ast import Imm
+
+_HINTS = ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
+_UNIT = {4: np.uint32, 8: np.uint64, 16: np.complex128}  # 16-byte items move as complex128, bit for bit
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """Operations of a warp's threads, put into groups by commit and awaited by wait_group, lane by lane."""
+
+    __slots__ = ("closed", "open")
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
+        self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
+
+    def add(self, mask: int, *operations) -> None:
+        self.open.append((mask, operations))
+
+    def commit(self, mask: int) -> None:
+        group = [op for those, ops in self.open if those & mask for op in ops]
+        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        self.closed.append((mask, group))
+
+    def take(self, mask: int, newest: int) -> list:
+        """Operations of all but the `newest` groups of each lane, which are then forgotten for those lanes."""
+        if all(those == mask for those, _ in self.closed):  # the warp commits and waits as one
+            cut = max(0, len(self.closed) - newest)
+            due, self.closed = self.closed[:cut], self.closed[cut:]
+            return [op for _, ops in due for op in ops]
+        left = [newest] * 32
+        due, kept = [], []
+        on = lanes(mask)
+        for those, ops in reversed(self.closed):
+            late = 0
+            for lane in on:
+                if those >> lane & 1:
+                    if left[lane]:
+                        left[lane] -= 1
+                    else:
+                        late |= 1 << lane
+            if late:
+                due.append(ops)
+            if those & ~late:
+                kept.append((those & ~late, ops))
+        self.closed = kept[::-1]
+        return [op for ops in reversed(due) for op in ops]
+
+    def take_all(self, mask: int) -> list:
+        """Everything those lanes have in flight, committed or not."""
+        due = self.take(mask, 0) + [op for those, ops in self.open if those & mask for op in ops]
+        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        return due
+
+    def in_flight(self, mask: int) -> tuple:
+        both = self.closed + [(those, list(ops)) for those, ops in self.open]
+        return tuple(op for those, ops in both if those & mask for op in ops if not op.done)
+
+
+def groups(w, kind: str) -> Groups:
+    found = w.__dict__.get(kind)
+    if found is None:
+        found = w.__dict__[kind] = Groups()
+    return found
+
+
+def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
+    """Effects run later, elsewhere: what goes wrong in them is still this instruction's fault."""
+    ins, who = w.instruction(), str(w)
+
+    def run() -> None:
+        try:
+            effects()
+        except (Fault, ValueError) as error:
+            if "PTX line" in str(error):
+                raise
+            code = getattr(error, "code", "copy")
+            text = str(error).split(": ", 1)[-1] if isinstance(error, Fault) else str(error)
+            raise Fault(
+                code, f"{text}; in the copy issued at PTX line {ins.line} (`{ins.text}`), {who}"
+            ) from None
+
+    return run
+
+
+def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writes=()) -> AsyncOp:
+    op = AsyncOp(kind, w, lane, w.line(), attributed(w, effects), after, signals, reads, writes)
+    return w.machine.issue(op)
+
+
+def global_view(w, address: int, size: int, what: str) -> np.ndarray:
+    """Bytes of global memory, checked when the copy is issued, so that a fault names the instruction."""
+    return located(w, w.machine.global_memory.view, address, size, what)
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
+
+
+@lowers("cp")
+def cp(asm, ins):
+    mods = ins.modifiers
+    if mods[:1] == ("async",) and mods[1:2] != ("bulk",):
+        return _cp_async(asm, ins, mods[1:])
+    if mods[:2] == ("async", "bulk"):
+        reduction, rest = False, mods[2:]
+    elif mods[:3] == ("reduce", "async", "bulk"):
+        reduction, rest = True, mods[3:]
+    else:
+        return asm.refuse(ins, "expected cp.async, cp.async.bulk or cp.reduce.async.bulk")
+    from softsm.isa import bulk_copy, tma  # they build on this module
+
+    if rest == ("commit_group",) and not reduction:
+        return asm.macro(do_commit, ins, kind="bulk")
+    if rest[:1] == ("wait_group",) and rest[1:] in ((), ("read",)) and not reduction:
+        newest = _immediate(asm, ins, ins.operands[0])
+        return asm.macro(bulk_copy.do_bulk_wait, ins, newest=newest, read="read" in rest)
+    if "tensor" in rest[:2]:
+        return tma.lower(asm, ins, reduction, [m for m in rest if m != "tensor"])
+    return bulk_copy.lower(asm, ins, reduction, rest)
+
+
+def _immediate(asm, ins, operand) -> int:
+    if not isinstance(operand, Imm):
+        asm.refuse(ins, "the number of groups must be a constant")
+    return int(operand.value)
+
+
+def _cp_async(asm, ins, mods):
+    if mods == ("commit_group",):
+        return asm.macro(do_commit, ins, kind="cp_async")
+    if mods == ("wait_group",):
+        return asm.macro(do_wait, ins, newest=_immediate(asm, ins, ins.operands[0]))
+    if mods == ("wait_all",):
+        return asm.macro(do_wait, ins, newest=None)
+    if mods[:2] == ("mbarrier", "arrive"):
+        flags = set(mods[2:]) - {"b64"}
+        space = next((s for s in SHARED_SPACES[:2] if s in flags), None)
+        if flags - {"noinc", space}:
+            asm.refuse(ins, f"unknown modifiers {sorted(flags)}")
+        at = shared_operand(asm, ins.operands[0], space)
+        return asm.macro(do_copy_arrive, ins, at=at, increment="noinc" not in flags)
+    if mods[:1] not in (("ca",), ("cg",)) or mods[1:3] not in (
+        ("shared", "global"),
+        ("shared::cta", "global"),
+    ):
+        asm.refuse(ins, "expected cp.async.{ca,cg}.shared.global")
+    if set(mods[3:]) - set(_HINTS):
+        asm.refuse(ins, f"unknown modifiers {', '.join(mods[3:])}")
+    target, source, size, *more = ins.operands
+    policy = more.pop() if "L2::cache_hint" in mods else None
+    if policy is not None:
+        asm.src(policy, "q")
+    nbytes = int(size.value) if isinstance(size, Imm) else 0
+    if nbytes not in ((4, 8, 16) if mods[0] == "ca" else (16,)) or len(more) > 1:
+        asm.refuse(ins, "cp-size is 4, 8 or 16 for .ca and 16 for .cg")
+    ignore = more and asm.type_of(more[0]) == "pred"
+    return asm.macro(
+        do_cp_async,
+        ins,
+        dst=asm.address_row(target, "u"),
+        src=asm.address_row(source, "q"),
+        size=nbytes,
+        ignore=asm.src(more[0], "p") if ignore else None,
+        used=asm.src(more[0], "u") if more and not ignore else None,
+    )
+
+
+# -- cp.async ----------------------------------------------------------------------------------------------------------
+
+
+def do_cp_async(w, mask, o):
+    on = lanes(mask)
+    size, cta = o.size, w.cta
+    dst = w.R[o.dst, on].astype(np.int64)
+    src = w.Q[o.src, on].astype(np.int64)
+    used = np.full(len(on), size, np.int64)
+    if o.used is not None:
+        used = w.R[o.used, on].astype(np.int64)
+        if (used > size).any():
+            raise w.fault("copy-size", f"cp.async: src-size {int(used.max())} is more than cp-size {size}")
+    elif o.ignore is not None:
+        ignored = int(w.P[o.ignore])
+        used[[bool(ignored >> lane & 1) for lane in on]] = 0
+    offset = dst - cta.shared_base
+    if (offset % size).any() or (src[used > 0] % size).any():
+        raise w.fault("misaligned", f"cp.async: addresses must be multiples of {size} bytes")
+    if offset.min() < 0 or offset.max() + size > len(cta.shared):
+        located(
+            w,
+            cta.check_shared,
+            int(offset.min() if offset.min() < 0 else offset.max()),
+            size,
+            "cp.async write",
+        )
+    read = used > 0
+    source = None
+    if read.any():
+        low, high = int(src[read].min()), int((src[read] + used[read]).max())
+        source = w.machine.global_memory.find(low, high - low)
+        if source is None:
+            for address, n in zip(src[read], used[read]):
+                global_view(w, int(address), int(n), "cp.async read")
+    unit = _UNIT[size]
+    shared = cta.shared[: len(cta.shared) // size * size].view(unit)
+    targets = offset // size
+    whole = bool((used == size).all())
+    if whole and source is not None and not (src - source.start).min() % size and not source.start % size:
+        cells = source.bytes[: source.size // size * size].view(unit)
+        chunks = (src - source.start) // size
+
+        def effects() -> None:
+            shared[targets] = cells[chunks]
+
+    else:
+        view = w.machine.global_memory.view
+
+        def effects() -> None:
+            data = np.zeros((len(src), size), np.uint8)
+            for i, (address, n) in enumerate(zip(src, used)):
+                if n:
+                    data[i, :n] = view(int(address), int(n))
+            shared[targets] = data.view(unit)[:, 0]
+
+    reads = (("global", low, high),) if read.any() else ()
+    writes = (("shared", cta, int(offset.min()), int(offset.max()) + size),)
+    op = start(w, on[0], "cp.async", effects, reads=reads, writes=writes)
+    groups(w, "cp_async").add(mask, op)
+
+
+def do_commit(w, mask, o):
+    groups(w, o.kind).commit(mask)
+
+
+def do_wait(w, mask, o):
+    mine = groups(w, "cp_async")
+    for op in mine.take_all(mask) if o.newest is None else mine.take(mask, o.newest):
+        w.machine.require(op)
+
+
+def do_copy_arrive(w, mask, o):
+    """cp.async.mbarrier.arrive: an arrival that happens when the lane's earlier cp.async have completed."""
+    mine = groups(w, "cp_async")
+    at: dict[Mbarrier, int] = {}
+    for lane in lanes(mask):
+        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        at[barrier] = at.get(barrier, 0) | 1 << lane
+    for barrier, those in at.items():
+        count = those.bit_count()
+        who = Issuer(w, "cp.async")
+        if o.increment:
+            located(w, barrier.increment_pending, count, who)
+        start(
+            w,
+            lanes(those)[0],
+            "cp.async arrival",
+            lambda barrier=barrier, count=count, who=who: barrier.arrive(count, who),
+            mine.in_flight(those),
+            (barrier,),
+        )
+
+
+# -- st.async and red.async, for the chapters that own st and red --------------------------------------------------
+
+
+def st_async(asm, ins):
+    from softsm.isa import bulk_copy
+
+    bulk_copy.store_async(asm, ins, ins.modifiers[1:], None)
+
+
+def red_async(asm, ins):
+    from softsm.isa import bulk_copy
+
+    bulk_copy.reduce_async(asm, ins)
