@@ -1,22 +1,27 @@
-"""What a tensor core computes: decode operands, multiply, accumulate. Pure functions on arrays.
+"""What a tensor core computes: read and decode operands, multiply, accumulate. Functions on arrays, no machine needed.
 
-Products are exact in float32 for every 16-bit and smaller format, and sums are float32 in no promised order, which
-is all PTX promises ("at least single precision"). tf32 operands lose their 13 low bits. 8-bit integers are exact: a
-sum of 32 products stays below 2**24.
+Products are exact in float32 for every 16-bit and smaller format; sums are float32 fused multiply-adds in ascending k,
+one of the orders PTX allows ("at least single precision"). tf32 operands lose their 13 low bits. 8-bit integers are
+exact: a sum of 32 products stays below 2**24.
 
-Shapes: A is [M, K], B is [N, K] (both "rows of k"), and products come transposed, [N, M], the way tensor memory
-holds D.
+Operands come in two shapes, as isa/tensor_kernels.py wants them: B as float32 [n, k]; A "by lanes", the bits of float32
+as uint32 [k * stride + 1, 32], where lane l of row stride*i + q holds element i of the operand row that lane 32*q + l of
+the accumulator needs, and the last row is zero. stride is 4 for tensor memory (128 lanes), 2 for a warpgroup (64 rows).
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from softsm import formats
+from softsm.isa.tensor_kernels import kernels
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 
-_STORAGE = {"f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32}
+_WORD = {"f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32}
+_EMPTY = np.zeros(0, np.uint32)
 
 
 def element_bytes(name: str) -> int:
@@ -24,22 +29,72 @@ def element_bytes(name: str) -> int:
     return {"f16": 2, "bf16": 2, "tf32": 4}.get(name, 1)
 
 
-def shared_operand(
+@cache
+def _table(name: str) -> np.ndarray:
+    """float32 bits of every code of a 16-bit or 8-bit format."""
+    if name == "f16":
+        with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+            return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    return np.ascontiguousarray(formats.table(name)).view(np.uint32)
+
+
+@cache
+def _identity(count: int) -> np.ndarray:
+    return np.arange(count)
+
+
+def lane_rows(k: int, stride: int) -> np.ndarray:
+    """An empty A by lanes: uint32 [k * stride + 1, 32] of zeros."""
+    return np.zeros((k * stride + 1, 32), np.uint32)
+
+
+def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_lanes, what) -> None:
+    """Element (row, i) of a shared-memory tile goes to out[i, place[row]] (by_lanes) or to out[row, place[i]]."""
+    per = 16 // element_bytes(name)
+    size = (rows, k // per) if k_major else (k, -(-rows // per))
+    if formats.BITS[name] < 8:  # packed with padding: rare, decoded in NumPy
+        data = swizzle.read(shared, floor, descriptor, k_major, *size, what)
+        values = formats.decode(formats.unpack_padded(data, name), name).view(np.uint32)
+        values = values if k_major else values.T[:rows]
+        if by_lanes:
+            out[:, place[:rows]] = values.T
+        else:
+            out[:rows, place[:k]] = values
+        return
+    index, base = swizzle.locate(shared, floor, descriptor, k_major, *size, what)
+    word = _WORD.get(name, np.uint8)
+    view = shared[: shared.size & ~3].view(word)
+    table = _EMPTY if name in ("bf16", "tf32") else _table(name)
+    kernel = kernels()
+    gather = kernel.gather16 if word is np.uint16 else kernel.gather8 if word is np.uint8 else kernel.gather32
+    gather(view, base, index, table, place, out, int(k_major == by_lanes))
+
+
+def shared_rows(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, what: str
 ) -> np.ndarray:
-    """The operand a descriptor names, float32 [rows, k] (rows = m or n)."""
-    per = 16 // element_bytes(name)
-    if k_major:
-        data = swizzle.read(shared, floor, descriptor, True, rows, k // per, what)  # [rows, bytes of k]
-    else:
-        data = swizzle.read(shared, floor, descriptor, False, k, -(-rows // per), what)  # [k, bytes of rows]
-    if name in _STORAGE:
-        values = formats.decode(data.view(_STORAGE[name]), name)
-    elif formats.BITS[name] < 8:
-        values = formats.decode(formats.unpack_padded(data, name), name)
-    else:
-        values = formats.decode(data, name)
-    return values if k_major else values.T[:rows]
+    """The operand a descriptor names as float32 [rows, k]."""
+    out = np.empty((-(-rows // 16) * 16, k), np.uint32)  # MN-major chunks may reach past the last row
+    _gather(shared, floor, descriptor, k_major, rows, k, name, out, _identity(k), False, what)
+    return out[:rows].view(np.float32)
+
+
+def shared_lanes(
+    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, place: np.ndarray,
+    stride: int, what: str,
+) -> np.ndarray:  # fmt: skip
+    """The operand a descriptor names, by lanes: row r in lane place[r]."""
+    out = lane_rows(k, stride)
+    _gather(shared, floor, descriptor, k_major, rows, k, name, out[:-1].reshape(k, stride * 32), place, True, what)
+    return out
+
+
+def to_lanes(values: np.ndarray, place: np.ndarray, stride: int) -> np.ndarray:
+    """float32 [rows, k] by lanes."""
+    rows, k = values.shape
+    out = lane_rows(k, stride)
+    out[:-1].reshape(k, stride * 32)[:, place[:rows]] = values.T.view(np.uint32)
+    return out
 
 
 def shared_fp4(shared: np.ndarray, floor: int, descriptor: Descriptor, rows: int, k: int, what: str) -> np.ndarray:
@@ -48,29 +103,30 @@ def shared_fp4(shared: np.ndarray, floor: int, descriptor: Descriptor, rows: int
     return formats.decode(formats.unpack_nibbles(data), "e2m1")
 
 
-def tensor_operand(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.ndarray:
-    """A from tensor memory: cells uint32 [columns, lanes] of consecutive k -> float32 [lanes, k]."""
+def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.ndarray:
+    """A from tensor memory, by lanes: cells uint32 [8 columns, 128 lanes] hold 32 bytes of consecutive k in each lane."""
     if name == "tf32":
-        return formats.decode(cells, "tf32").T
-    columns, lanes = cells.shape
+        k = cells.shape[0]
+        out = lane_rows(k, 4)
+        out[:-1].reshape(k, 128)[:] = cells & 0xFFFFE000
+        return out
     if name in ("f16", "bf16"):
-        halves = np.empty((columns, 2, lanes), np.uint16)
-        halves[:, 0], halves[:, 1] = cells & 0xFFFF, cells >> 16
-        return formats.decode(halves.reshape(columns * 2, lanes), name).T
-    containers = np.ascontiguousarray(cells.T).view(np.uint8)  # [lanes, 4*columns]
+        k = cells.shape[0] * 2
+        out = lane_rows(k, 4)
+        target = out[:-1].reshape(k, 128)
+        if name == "bf16":
+            np.left_shift(cells, 16, out=target[0::2])
+            np.bitwise_and(cells, 0xFFFF0000, out=target[1::2])
+        else:
+            target[0::2] = _table("f16")[cells & 0xFFFF]
+            target[1::2] = _table("f16")[cells >> 16]
+        return out
+    containers = np.ascontiguousarray(cells.T).view(np.uint8)  # [lanes, 32]
     if packed_fp4:
-        return formats.decode(formats.unpack_nibbles(containers), "e2m1")
-    return formats.decode_container(containers, name)
-
-
-def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[M, K] x [N, K] -> [N, M], in slices of 64 rows of A: OpenBLAS is twice as fast on narrow outputs when K is 16."""
-    m, n = a.shape[0], b.shape[0]
-    out = np.empty((n, m), np.result_type(a, b))
-    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is the program's business
-        for i in range(0, m, 64):
-            np.matmul(b, a[i : i + 64].T, out=out[:, i : i + 64])
-    return out
+        values = formats.decode(formats.unpack_nibbles(containers), "e2m1")
+    else:
+        values = formats.decode_container(containers, name)
+    return to_lanes(values, _identity(128), 4)
 
 
 def scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -81,13 +137,16 @@ def scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     wide = finite.size and (finite.max() > 2.0**40 or finite.min() < 2.0**-40)
     dtype = np.float64 if wide else np.float32
     blocks = scales.shape[1]
-    return (values.reshape(rows, blocks, k // blocks).astype(dtype) * scales[:, :, None].astype(dtype)).reshape(rows, k)
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = values.reshape(rows, blocks, k // blocks).astype(dtype) * scales[:, :, None].astype(dtype)
+    return product.reshape(rows, k)
 
 
 def accumulate(
     cells: np.ndarray, product: np.ndarray, kind: str, add: bool, scale_exponent: int = 0, saturate: bool = False
 ) -> np.ndarray:
-    """New D as uint32 cells. cells and product have one shape; kind 'f32', 'f16' or 's32'; add: D = A*B + D*2^-s."""
+    """The new D as uint32, for the accumulators the kernel does not know. cells: old D; kind 'f32', 'f16' or 's32';
+    add: D = A*B + D*2^-s."""
     with np.errstate(invalid="ignore", over="ignore"):
         if kind == "s32":
             total = product.astype(np.int64)
@@ -99,9 +158,8 @@ def accumulate(
         if kind == "f16":
             if add:
                 old = cells.astype(np.uint16).view(np.float16).astype(np.float32)
-                product = product + (np.ldexp(old, -scale_exponent) if scale_exponent else old)
+                product = product + np.ldexp(old, -scale_exponent)
             return product.astype(np.float16).view(np.uint16).astype(np.uint32)
         if add:
-            old = cells.view(np.float32)
-            product = product + (np.ldexp(old, -scale_exponent) if scale_exponent else old)
-        return np.asarray(product, np.float32).view(np.uint32)
+            product = product + np.ldexp(cells.view(np.float32), -scale_exponent)
+        return product.astype(np.float32).view(np.uint32)

@@ -1,9 +1,9 @@
 """Matrix descriptors: where the elements of an operand tile lie in shared memory.
 
 A 64-bit descriptor names a start address, two strides and a swizzle mode; wgmma (sm_90) and tcgen05 (sm_100) use the
-same bits except that sm_100 wants 0b001 in bits 46-48 and has one more mode. In every layout 16 bytes along the contiguous
-dimension stay together, so an operand is read as one gather of 16-byte chunks through a table. Tables are cached: they
-depend on the strides and on the start address modulo 1024, because the swizzle XORs absolute address bits.
+same bits except that sm_100 wants 0b001 in bits 46-48 and has one more mode. In every layout 16 bytes along the
+contiguous dimension stay together, so an operand is read as one gather of 16-byte chunks through a table. Tables are
+cached: they depend on the strides and on the start address modulo 1024, because the swizzle XORs absolute address bits.
 
 With T = elements in 16 bytes, w = swizzle width in bytes, W = w/16:
 
@@ -93,7 +93,7 @@ def encode(
 class Chunks(NamedTuple):
     """Where the 16-byte chunks of a tile are: index[i, j] in chunks from the descriptor's 1024-byte window."""
 
-    index: np.ndarray  # intp [rows, chunks]: K-major rows = mn; MN-major rows = k
+    index: np.ndarray  # int64 [rows, chunks]: K-major rows = mn; MN-major rows = k
     low: int  # bytes from the window to the first byte touched
     high: int  # and past the last one
 
@@ -124,8 +124,7 @@ def _chunks(
         address = address ^ (line & 3) << 5
     elif mode != NONE:
         address = address ^ (line & (width // 16 - 1)) << 4
-    index = np.ascontiguousarray(address >> 4, dtype=np.intp)
-    index.flags.writeable = False
+    index = np.ascontiguousarray(address >> 4, dtype=np.int64)
     return Chunks(index, int(address.min()), int(address.max()) + 16)
 
 
@@ -154,19 +153,27 @@ def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> n
     return (chunks(descriptor, k_major, rows, count).index << 4) + (descriptor.start & ~1023)
 
 
-def read(
+def locate(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
-) -> np.ndarray:
-    """The bytes of a tile, uint8 [rows, 16*count]. shared[a] is the byte at shared address a, the CTA's own memory
-    begins at `floor`; a tile that leaves it is a Fault."""
+) -> tuple[np.ndarray, int]:
+    """(chunk table, first chunk of its window). shared[a] is the byte at shared address a, the CTA's own memory begins at
+    `floor`; a tile that leaves it is a Fault."""
     tile = chunks(descriptor, k_major, rows, count)
     window = descriptor.start & ~1023
     if window + tile.low < floor or window + tile.high > shared.size:
         raise Fault(
             "descriptor",
-            f"{what} reads shared addresses 0x{window + tile.low:x}..0x{window + tile.high - 1:x}, outside the CTA's "
+            f"{what} covers shared addresses 0x{window + tile.low:x}..0x{window + tile.high - 1:x}, outside the CTA's "
             f"0x{floor:x}..0x{shared.size - 1:x}; descriptor {descriptor}, {'K' if k_major else 'MN'}-major, "
             f"{rows} rows of {16 * count} bytes",
         )
-    lines = shared[window : shared.size & ~15].view(np.complex128)  # any 16-byte type: only bits are moved
-    return lines.take(tile.index).view(np.uint8)
+    return tile.index, window >> 4
+
+
+def read(
+    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
+) -> np.ndarray:
+    """The bytes of a tile, uint8 [rows, 16*count]; checks as `locate`."""
+    index, window = locate(shared, floor, descriptor, k_major, rows, count, what)
+    lines = shared[window << 4 : shared.size & ~15].view(np.complex128)  # any 16-byte type: only bits are moved
+    return lines.take(index).view(np.uint8)

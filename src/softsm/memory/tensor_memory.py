@@ -32,15 +32,19 @@ class Allocation(NamedTuple):
 class TensorMemory(Waitable):
     """The tensor memory of one SM. Waiting on it means waiting for columns to become free (or for the peer CTA)."""
 
-    __slots__ = ("allocations", "cells", "groups", "pair_requests", "relinquished")
+    __slots__ = ("allocations", "cells", "groups", "pair_grants", "pair_requests", "relinquished")
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells = np.full((COLUMNS, LANES), POISON, np.uint32)  # [column, lane]
+        raw = np.empty(COLUMNS * LANES + 16, np.uint32)
+        start = -raw.ctypes.data % 64 // 4  # the compiled kernels load whole vectors
+        self.cells = raw[start : start + COLUMNS * LANES].reshape(COLUMNS, LANES)  # [column, lane]
+        self.cells[:] = POISON
         self.allocations: dict[int, Allocation] = {}  # by first column
         self.relinquished: set[int] = set()  # id(cta)
         self.groups: dict[int, int] = {}  # id(cta) -> the cta_group its instructions use
         self.pair_requests: dict[int, int] = {}  # id(cta) -> columns asked for with cta_group::2
+        self.pair_grants: dict[int, int] = {}  # id(cta) -> column allocated when the peer asked
 
     # ---- allocation --------------------------------------------------------------------------------------------
 
@@ -106,6 +110,7 @@ class TensorMemory(Waitable):
         self.relinquished.discard(id(cta))
         self.groups.pop(id(cta), None)
         self.pair_requests.pop(id(cta), None)
+        self.pair_grants.pop(id(cta), None)
         if leaked:
             self.wake()
             a = leaked[0]
@@ -279,8 +284,8 @@ class Block(NamedTuple):
 def accumulator_blocks(m: int, n: int, ws: bool, pair: bool) -> tuple[Block, ...]:
     """How one CTA's part of D (m rows of this CTA: 32, 64 or 128) is spread over lanes and columns.
 
-    128 rows: lane = row (layouts D, A). 64 rows: 16 rows in each lane quarter (F); with .ws (E) or as half of a pair (B)
-    two column halves on top of each other; 32 rows, .ws (G): four column quarters."""
+    128 rows: lane = row (layouts D, A). 64 rows: 16 rows in each lane quarter (F); with .ws (E) or as half of a pair
+    (B) two column halves on top of each other; 32 rows, .ws (G): four column quarters."""
     if m == 128:
         return (Block(0, 128, 0, n, 0, 0),)
     if m == 32:

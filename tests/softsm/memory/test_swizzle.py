@@ -38,7 +38,7 @@ def test_operand_elements_come_from_the_documented_addresses(mode, k_major, star
     shared = rng.integers(0, 256, 65536, dtype=np.uint8)
     lbo, sbo = (1024, 2048) if mode == swizzle.NONE else (4096, 1024)
     descriptor = swizzle.decode(swizzle.encode(start, lbo, sbo, mode, blackwell=True), True)
-    got = tensor_core.shared_operand(shared, 1024, descriptor, k_major, 64, 16, "bf16", "test")
+    got = tensor_core.shared_rows(shared, 1024, descriptor, k_major, 64, 16, "bf16", "test")
     words = np.zeros((64, 16), np.uint32)
     for mn in range(64):
         for k in range(16):
@@ -51,7 +51,7 @@ def test_32_byte_atoms_serve_mn_major_tf32():
     rng = np.random.default_rng(1)
     shared = rng.integers(0, 256, 65536, dtype=np.uint8)
     descriptor = swizzle.decode(swizzle.encode(2048, 8192, 512, swizzle.ATOM32, blackwell=True), True)
-    got = tensor_core.shared_operand(shared, 1024, descriptor, False, 64, 8, "tf32", "test")
+    got = tensor_core.shared_rows(shared, 1024, descriptor, False, 64, 8, "tf32", "test")
     for mn in range(64):
         for k in range(8):
             a = element_address(swizzle.ATOM32, False, 2048, 8192, 512, mn, k, 4)

@@ -1,0 +1,356 @@
+"""tcgen05.mma: D = A*B (+ D) with D in tensor memory, A in shared or tensor memory, B in shared memory.
+
+One thread starts the product for the whole CTA, or for a pair of CTAs (cta_group::2): each CTA of a pair holds its half
+of the rows of A and D and supplies half of the columns of B. With block scaling, scale factors lie in tensor memory,
+row i in lane i % 32 of column i / 32, copied to all four lane quarters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from softsm import formats
+from softsm.engine import program as pg
+from softsm.errors import Fault
+from softsm.isa import tensor_core
+from softsm.isa import tensor_memory as isa
+from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
+from softsm.isa.instruction_descriptor import decode as decode_instruction
+from softsm.isa.tensor_kernels import kernels
+from softsm.memory import swizzle
+from softsm.memory import tensor_memory as tm
+from softsm.memory.swizzle import Descriptor
+from softsm.ptx.ast import Address, Imm, Vector
+
+
+FP4 = ("mxf4", "mxf4nvf4")
+A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
+IDENTITY = np.arange(128)
+
+
+class Product(NamedTuple):
+    """One tcgen05.mma with all its operands decoded."""
+
+    shape: InstructionDescriptor
+    ws: bool
+    pair: bool
+    lane: int  # of D, and of A in tensor memory: 0, or 16 for the upper half of M = 64
+    column: int  # of D
+    a: Descriptor | None
+    a_column: int  # of A in tensor memory, where `a` is None
+    b: Descriptor
+    add: bool
+    scale_exponent: int = 0  # D * 2^-s
+    skipped: tuple[int, ...] = ()  # disable-output-lane, 32 lanes in each
+    scale_columns: tuple[int, int] = (0, 0)  # of the scale factors of A and B
+    blocks: int = 0  # scale factors in a row
+    zero_mask: int = 0  # zero-column mask descriptor of .ws
+
+
+def rows_of(p: Product) -> int:
+    """Rows of A and D in each CTA."""
+    return p.shape.m // 2 if p.pair else p.shape.m
+
+
+def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
+    """The zero-column mask of .ws: (bool [n]: use 0 instead of this column of B, how far B's columns are shifted)."""
+    shift = mask >> 56 & 63
+    zero = np.zeros(n, bool)
+    if not mask >> 39 & 1:
+        return zero, shift
+    ones, zeros = (mask >> 40 & 255) + 1, (mask >> 48 & 255) + 1
+    parts = 128 // m
+    for i in range(parts):
+        start, first = mask >> 8 * i & 255, mask >> (32 + i) & 1
+        position = np.arange(n // parts) + start + (0 if first else ones)
+        zero[i * (n // parts) : (i + 1) * (n // parts)] = position % (ones + zeros) < ones
+    return zero, shift
+
+
+def scale_factors(cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str) -> np.ndarray:
+    """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
+    block = cells[column : column + -(-rows // 32)]  # [columns, 128]
+    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[..., first : first + count]  # [columns, 4, 32, count]
+    if not (data == data[:, :1]).all():
+        c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
+        raise Fault(
+            "scale-copies",
+            f"scale factors of {what}: column {column + c}, lane {lane} differs from its copy in lane {lane + 32 * quarter}; "
+            "all four lane quarters must hold them (tcgen05.cp.32x128b.warpx4 writes all)",
+        )
+    return formats.decode(data[:, 0].reshape(-1, count)[:rows], name)
+
+
+def operand_b(p: Product, ctas: list) -> np.ndarray:
+    """B as float32 [n, k], gathered from the CTAs that hold it."""
+    s = p.shape
+    own = s.n // len(ctas)
+    zero, shift = zero_columns(p.zero_mask, s.m, s.n) if p.zero_mask else (None, 0)
+    what = "operand B of tcgen05.mma"
+    parts = []
+    for cta in ctas:
+        if s.kind in FP4:
+            parts.append(tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.b, own, s.k, what))
+        else:
+            rows = own + shift
+            parts.append(tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what))
+    b = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if zero is not None:
+        b = b[shift:].copy()
+        b[zero] = 0
+    return np.negative(b) if s.negate else b
+
+
+class LanePlan(NamedTuple):
+    """How the lanes of one CTA share a product."""
+
+    rows: np.ndarray  # int [128]: the row of A each lane multiplies, -1 for none
+    lanes: np.ndarray  # int [rows]: the first lane of each row
+    copies: bool  # do several lanes use one row (columns of D on top of each other)?
+    quarters: np.ndarray  # int64 [4, 3]: lane mask, first column, columns of each lane quarter
+
+
+@cache
+def lane_plan(m: int, n: int, ws: bool, pair: bool, lane: int) -> LanePlan:
+    rows = np.full(128, -1)
+    quarters = np.zeros((4, 3), np.int64)
+    for x in tm.accumulator_blocks(m, n, ws, pair):
+        for i in range(x.rows):
+            at = lane + x.lane + i
+            rows[at] = x.m + i
+            quarters[at // 32, 0] |= 1 << at % 32
+            quarters[at // 32, 1:] = x.n, x.count
+    lanes = np.array([int(np.flatnonzero(rows == r)[0]) for r in range(m)])
+    return LanePlan(rows, lanes, bool((rows >= 0).sum() > m), quarters)
+
+
+def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
+    """A of one CTA by lanes. Tensor memory already holds it so: each lane multiplies the row it stores."""
+    s = p.shape
+    if p.a is None:
+        return tensor_core.tensor_lanes(cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4)
+    what, rows = "operand A of tcgen05.mma", rows_of(p)
+    if s.kind in FP4:
+        values = tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.a, rows, s.k, what)
+        a = tensor_core.to_lanes(values, plan.lanes, 4)
+    else:
+        a = tensor_core.shared_lanes(
+            cta.shared, pg.SHARED_START, p.a, s.a_k_major, rows, s.k, s.a, plan.lanes, 4, what
+        )
+    if plan.copies:
+        by_lane = a[:-1].reshape(s.k, 128)
+        by_lane[:] = by_lane[:, plan.lanes[plan.rows]]
+    return a
+
+
+def perform(p: Product, ctas: list) -> None:
+    """The whole product: read the operands, multiply, update D in every CTA."""
+    s = p.shape
+    b_all = operand_b(p, ctas)
+    plan = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    for index, cta in enumerate(ctas):
+        cells = cta.tmem.cells
+        a, b = operand_a(p, cta, plan), b_all
+        quarters = plan.quarters
+        if any(p.skipped):
+            quarters = quarters.copy()
+            quarters[:, 0] &= ~np.array(p.skipped[4 * index : 4 * index + 4], np.int64)
+        if s.scale:
+            a, b = scale_operands(p, cells, a, b, plan)
+            if b.dtype == np.float64:
+                update(cells, b @ a, p, quarters)
+                continue
+        if s.d == "f32":
+            keep = 2.0**-p.scale_exponent if p.add else 0.0
+            kernels().multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
+        else:
+            product = np.empty((s.n * 4, 32), np.uint32)
+            kernels().multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
+            update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
+
+
+def scale_operands(p: Product, cells: np.ndarray, a: np.ndarray, b: np.ndarray, plan: LanePlan):
+    """A by lanes and B [n, k] with their scale factors; float64 [k, 128] and [n, k] where float32 could overflow."""
+    s = p.shape
+    b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
+    a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
+    a_scales = np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows])  # [128, blocks]
+    values = tensor_core.scaled(a[:-1].reshape(s.k, 128).view(np.float32).T, a_scales)
+    b = tensor_core.scaled(b, b_scales)
+    if np.float64 in (values.dtype, b.dtype):
+        return values.astype(np.float64).T, b.astype(np.float64)
+    return tensor_core.to_lanes(values, IDENTITY, 4), b
+
+
+def update(cells: np.ndarray, product: np.ndarray, p: Product, quarters: np.ndarray) -> None:
+    """Put product [n, 128 lanes] into D where the fused kernel does not: f16 and s32, or float64 products."""
+    s = p.shape
+    for q, (mask, n, count) in enumerate(quarters.tolist()):
+        d = cells[p.column : p.column + count, 32 * q : 32 * q + 32]
+        fresh = product[n : n + count, 32 * q : 32 * q + 32]
+        fresh = tensor_core.accumulate(d, fresh, s.d, p.add, p.scale_exponent, s.saturate)
+        np.copyto(d, fresh, where=np.array([mask >> i & 1 for i in range(32)], bool))
+
+
+# ---- lowering -----------------------------------------------------------------------------------------------------
+
+_SCALE_BLOCKS = {
+    ("mxf8f6f4", ""): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4", "block32"): 1,
+    ("mxf4", ""): 2, ("mxf4", "scale_vec::2X"): 2, ("mxf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::2X"): 2, ("mxf4nvf4", "block32"): 2,
+    ("mxf4nvf4", "scale_vec::4X"): 4, ("mxf4nvf4", "block16"): 4,
+}  # fmt: skip
+
+
+@isa.form("mma")
+def lower_mma(asm, ins, modifiers) -> None:
+    if "sp" in modifiers:
+        asm.refuse(ins, "sparse products are not implemented")
+    if "ashift" in modifiers:
+        asm.refuse(ins, "the shifted A of convolutions is not implemented")
+    ws = bool(isa.take(asm, ins, modifiers, "ws", optional=True))
+    group = isa.take_group(asm, ins, modifiers)
+    kind = isa.take(asm, ins, modifiers, *(f"kind::{k}" for k in K_OF_KIND))[6:]
+    block = bool(isa.take(asm, ins, modifiers, "block_scale", optional=True))
+    if block != (kind in BLOCK_SCALED):
+        asm.refuse(ins, f"kind::{kind} {'takes no' if block else 'needs'} .block_scale")
+    if ws and (group != 1 or block):
+        asm.refuse(ins, ".ws exists for cta_group::1 without block scaling")
+    blocks = 0
+    if block:
+        vector = isa.take(asm, ins, modifiers, "scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32",
+                          optional=True)  # fmt: skip
+        if (kind, vector) not in _SCALE_BLOCKS:
+            asm.refuse(ins, f".{vector or 'scale_vec'} does not go with kind::{kind}")
+        blocks = _SCALE_BLOCKS[kind, vector]
+    for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands: never changes the value
+        isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
+                 optional=True)  # fmt: skip
+    isa.finish(asm, ins, modifiers)
+    d, a, b, idesc, *rest = ins.operands
+    o = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
+    o["d"] = asm.address_row(d, "u")
+    o["a"] = asm.address_row(a, "u") if o["a_tensor"] else asm.src(a, "q")
+    o["b"], o["idesc"] = asm.src(b, "q"), asm.src(idesc, "u")
+    o["skipped"], o["scales"], o["zero_mask"], o["scale_input"] = [], None, None, None
+    if block:
+        o["scales"] = asm.address_row(rest.pop(0), "u"), asm.address_row(rest.pop(0), "u")
+    elif not ws and rest and isinstance(rest[0], Vector):
+        vector = rest.pop(0)
+        if len(vector.items) != 4 * group:
+            raise asm.error(f"disable-output-lane takes {4 * group} registers, got {len(vector.items)}")
+        o["skipped"] = asm.vector_rows(vector, "u")
+    if not rest:
+        raise asm.error("the predicate enable-input-d is missing")
+    o["add"] = asm.src(rest.pop(0), "p")
+    if rest:
+        extra = rest.pop(0)
+        if ws:
+            o["zero_mask"] = asm.src(extra, "q")
+        elif kind in ("f16", "tf32"):
+            if isinstance(extra, Imm) and not 0 <= extra.value <= 15:
+                raise asm.error(f"scale-input-d is 0..15, got {extra.value}")
+            o["scale_input"] = asm.src(extra, "u")
+        else:
+            asm.refuse(ins, f"scale-input-d does not go with kind::{kind}")
+    if rest:
+        raise asm.error("too many operands")
+    isa.settle(asm)
+    asm.macro(do_mma, ins, **o)
+
+
+def do_mma(w, mask, o):
+    ctas = isa.group_ctas(w, o.group)
+    for thread in isa.lanes_of(mask):
+        try:
+            start(w, thread, ctas, o)
+        except Fault as fault:
+            if "PTX line" in str(fault):
+                raise
+            raise Fault(fault.code, f"{str(fault).split(': ', 1)[1]}; at {w.where()}") from None
+
+
+def start(w, thread: int, ctas: list, o) -> None:
+    shape = decode_instruction(int(w.R[o.idesc, thread]), o.kind, o.group, o.ws)
+    address = int(w.R[o.d, thread])
+    lane, column = address >> 16, address & 0xFFFF
+    rows = shape.m // o.group
+    half = rows == 64 and o.group == 1 and not o.ws  # layout F uses 16 of each 32 lanes: the lower or the upper ones
+    if lane not in ((0, 16) if half else (0,)):
+        accepted = "0 or 16" if half else "0"
+        raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
+    a = a_column = None
+    if o.a_tensor:
+        address = int(w.R[o.a, thread])
+        a_column = address & 0xFFFF
+        if address >> 16 != lane:
+            raise Fault("tmem-lane", f"A at lane {address >> 16} and D at lane {lane}; both must start at the same lane")
+        if not shape.a_k_major:
+            raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the instruction descriptor must be 0")
+    else:
+        a = swizzle.decode(int(w.Q[o.a, thread]), True)
+        check_major(a, shape.a, shape.a_k_major, "A")
+    b = swizzle.decode(int(w.Q[o.b, thread]), True)
+    check_major(b, shape.b, shape.b_k_major, "B")
+    scale_columns = (0, 0)
+    if o.scales:  # bits 30-31 of these addresses may carry the scale-factor id
+        scale_columns = tuple(int(w.R[row, thread]) & 0xFFFF for row in o.scales)
+    p = Product(
+        shape, o.ws, o.group == 2, lane, column, a, a_column or 0, b,
+        add=bool(int(w.P[o.add]) >> thread & 1),
+        scale_exponent=0 if o.scale_input is None else int(w.R[o.scale_input, thread]) & 15,
+        skipped=tuple(int(w.R[row, thread]) for row in o.skipped),
+        scale_columns=scale_columns, blocks=o.blocks,
+        zero_mask=0 if o.zero_mask is None else int(w.Q[o.zero_mask, thread]),
+    )  # fmt: skip
+    reads, footprint = regions(p, ctas)
+    isa.issue(w, thread, "tcgen05.mma", footprint, lambda: perform(p, ctas), reads=reads,
+              writes=tuple(("tmem", cta, *footprint.writes[0]) for cta in ctas))  # fmt: skip
+
+
+def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:
+    """The 32-byte-atom swizzle belongs to transposed 32-bit operands, and they need it."""
+    if not k_major and (element == "tf32") != (descriptor.mode == swizzle.ATOM32):
+        raise Fault(
+            "descriptor",
+            f"MN-major {name} of type {element} with {swizzle.MODE_NAMES[descriptor.mode]}: 32-bit elements require "
+            f"the 128B swizzle with 32B atoms, smaller ones forbid it; descriptor {descriptor}",
+        )
+
+
+def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
+    """What the product touches; checks allocation and shared-memory footprints before it is started."""
+    s = p.shape
+    own = s.n // len(ctas)
+    wide = max(x.count for x in tm.accumulator_blocks(rows_of(p), s.n, p.ws, p.pair))
+    tensor_reads = []
+    if p.a is None:
+        tensor_reads.append((p.a_column, p.a_column + A_COLUMNS))
+    if s.scale:
+        for column, rows in zip(p.scale_columns, (rows_of(p), s.n)):
+            tensor_reads.append((column, column + -(-rows // 32)))
+    reads = []
+    for cta in ctas:
+        cta.tmem.check(cta, p.column, wide, "D of tcgen05.mma")
+        for low, high in tensor_reads:
+            cta.tmem.check(cta, low, high - low, "tcgen05.mma reads tensor memory and")
+            reads.append(("tmem", cta, low, high))
+        for descriptor, k_major, rows, name in ((p.a, s.a_k_major, rows_of(p), "A"), (p.b, s.b_k_major, own, "B")):
+            if descriptor is None:
+                continue
+            bytes_k = 32  # of one row
+            per = 16 // tensor_core.element_bytes(s.a if name == "A" else s.b)
+            size = (rows, bytes_k // 16) if k_major else (s.k, -(-rows // per))
+            low, high = swizzle.footprint(descriptor, k_major, *size)
+            if low < pg.SHARED_START or high > cta.shared.size:
+                raise Fault(
+                    "descriptor",
+                    f"operand {name} covers shared addresses {low:#x}..{high - 1:#x}, {cta} has {pg.SHARED_START:#x}.."
+                    f"{cta.shared.size - 1:#x}; descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows",
+                )
+            reads.append(("shared", cta, low, high))
+    accumulator = (p.lane, p.column, s.m, s.n, p.ws)
+    return tuple(reads), isa.Footprint("mma", accumulator, tuple(tensor_reads), ((p.column, p.column + wide),))

@@ -1,0 +1,128 @@
+"""The inner loops of the tensor core, compiled: gather and decode an operand tile, multiply and accumulate.
+
+Everything happens in lane space: D is rows of 32 lanes (`cells`, uint32 [columns * stride, 32]; tensor memory has
+stride 4), A is [k * stride + 1, 32] with the operand row of each lane in its place, B is [n, k]. Results are written
+under lane masks, so half-filled layouts and disabled lanes cost nothing extra. Sums are fused multiply-adds in
+ascending k: the same bits on every machine.
+
+This file is compiled as text (see `kernels`); importing it gives the functions in plain Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import numpy as np
+
+compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+if "ldF" not in globals():
+    from softsm.engine.vec import fma, ldF, vst  # noqa: F401  (names of the compiled text)
+
+
+@functools.cache
+def kernels():
+    """The compiled functions of this file."""
+    from numba import njit
+
+    from softsm.engine import build, vec
+
+    def compiler(signature):
+        return njit(signature, cache=True, nogil=True, error_model="numpy")
+
+    path = pathlib.Path(__file__)
+    names = {name: getattr(vec, name) for name in ("fma", "ldF", "vst")}
+    return build.load("tensor_core", path.read_text(), compiled=compiler, **names)
+
+
+@compiled("void(u4[:,::1], i8, i8[:,::1], u4[:,::1], f4[:,::1], f4)")
+def multiply_add(cells, row, plan, a, b, keep):
+    """D = A*B + keep*D; keep = 0 does not read D. plan[q] = (lane mask, first n, count of n) of the 32 lanes q: they
+    are rows row + q + stride*i of cells for column i of D, with as many blocks q as the plan has (the stride). Counts
+    are even."""
+    stride = plan.shape[0]
+    k = b.shape[1]
+    zero = ldF(a, np.uint32(a.shape[0] - 1))  # the caller leaves a row of zeros at the end
+    for q in range(stride):
+        mask = np.uint32(plan[q, 0])
+        if mask == np.uint32(0):
+            continue
+        first = plan[q, 1]
+        for n in range(0, plan[q, 2], 2):
+            r0 = np.uint32(row + q + stride * n)
+            r1 = np.uint32(r0 + stride)
+            x, y = zero, zero
+            if keep != np.float32(0):
+                x, y = ldF(cells, r0), ldF(cells, r1)
+                if keep != np.float32(1):
+                    x, y = x * keep, y * keep
+            for i in range(k):
+                v = ldF(a, np.uint32(stride * i + q))
+                x = fma(v, b[first + n, i], x)
+                y = fma(v, b[first + n + 1, i], y)
+            vst(cells, r0, mask, x)
+            vst(cells, r1, mask, y)
+
+
+@compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+def gather16(shared, base, index, table, place, out, swap):
+    """16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16, or empty for
+    bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
+    convert = table.size > 0
+    for i in range(index.shape[0]):
+        for j in range(index.shape[1]):
+            at = (base + index[i, j]) * 8
+            for e in range(8):
+                bits = np.uint32(shared[at + e])
+                value = table[bits] if convert else np.uint32(bits << np.uint32(16))
+                if swap:
+                    out[j * 8 + e, place[i]] = value
+                else:
+                    out[i, place[j * 8 + e]] = value
+
+
+@compiled("void(u1[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+def gather8(shared, base, index, table, place, out, swap):
+    """8-bit elements through a table of 256 values; as gather16."""
+    for i in range(index.shape[0]):
+        for j in range(index.shape[1]):
+            at = (base + index[i, j]) * 16
+            for e in range(16):
+                value = table[shared[at + e]]
+                if swap:
+                    out[j * 16 + e, place[i]] = value
+                else:
+                    out[i, place[j * 16 + e]] = value
+
+
+@compiled("void(u4[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+def gather32(shared, base, index, table, place, out, swap):
+    """tf32: the tensor core reads the upper 19 bits; as gather16."""
+    for i in range(index.shape[0]):
+        for j in range(index.shape[1]):
+            at = (base + index[i, j]) * 4
+            for e in range(4):
+                value = np.uint32(shared[at + e] & np.uint32(0xFFFFE000))
+                if swap:
+                    out[j * 4 + e, place[i]] = value
+                else:
+                    out[i, place[j * 4 + e]] = value
+
+
+@compiled("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)")
+def fragments(matrix, stride, first, registers, rows, store):
+    """Move an accumulator of 16 rows between the registers `rows` of a warp and `matrix` (uint32 [n*stride, 32], lane =
+    row of the product, `first` the lane of row 0). store: from the matrix to the registers.
+
+    Thread t, register v: row t/4 + 8*((v/2)%2), column 8*(v/4) + 2*(t%4) + v%2."""
+    block, start = first // 32, first % 32
+    for v in range(rows.size):
+        r = rows[v]
+        column = 8 * (v // 4) + v % 2
+        lane = start + 8 * (v // 2 % 2)
+        for t in range(32):
+            at = (column + 2 * (t & 3)) * stride + block
+            if store:
+                registers[r, t] = matrix[at, lane + (t >> 2)]
+            else:
+                matrix[at, lane + (t >> 2)] = registers[r, t]

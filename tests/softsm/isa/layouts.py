@@ -1,0 +1,82 @@
+"""Operand tiles laid out in shared memory one element at a time, straight from the address table of the PTX ISA."""
+
+import ml_dtypes
+import numpy as np
+
+NONE, ATOM32, SW128, SW64, SW32 = 0, 1, 2, 4, 6  # descriptor bits 61-63
+WIDTH = {ATOM32: 128, SW128: 128, SW64: 64, SW32: 32}
+CHOICES = np.array([-2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2], np.float32)  # exact in every format
+
+_TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m3": ml_dtypes.float6_e2m3fn,
+          "e3m2": ml_dtypes.float6_e3m2fn, "e2m1": ml_dtypes.float4_e2m1fn, "bf16": ml_dtypes.bfloat16,
+          "f16": np.float16, "tf32": np.float32, "s8": np.int8, "u8": np.uint8}  # fmt: skip
+BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
+
+
+def values(rng, shape, name):
+    if name in ("s8", "u8"):
+        return rng.integers(-128 if name == "s8" else 0, 128, shape).astype(np.float32)
+    return rng.choice(CHOICES, shape)
+
+
+def bits(array, name):
+    """Little-endian bytes of each element, uint8 [..., bytes]; sub-byte codes in the low bits of one byte."""
+    raw = array.astype(_TYPES[name])
+    return np.ascontiguousarray(raw).view(np.uint8).reshape(*array.shape, -1)
+
+
+def element_address(mode, k_major, start, lbo, sbo, mn, k, e):
+    t = 16 // e
+    if mode == NONE:
+        if k_major:
+            return start + (mn % 8) * 16 + (mn // 8) * sbo + (k // t) * lbo + (k % t) * e
+        return start + (mn % t) * e + (mn // t) * sbo + (k % 8) * 16 + (k // 8) * lbo
+    w = WIDTH[mode]
+    if k_major:
+        a = start + (mn % 8) * w + (mn // 8) * sbo + k * e
+    else:
+        group = 4 if mode == ATOM32 else 8
+        per = w // e
+        a = start + (mn % per) * e + (mn // per) * lbo + (k % group) * w + (k // group) * sbo
+    if mode == ATOM32:
+        return a ^ ((a >> 7) & 3) << 5
+    return a ^ ((a >> 7) & (w // 16 - 1)) << 4
+
+
+def strides(mode, k_major, rows, k, e):
+    """(LBO, SBO) of a dense tile in that layout."""
+    if mode == NONE:
+        if k_major:  # core matrices of one k chunk follow each other
+            return rows * 16, 128
+        return rows * e // 16 * 128, 128
+    w = WIDTH[mode]
+    if k_major:
+        return 0, 8 * w
+    group = 4 if mode == ATOM32 else 8
+    return -(-k // group) * group * w, group * w
+
+
+def place(shared, tile, name, mode, k_major, start):
+    """Write tile [rows, k] into shared memory; returns (LBO, SBO)."""
+    rows, k = tile.shape
+    e = BYTES.get(name, 1)
+    lbo, sbo = strides(mode, k_major, rows, k, e)
+    code = bits(tile, name)
+    small = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(name)
+    for r in range(rows):
+        for i in range(k):
+            a = element_address(mode, k_major, start, lbo, sbo, r, i, e)
+            if small is None:
+                shared[a : a + e] = code[r, i]
+            else:  # 16 codes packed at the low end of their 16 bytes
+                bit = (a % 16) * small
+                word = (int(code[r, i, 0]) & ((1 << small) - 1)) << bit % 8
+                at = a - a % 16 + bit // 8
+                shared[at] |= word & 0xFF
+                if word >> 8:
+                    shared[at + 1] |= word >> 8
+    return lbo, sbo
+
+
+def descriptor(start, lbo, sbo, mode, blackwell):
+    return start >> 4 | lbo >> 4 << 16 | sbo >> 4 << 32 | (1 << 46 if blackwell else 0) | mode << 61
