@@ -8,6 +8,7 @@ from numba.extending import intrinsic
 from softsm.engine.vec_types import (
     _HALF,
     _I1,
+    _I32,
     LANES,
     XU,
     D,
@@ -21,7 +22,10 @@ from softsm.engine.vec_types import (
     _as_vector,
     _constant,
     _declare,
+    _function,
+    _splat,
     _suffix,
+    _table,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- arithmetic LLVM has as intrinsics
@@ -81,7 +85,7 @@ leading_zeros, trailing_zeros = _make_count_zeros("ctlz"), _make_count_zeros("ct
 
 
 def _float_to_int(b, x, source: V, target: V):
-    """Toward zero, saturating, NaN -> 0. LLVM's fpto*i.sat is scalarised by some targets: plain conversion + selects."""
+    """Toward zero, saturating, NaN -> 0. LLVM's fpto*i.sat is scalarised by some targets: convert and select."""
     width = target.element.bitwidth
     high = 2.0 ** (width - 1) if target.signed else 2.0**width
     low = -high if target.signed else 0.0
@@ -168,3 +172,69 @@ def floats_to_halves(typingctx, x):
     """X -> two f16 per lane, round to nearest even; NaN bits are the CPU's."""
     wide = ir.VectorType(_HALF, 2 * LANES)
     return U(x), lambda context, b, sig, args: b.bitcast(b.fptrunc(args[0], wide), U.ir)
+
+
+# ---------------------------------------------------------------- NaNs and small composites
+
+
+@intrinsic
+def canonical(typingctx, x):
+    """PTX's f32 NaN: every NaN result is 0x7fffffff. F or X."""
+    bits = ir.VectorType(_I32, x.count)
+
+    def codegen(context, b, sig, args):
+        # The constant is loaded: LLVM would take a literal apart into more instructions than the select itself.
+        nan = _splat(b, b.load(_table(b, "softsm_nan", [0x7FFFFFFF])), x.count)
+        ordered = b.fcmp_ordered("ord", args[0], args[0])
+        return b.bitcast(b.select(ordered, b.bitcast(args[0], bits), nan), x.ir)
+
+    return x(x), codegen
+
+
+def _make_divide(signed: bool, remainder: bool):
+    """PTX leaves division by zero open; the device gives all ones, and the dividend as remainder."""
+
+    @intrinsic
+    def divide(typingctx, x, y):
+        def body(k, arguments):
+            a, d = arguments
+            zero = k.icmp_unsigned("==", d, _constant(x, 0))
+            special = zero
+            if signed:  # the most negative number / -1 traps on x86
+                minus = k.icmp_unsigned("==", d, _constant(x, -1))
+                special = k.or_(zero, minus)
+            safe = k.select(special, _constant(x, 1), d)
+            if remainder:
+                r = (k.srem if signed else k.urem)(a, safe)
+                r = k.select(zero, a, r)
+            else:
+                r = (k.sdiv if signed else k.udiv)(a, safe)
+                r = k.select(minus, k.neg(a), r) if signed else r
+                r = k.select(zero, _constant(x, -1), r)
+            k.ret(r)
+
+        def codegen(context, b, sig, args):
+            name = f"softsm_{'s' if signed else 'u'}{'rem' if remainder else 'div'}_{_suffix(x.ir)}"
+            return b.call(_function(b, name, x.ir, [x.ir, x.ir], body), args)
+
+        return x(x, x), codegen
+
+    return divide
+
+
+udiv, sdiv = _make_divide(False, False), _make_divide(True, False)
+urem, srem = _make_divide(False, True), _make_divide(True, True)
+
+
+@intrinsic
+def mulhi(typingctx, x, y):
+    """The upper half of the product, signed or unsigned by type; 32 or 64 bits."""
+    width = x.element.bitwidth
+    wide = ir.VectorType(ir.IntType(2 * width), LANES)
+
+    def codegen(context, b, sig, args):
+        extend = b.sext if x.signed else b.zext
+        product = b.mul(extend(args[0], wide), extend(args[1], wide))
+        return b.trunc(b.lshr(product, ir.Constant(wide, [width] * LANES)), x.ir)
+
+    return x(x, x), codegen

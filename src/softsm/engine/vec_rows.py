@@ -6,6 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from softsm.engine.vec_types import (
     _I1,
@@ -288,3 +289,13 @@ def _make_scatter(width: int):
 
 gather8, gather16, gather32, gather64 = (_make_gather(w) for w in (8, 16, 32, 64))
 scatter8, scatter16, scatter32, scatter64 = (_make_scatter(w) for w in (8, 16, 32, 64))
+
+
+@intrinsic
+def address_of(typingctx, array):
+    """Raw address (int64) of an array's first element: what the banks take for R, Q and P."""
+
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(make_array(sig.args[0])(context, b, args[0]).data, _I64)
+
+    return types.int64(array), codegen

@@ -1,0 +1,523 @@
+"""PTX's composed arithmetic on 32-lane values: what needs more than one LLVM operation.
+
+Approximate functions are computed well inside the documented bounds (mostly in double precision, then rounded);
+silicon's own last bits are not reproduced.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from softsm.engine.vec_ops import (
+    asD,
+    asF,
+    asI,
+    asL,
+    asQ,
+    asU,
+    asX,
+    asXU,
+    canonical,
+    float_to_half,
+    fma,
+    half_to_float,
+    smax,
+    smin,
+    tod,
+    tof,
+    toi,
+    tol,
+    toq,
+    tou,
+    umin,
+    vabs,
+    vcopysign,
+    vrint,
+    vsqrt,
+)  # fmt: skip
+from softsm.engine.vec_types import sel
+
+_fn = njit(error_model="numpy")
+
+# ---------------------------------------------------------------- shifts: PTX clamps the amount
+
+
+@_fn
+def shl(a, n):
+    """U or Q by n (U): amounts of the width and more give 0."""
+    return sel(n < 32, a << (n & 31), 0)
+
+
+@_fn
+def shr(a, n):
+    return sel(n < 32, a >> (n & 31), 0)
+
+
+@_fn
+def sar(a, n):
+    """I by n (U): large amounts fill with the sign."""
+    return a >> asI(umin(n, 31))
+
+
+@_fn
+def shl64(a, n):
+    return sel(n < 64, a << toq(n & 63), 0)
+
+
+@_fn
+def shr64(a, n):
+    return sel(n < 64, a >> toq(n & 63), 0)
+
+
+@_fn
+def sar64(a, n):
+    return a >> asL(toq(umin(n, 63)))
+
+
+@_fn
+def low_bits(n):
+    """A mask of the n lowest bits, n = 0..32 and more (U)."""
+    return sel(n < 32, (tou(1) << (n & 31)) - 1, 0xFFFFFFFF)
+
+
+@_fn
+def low_bits64(n):
+    return sel(n < 64, (toq(1) << toq(n & 63)) - 1, 0xFFFFFFFFFFFFFFFF)
+
+
+@_fn
+def bfe_u32(a, pos, length):
+    return shr(a, pos & 255) & low_bits(length & 255)
+
+
+@_fn
+def bfe_s32(a, pos, length):
+    pos = pos & 255
+    length = length & 255
+    field = sar(a, pos)  # beyond bit 31 the sign, as the rule asks
+    keep = asI(tou(32) - umin(length, 32))
+    return sel(length == 0, 0, sel(length >= 32, field, (field << (keep & 31)) >> (keep & 31)))
+
+
+@_fn
+def bfe_u64(a, pos, length):
+    return shr64(a, pos & 255) & low_bits64(length & 255)
+
+
+@_fn
+def bfe_s64(a, pos, length):
+    pos = pos & 255
+    length = length & 255
+    field = sar64(a, pos)
+    keep = asL(toq(tou(64) - umin(length, 64)))
+    return sel(length == 0, 0, sel(length >= 64, field, (field << (keep & 63)) >> (keep & 63)))
+
+
+@_fn
+def bfi32(a, b, pos, length):
+    mask = shl(low_bits(length & 255), pos & 255)
+    return (b & ~mask) | (shl(a, pos & 255) & mask)
+
+
+@_fn
+def bfi64(a, b, pos, length):
+    mask = shl64(low_bits64(length & 255), pos & 255)
+    return (b & ~mask) | (shl64(a, pos & 255) & mask)
+
+
+@_fn
+def _prmt_byte(bytes8, control):
+    byte = tou(bytes8 >> toq((control & 7) << 3)) & 255
+    return sel((control & 8) == 0, byte, sel(byte > 127, tou(255), tou(0)))
+
+
+@_fn
+def prmt(a, b, c):
+    eight = toq(a) | (toq(b) << 32)
+    low = _prmt_byte(eight, c) | (_prmt_byte(eight, c >> 4) << 8)
+    return low | (_prmt_byte(eight, c >> 8) << 16) | (_prmt_byte(eight, c >> 12) << 24)
+
+
+# ---------------------------------------------------------------- flush to zero, saturation, NaN rules
+
+
+@_fn
+def ftz(x):
+    """Subnormal -> zero of the same sign. F."""
+    bits = asU(x)
+    return asF(sel((bits & 0x7F800000) == 0, bits & 0x80000000, bits))
+
+
+@_fn
+def ftz2(x):
+    """X."""
+    bits = asXU(x)
+    return asX(sel((bits & 0x7F800000) == 0, bits & 0x80000000, bits))
+
+
+@_fn
+def saturate(x):
+    """Into [+0, 1]; NaN -> +0."""
+    return sel(x > 0.0, sel(x < 1.0, x, 1.0), 0.0)
+
+
+@_fn
+def nan64(r, a, b):
+    """f64: a NaN operand is passed on, quiet; a new NaN is 0xfff8000000000000."""
+    new = sel(a == a, sel(b == b, toq(0xFFF8000000000000), asQ(b) | 0x8000000000000), asQ(a) | 0x8000000000000)
+    return asD(sel(r == r, asQ(r), new))
+
+
+@_fn
+def nan64x3(r, a, b, c):
+    new = sel(c == c, toq(0xFFF8000000000000), asQ(c) | 0x8000000000000)
+    new = sel(b == b, new, asQ(b) | 0x8000000000000)
+    new = sel(a == a, new, asQ(a) | 0x8000000000000)
+    return asD(sel(r == r, asQ(r), new))
+
+
+# ---------------------------------------------------------------- powers, logarithms, circles
+
+
+@_fn
+def _exp2_polynomial(r):
+    """2^r on [-0.5, 0.5] in f32; minimax, relative error 2^-29 before rounding."""
+    p = fma(r, 0.00015345812009201165, 0.0013399931219147392)
+    p = fma(p, r, 0.00961848895709268)
+    p = fma(p, r, 0.05550328776965389)
+    p = fma(p, r, 0.24022646890634305)
+    p = fma(p, r, 0.6931472057372676)
+    return fma(p, r, 1.0)
+
+
+@_fn
+def ex2_ftz(x):
+    """ex2.approx.ftz.f32: subnormal results are +0."""
+    t = sel(x < 128.0, x, 128.0)
+    m = t + 12582912.0  # 1.5 * 2^23: the integer part moves into the low mantissa bits
+    p = _exp2_polynomial(t - (m - 12582912.0))
+    r = asF(asI(p) + (asI(m) << 23))
+    r = sel(x < -126.0, 0.0, r)
+    return canonical(sel(x == x, r, x))
+
+
+@_fn
+def ex2(x):
+    """ex2.approx.f32 with subnormal results."""
+    t = sel(x < 129.0, sel(x > -152.0, x, -152.0), 129.0)
+    m = t + 12582912.0
+    p = _exp2_polynomial(t - (m - 12582912.0))
+    i = asI(m) - 0x4B400000
+    h = i >> 1
+    r = p * asF((h + 127) << 23) * asF((i - h + 127) << 23)
+    return canonical(sel(x == x, r, x))
+
+
+@_fn
+def exp2_double(y):
+    """2^y for |y| < 1000, relative error below 2^-49."""
+    n = vrint(y)
+    r = y - n
+    p = fma(r, 7.063210504393382e-09, 1.020790563469532e-07)
+    p = fma(p, r, 1.3215487702433499e-06)
+    p = fma(p, r, 1.5252661277225502e-05)
+    p = fma(p, r, 0.00015403530374150294)
+    p = fma(p, r, 0.001333355822336696)
+    p = fma(p, r, 0.009618129107638863)
+    p = fma(p, r, 0.05550410866448999)
+    p = fma(p, r, 0.2402265069591007)
+    p = fma(p, r, 0.6931471805599493)
+    p = fma(p, r, 1.0)
+    return p * asD((tol(n) + 1023) << 52)
+
+
+@_fn
+def log2(x):
+    """lg2.approx.f32, correct to a little over half an ulp."""
+    d = tod(x)
+    bits = asL(d)
+    e = tod(((bits >> 52) & 0x7FF) - 1023)
+    m = asD((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000)
+    large = m > 1.4142135623730951
+    m = sel(large, m * 0.5, m)
+    e = sel(large, e + 1.0, e)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    p = fma(z, 0.28291685672507677, 0.31989990905390725)
+    p = fma(p, z, 0.4122095511540012)
+    p = fma(p, z, 0.5770779369873804)
+    p = fma(p, z, 0.96179669414783)
+    p = fma(p, z, 2.885390081777797)
+    r = tof(fma(s, p, e))
+    r = sel(x > 3.4028234663852886e38, x, r)
+    r = sel(x == 0.0, asF(tou(0xFF800000)), r)
+    return canonical(sel(x >= 0.0, r, asF(tou(0x7FFFFFFF))))
+
+
+@_fn
+def _reduced(x):
+    """x - n * pi/2 and n, in double precision."""
+    d = tod(x)
+    n = vrint(d * 0.6366197723675814)
+    r = fma(n, -1.5707963267948966, d)
+    return fma(n, -6.123233995736766e-17, r), n
+
+
+@_fn
+def _circle(x, quadrant):
+    """sin(x + quadrant * pi/2)."""
+    r, n = _reduced(x)
+    z = r * r
+    s = fma(z, -2.4756848621617253e-08, 2.755526316123943e-06)
+    s = fma(s, z, -0.00019841263159461992)
+    s = fma(s, z, 0.008333333323278985)
+    s = fma(s, z, -0.16666666666607913)
+    s = fma(s * z, r, r)
+    c = fma(z, 2.06311398511301e-09, -2.755524148489381e-07)
+    c = fma(c, z, 2.4801578519656227e-05)
+    c = fma(c, z, -0.0013888888869445877)
+    c = fma(c, z, 0.04166666666645026)
+    c = fma(c, z, -0.49999999999998956)
+    c = fma(c, z, 1.0)
+    k = tol(n) + quadrant
+    v = sel((k & 1) == 0, s, c)
+    v = sel((k & 2) == 0, v, -v)
+    return canonical(tof(sel(r == r, v, r)))
+
+
+@_fn
+def sine(x):
+    return sel(x == 0.0, x, _circle(x, 0))
+
+
+@_fn
+def cosine(x):
+    return _circle(x, 1)
+
+
+@_fn
+def tanh(x):
+    """tanh.approx.f32."""
+    d = tod(x)
+    a = vabs(d)
+    e = exp2_double(sel(a < 30.0, a, 30.0) * 2.8853900817779268)
+    t = (e - 1.0) / (e + 1.0)
+    z = d * d
+    small = fma(fma(z, 0.13333333333333333, -0.3333333333333333) * z, a, a)
+    r = vcopysign(sel(a < 0.02, small, t), d)
+    return canonical(tof(sel(x == x, r, d)))
+
+
+@_fn
+def rsqrt(x):
+    return canonical(tof(1.0 / vsqrt(tod(x))))
+
+
+@_fn
+def rcp(x):
+    return canonical(1.0 / x)
+
+
+@_fn
+def rcp64_approx(x):
+    """rcp.approx.ftz.f64: the upper 32 bits of the reciprocal, subnormals flushed."""
+    bits = asQ(x)
+    x = asD(sel((bits & 0x7FF0000000000000) == 0, bits & 0x8000000000000000, bits))
+    r = asQ(1.0 / x) & 0xFFFFFFFF00000000
+    r = sel((r & 0x7FF0000000000000) == 0, r & 0x8000000000000000, r)
+    return asD(sel(x == x, r, toq(0x7FFFFFFF00000000)))
+
+
+@_fn
+def rsqrt64_approx(x):
+    """rsqrt.approx.ftz.f64: the upper 32 bits, subnormals flushed."""
+    bits = asQ(x)
+    x = asD(sel((bits & 0x7FF0000000000000) == 0, bits & 0x8000000000000000, bits))
+    r = 1.0 / vsqrt(x)
+    return asD(sel(r == r, asQ(r) & 0xFFFFFFFF00000000, toq(0x7FFFFFFF00000000)))
+
+
+# ---------------------------------------------------------------- one rounding from a double
+
+
+@_fn
+def add_to_odd(p, c):
+    """p + c (D), rounded to odd: a later rounding to fewer bits is then the only one."""
+    s = p + c
+    t = s - p
+    e = (p - (s - t)) + (c - t)
+    bits = asL(s)
+    toward = sel((asL(e) ^ bits) >= 0, bits + 1, bits - 1)
+    inexact = ((e < 0.0) | (e > 0.0)) & ((bits & 1) == 0)
+    return asD(sel(inexact, toward, bits))
+
+
+@_fn
+def narrow_to_odd(d):
+    """D -> F, rounded to odd."""
+    t = tof(d)
+    back = tod(t)
+    bits = asU(t)
+    bits = sel(vabs(back) > vabs(d), bits - 1, bits)
+    return asF(sel(back != d, bits | 1, bits))
+
+
+@_fn
+def fma_to_odd(a, b, c):
+    """a * b + c for F whose product is exact in double, to F, rounded to odd."""
+    return narrow_to_odd(add_to_odd(tod(a) * tod(b), tod(c)))
+
+
+# ---------------------------------------------------------------- bf16, f16, tf32
+
+
+@_fn
+def bf16_to_float(a):
+    """The bf16 in the low half of each lane."""
+    return asF(a << 16)
+
+
+@_fn
+def float_to_bf16(x):
+    """Round to nearest even; NaN -> 0x7fff."""
+    u = asU(x)
+    return sel(x == x, (u + 0x7FFF + ((u << 15) >> 31)) >> 16, 0x7FFF)
+
+
+@_fn
+def pack_bf16(high, low):
+    """cvt.rn.bf16x2.f32."""
+    h = asU(canonical(high))
+    l = asU(canonical(low))  # noqa: E741
+    # Rounding 0x7fffffff up would carry into the sign: NaNs keep their bits.
+    h = sel(high == high, h + 0x7FFF + ((h << 15) >> 31), h)
+    l = sel(low == low, l + 0x7FFF + ((l << 15) >> 31), l)  # noqa: E741
+    return (h & 0xFFFF0000) | (l >> 16)
+
+
+@_fn
+def float_to_f16(x):
+    """Round to nearest even; NaN -> 0x7fff."""
+    return float_to_half(canonical(x))
+
+
+@_fn
+def float_to_f16_rz(x):
+    h = float_to_half(canonical(x))
+    return sel(vabs(half_to_float(h)) > vabs(x), h - 1, h)
+
+
+@_fn
+def float_to_f16_rm(x):
+    h = float_to_half(canonical(x))
+    return sel(half_to_float(h) > x, sel((h & 0x8000) == 0, h - 1, h + 1), h)
+
+
+@_fn
+def float_to_f16_rp(x):
+    h = float_to_half(canonical(x))
+    return sel(half_to_float(h) < x, sel((h & 0x8000) == 0, h + 1, h - 1), h)
+
+
+@_fn
+def ftz16(a):
+    """Subnormal f16 (both halves) -> zero of the same sign."""
+    low = sel((a & 0x7C00) == 0, a & 0xFFFF8000, a)
+    return sel((low & 0x7C000000) == 0, low & 0x8000FFFF, low)
+
+
+# ---------------------------------------------------------------- 8-, 6- and 4-bit floats
+
+
+@_fn
+def to_mini(x, mantissa, emin, top):
+    """|x| -> code of a small float format (round to nearest even, saturating at code `top`).
+
+    In units of the last place at its exponent, |x| is rounded to an integer; the carry of a rounding up goes into the
+    exponent by itself."""
+    u = asI(x) & 0x7FFFFFFF
+    e = smax((u >> 23) - 127, emin)
+    units = vabs(x) * asF((127 + mantissa - e) << 23)
+    code = ((e - emin) << mantissa) + toi(vrint(units))
+    return asU(smin(code, top))
+
+
+@_fn
+def to_e4m3(x):
+    code = sel(x == x, to_mini(x, 3, -6, 0x7E), 0x7F)
+    return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
+
+
+@_fn
+def to_e5m2(x):
+    code = sel(x == x, to_mini(x, 2, -14, 0x7B), 0x7F)
+    return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
+
+
+@_fn
+def to_e2m1(x):
+    return sel(x == x, to_mini(x, 1, 0, 7) | ((asU(x) >> 28) & 8), 7)
+
+
+@_fn
+def to_e2m3(x):
+    return sel(x == x, to_mini(x, 3, 0, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+
+
+@_fn
+def to_e3m2(x):
+    return sel(x == x, to_mini(x, 2, -2, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+
+
+@_fn
+def from_e4m3(code):
+    """To f16 bits, exactly. The bits stand at f16's places; the factor corrects the exponent's bias."""
+    h = float_to_half(half_to_float((code & 0x7F) << 7) * 256.0)
+    return sel((code & 0x7F) == 0x7F, 0x7FFF, h | ((code & 0x80) << 8))
+
+
+@_fn
+def from_e5m2(code):
+    h = (code & 0xFF) << 8
+    return sel((h & 0x7FFF) > 0x7C00, 0x7FFF, h)
+
+
+@_fn
+def from_e2m1(code):
+    return float_to_half(half_to_float((code & 7) << 9) * 16384.0) | ((code & 8) << 12)
+
+
+@_fn
+def from_e2m3(code):
+    return float_to_half(half_to_float((code & 0x1F) << 7) * 16384.0) | ((code & 0x20) << 10)
+
+
+@_fn
+def from_e3m2(code):
+    return float_to_half(half_to_float((code & 0x1F) << 8) * 4096.0) | ((code & 0x20) << 10)
+
+
+@_fn
+def to_ue8m0(x, up, top):
+    """|x| -> biased exponent, toward zero or (up = 1) to the next power of two; over `top`: saturates or NaN."""
+    u = asU(x) & 0x7FFFFFFF
+    e = u >> 23
+    rest = u & 0x7FFFFF
+    # Exponent 0: subnormals; 2^-127 itself is code 0.
+    step = sel(e == 0, sel(rest > 0x400000, tou(1), 0), sel(rest != 0, tou(1), 0)) * tou(up)
+    return sel(x == x, umin(e + step, top), 0xFF)
+
+
+@_fn
+def from_ue8m0(code):
+    """To bf16 bits."""
+    return sel(code == 0xFF, 0x7FFF, sel(code == 0, tou(0x40), code << 7))
+
+
+@_fn
+def odd_double(a):
+    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits shrink to one sticky bit, which tod then keeps."""
+    kept = (a >> 11) << 11
+    sticky = sel(kept == a, a, kept | 0x400)
+    small = sel(a < 0, -a, a) < 0x20000000000000
+    return tod(sel(small, a, sticky))

@@ -1,0 +1,352 @@
+"""Conversions between number types: cvt (PTX ISA 9.7.9). A conversion is a chain of small steps; the last one writes
+the destination."""
+
+from __future__ import annotations
+
+from softsm.isa.floating import MODES, ROUNDINGS
+from softsm.isa.registry import lowers, micro
+from softsm.isa.small_floats import SMALL, convert_small
+from softsm.isa.typed import Modifiers, needs_target, operands, unary
+from softsm.ptx.ast import Imm
+
+micro("cvt.u64.u32", "q=u", "toq(a)", hot=True)
+micro("cvt.s64.s32", "l=i", "tol(a)", hot=True)
+micro("cvt.u32.u64", "u=q", "tou(a)", hot=True)
+micro("lo8", "u=u", "a & 0xff", hot=True)
+micro("cvt.s32.s8", "i=i", "(a << 24) >> 24", hot=True)
+micro("cvt.rn.f32.s32", "f=i", "tof(a)", hot=True)
+micro("cvt.rn.f32.u32", "f=u", "tof(a)", hot=True)
+micro("cvt.rn.f32.s64", "f=l", "tof(a)")
+micro("cvt.rn.f32.u64", "f=q", "tof(a)")
+micro("cvt.rn.f64.s64", "d=l", "tod(a)")
+micro("cvt.rn.f64.u64", "d=q", "tod(a)")
+micro("cvt.rn.f64.s32", "d=i", "tod(a)")
+micro("cvt.rn.f64.u32", "d=u", "tod(a)")
+micro("cvt.odd.f64.s64", "d=l", "odd_double(a)")
+micro("cvt.odd.f64.u64", "d=q", "odd_double(a)")
+micro("cvt.odd.f32.f64", "f=d", "narrow_to_odd(a)")
+micro("cvt.f64.f32", "d=f", "tod(a)", hot=True)
+micro("cvt.rn.f32.f64", "f=d", "canonical(tof(a))", hot=True)
+micro("sat.f64", "d=d", "saturate(a)")
+micro("cvt.rz.f16.f32", "u=f", "float_to_f16_rz(a)")
+micro("cvt.rm.f16.f32", "u=f", "float_to_f16_rm(a)")
+micro("cvt.rp.f16.f32", "u=f", "float_to_f16_rp(a)")
+micro("cvt.rz.bf16.f32", "u=f", "sel(a == a, asU(a) >> 16, 0x7fff)")
+micro("cvt.rm.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((asU(a) >> 31) * 0xffff)) >> 16, 0x7fff)")
+micro("cvt.rp.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((1 - (asU(a) >> 31)) * 0xffff)) >> 16, 0x7fff)")
+micro("cvt.rna.tf32.f32", "u=f", "sel(a == a, (asU(a) + 0x1000) & 0xffffe000, 0x7fffffff)", hot=True)
+micro("cvt.rn.tf32.f32", "u=f", "sel(a == a, (asU(a) + 0xfff + ((asU(a) >> 13) & 1)) & 0xffffe000, 0x7fffffff)")
+micro("cvt.rz.tf32.f32", "u=f", "sel(a == a, asU(a) & 0xffffe000, 0x7fffffff)")
+for _k, _t in (("f", "f32"), ("d", "f64")):
+    micro(f"cvt.rzi.s32.{_t}", f"i={_k}", "toi(a)", hot=_t == "f32")
+    micro(f"cvt.rzi.u32.{_t}", f"u={_k}", "tou(a)", hot=_t == "f32")
+    micro(f"rni.{_t}", f"{_k}={_k}", "vrint(a)")
+    micro(f"rzi.{_t}", f"{_k}={_k}", "vtrunc(a)")
+    micro(f"rmi.{_t}", f"{_k}={_k}", "vfloor(a)")
+    micro(f"rpi.{_t}", f"{_k}={_k}", "vceil(a)")
+micro("cvt.rzi.s64.f64", "l=d", "tol(a)")
+micro("cvt.rzi.u64.f64", "q=d", "toq(a)")
+for _r, _mode in MODES.items():
+    micro(f"cvt.{_r}.f32.f64", "f=d", f"canonical(rounded_tof({_mode}, a))")
+    for _t, _k in (("s32", "i"), ("u32", "u"), ("s64", "l"), ("u64", "q")):
+        micro(f"cvt.{_r}.f32.{_t}", f"f={_k}", f"rounded_tof({_mode}, a)")
+        if _k in "lq":
+            micro(f"cvt.{_r}.f64.{_t}", f"d={_k}", f"rounded_tod({_mode}, a)")
+# .relu and .satfinite of converted halves; the other half of the register is left alone.
+for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
+    micro(f"finite.lo.{_t}", "u=u", f"sel((a & 0x7fff) == {_inf}, a - 1, a)")
+    micro(f"finite.hi.{_t}", "u=u", f"sel((a & 0x7fff0000) == {_inf << 16}, a - 0x10000, a)")
+micro("finite.tf32", "u=u", "sel((a & 0x7fffffff) == 0x7f800000, a - 0x2000, a)")
+micro("relu.f32", "u=u", "sel((a > 0x7fffffff) & (a <= 0xff800000), tou(0), a)")
+micro("rs.bf16", "u=fu", "sel(a == a, (asU(a) + b) >> 16, 0x7fff)")  # carry of random bits into the kept ones
+
+INTEGERS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
+FLOATS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+KIND = {"cvt.u64.u32": "q", "cvt.s64.s32": "l"}
+
+
+class Chain:
+    """Steps from a source row to the destination register; only the last one writes it."""
+
+    def __init__(self, asm, row: int, wide: bool):
+        self.asm, self.row, self.wide = asm, row, wide
+        self.steps: list[tuple] = []
+
+    def then(self, name: str, *more: int, wide: bool | None = None) -> None:
+        self.steps.append((name, more))
+        self.wide = self.wide if wide is None else wide
+
+    def into(self, operand) -> None:
+        kind = "q" if self.wide else "u"
+        steps = self.steps or [("mov.b64" if self.wide else "mov.b32", ())]
+        for name, more in steps[:-1]:
+            kind_of_step = "q" if _writes_wide(name) else "u"
+            self.row = unary(self.asm, name, kind_of_step, self.row, *more)
+        self.asm.emit(steps[-1][0], self.asm.dst(operand, kind), self.row, *steps[-1][1])
+
+
+def _writes_wide(name: str) -> bool:
+    from softsm.isa.registry import MICROS
+
+    return MICROS[name].dst in "qld"
+
+
+def register_width(asm, operand) -> int:
+    from softsm.engine.assemble import WIDTH
+
+    return WIDTH.get(asm.type_of(operand), 32)
+
+
+def integer_source(asm, operand, t: str) -> Chain:
+    """The value extended to 32 or 64 bits by its type."""
+    bits = INTEGERS[t]
+    if isinstance(operand, Imm):
+        value = int(operand.value) & ((1 << bits) - 1)
+        if t[0] == "s" and value >> (bits - 1):
+            value -= 1 << bits
+        return Chain(asm, asm.const(value, "q" if bits == 64 else "u"), bits == 64)
+    have = register_width(asm, operand)
+    if bits == 64:
+        return Chain(asm, asm.src(operand, "q"), True)
+    chain = Chain(asm, asm.src(operand, "q" if have == 64 else "u"), have == 64)
+    if have == 64:
+        chain.then("cvt.u32.u64", wide=False)
+    if bits < 32 and not (t[0] == "u" and have <= bits):
+        chain.then({"u8": "lo8", "s8": "cvt.s32.s8", "u16": "lo16", "s16": "cvt.s32.s16"}[t])
+    return chain
+
+
+def integer_target(asm, chain: Chain, t: str, operand) -> None:
+    """Cut to the type, extend to the register."""
+    bits, have = INTEGERS[t], register_width(asm, operand)
+    if have < bits:
+        raise asm.error(f"the destination has {have} bits, .{t} needs {bits}")
+    if bits < 64 and chain.wide:
+        chain.then("cvt.u32.u64", wide=False)
+    if bits < 32:
+        chain.then({"u8": "lo8", "s8": "cvt.s32.s8", "u16": "lo16", "s16": "cvt.s32.s16"}[t])
+        if have == 16 and t[0] == "s":
+            chain.then("lo16")  # 16-bit registers keep their upper half zero
+    if bits < 64 and have == 64:
+        chain.then("cvt.s64.s32" if t[0] == "s" else "cvt.u64.u32", wide=True)
+    chain.into(operand)
+
+
+def widen(chain: Chain, t: str) -> None:
+    """A 32-bit integer value to 64 bits, by the signedness of its type."""
+    if not chain.wide:
+        chain.then("cvt.s64.s32" if t[0] == "s" else "cvt.u64.u32", wide=True)
+
+
+def integer_to_integer(asm, ins, dtype, stype, sat, d, a):
+    chain = integer_source(asm, a, stype)
+    if sat:
+        bits = INTEGERS[dtype]
+        low = -(1 << (bits - 1)) if dtype[0] == "s" else 0
+        high = (1 << (bits - (dtype[0] == "s"))) - 1
+        widen(chain, stype)
+        if stype == "u64":
+            chain.then("min.u64", asm.const(high, "q"))
+        else:
+            chain.then("max.s64", asm.const(low, "q"))
+            if high < 1 << 63:
+                chain.then("min.s64", asm.const(high, "q"))
+    elif INTEGERS[dtype] == 64:
+        widen(chain, stype)
+    integer_target(asm, chain, dtype, d)
+
+
+def float_source(asm, operand, t: str, ftz: bool) -> Chain:
+    """The value as f32 (also of halves) or f64."""
+    if t == "f64":
+        return Chain(asm, asm.src(operand, "d"), True)
+    if t == "f32":
+        chain = Chain(asm, asm.src(operand, "f"), False)
+        if ftz:
+            chain.then("ftz.f32")
+        return chain
+    chain = Chain(asm, asm.src(operand, "u"), False)
+    chain.then(f"cvt.f32.{t}")
+    return chain
+
+
+def float_to_integer(asm, ins, dtype, stype, rounding, ftz, d, a):
+    if rounding not in ("rni", "rzi", "rmi", "rpi"):
+        asm.refuse(ins, "a float becomes an integer by .rni, .rzi, .rmi or .rpi")
+    chain = float_source(asm, a, stype, ftz)
+    wide = "f64" if stype == "f64" else "f32"
+    if rounding != "rzi":
+        chain.then(f"{rounding}.{wide}")
+    bits, signed = INTEGERS[dtype], dtype[0] == "s"
+    if bits == 64:
+        if wide == "f32":
+            chain.then("cvt.f64.f32", wide=True)
+        chain.then(f"cvt.rzi.{dtype}.f64", wide=True)
+    else:
+        chain.then(f"cvt.rzi.{dtype[0]}32.{wide}", wide=False)
+        if bits < 32 and signed:
+            chain.then("max.s32", asm.const(-(1 << (bits - 1)), "i"))
+            chain.then("min.s32", asm.const((1 << (bits - 1)) - 1, "i"))
+        elif bits < 32:
+            chain.then("min.u32", asm.const((1 << bits) - 1, "u"))
+    integer_target(asm, chain, dtype, d)
+
+
+def integer_to_float(asm, ins, dtype, stype, rounding, sat, d, a):
+    if rounding not in ROUNDINGS:
+        asm.refuse(ins, "an integer becomes a float by .rn, .rz, .rm or .rp")
+    chain = integer_source(asm, a, stype)
+    source = f"{stype[0]}{64 if chain.wide else 32}"
+    if FLOATS[dtype] == 16:
+        chain.then(f"cvt.{'odd' if chain.wide else 'rn'}.f64.{source}", wide=True)
+        chain.then("cvt.odd.f32.f64", wide=False)
+    elif dtype == "f64" and not chain.wide:
+        chain.then(f"cvt.rn.f64.{source}", wide=True)  # exact
+    else:
+        chain.then(f"cvt.{rounding}.{dtype}.{source}", wide=dtype == "f64")
+    if sat:
+        chain.then("sat.f64" if dtype == "f64" else "sat.f32")
+    if FLOATS[dtype] == 16:
+        chain.then(f"cvt.{rounding}.{dtype}.f32")
+    chain.into(d)
+
+
+def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
+    chain = float_source(asm, a, stype, flags["ftz"])
+    narrows = FLOATS[dtype] < FLOATS[stype] or {dtype, stype} == {"f16", "bf16"}
+    integral = rounding in ("rni", "rzi", "rmi", "rpi")
+    if integral and dtype != stype:
+        asm.refuse(ins, "rounding to an integral value keeps the type")
+    if narrows and rounding not in ROUNDINGS:
+        asm.refuse(ins, "a conversion to fewer bits needs .rn, .rz, .rm or .rp")
+    if not narrows and rounding in ROUNDINGS and dtype == stype:
+        asm.refuse(ins, f".{rounding} has no meaning for the same type")
+    if (flags["relu"] or flags["satfinite"]) and not (stype == "f32" and FLOATS[dtype] == 16 and rounding in ("rn", "rz")):
+        asm.refuse(ins, ".relu and .satfinite convert .f32 by .rn or .rz")
+    if integral:
+        chain.then(f"{rounding}.{'f64' if stype == 'f64' else 'f32'}")
+    if dtype == "f64" and stype != "f64":
+        chain.then("cvt.f64.f32", wide=True)
+    if flags["sat"]:
+        chain.then("sat.f64" if chain.wide else "sat.f32")
+    if dtype == "f32" and stype == "f64":
+        chain.then(f"cvt.{rounding}.f32.f64", wide=False)
+    elif FLOATS[dtype] == 16:
+        if stype == "f64":
+            chain.then("cvt.odd.f32.f64", wide=False)
+        if dtype == stype and not chain.steps[1:]:
+            chain.steps.clear()  # nothing but a move
+        else:
+            chain.then(f"cvt.{rounding if rounding in ROUNDINGS else 'rn'}.{dtype}.f32")
+    if dtype == "f32" and flags["ftz"]:
+        chain.then("ftz.f32")
+    if flags["relu"]:
+        chain.then(f"relu.lo.{dtype}x2")
+    if flags["satfinite"]:
+        chain.then(f"finite.lo.{dtype}x2")
+    chain.into(d)
+
+
+def to_packed_halves(asm, ins, dtype, rounding, flags):
+    """cvt.{f16x2,bf16x2}.f32 d, a, b: a into the upper half."""
+    t = dtype.removesuffix("x2")
+    if rounding not in ("rn", "rz", "rs"):
+        asm.refuse(ins, "needs .rn, .rz or .rs")
+    d, a, b, *bits = operands(asm, ins, 4 if rounding == "rs" else 3)
+    ra, rb = asm.src(a, "f"), asm.src(b, "f")
+    if rounding == "rs":
+        needs_target(asm, ins, 100)
+        if t == "f16":
+            asm.refuse(ins, "stochastic rounding is done for .bf16x2 only")
+        random = asm.src(bits[0], "u")
+        high = unary(asm, "rs.bf16", "u", ra, unary(asm, "hi16", "u", random))
+        low = unary(asm, "rs.bf16", "u", rb, unary(asm, "lo16", "u", random))
+    elif rounding == "rn":
+        chain = Chain(asm, ra, False)
+        chain.then(f"cvt.rn.{dtype}.f32", rb)
+    else:
+        high, low = (unary(asm, f"cvt.rz.{t}.f32", "u", row) for row in (ra, rb))
+    if rounding != "rn":
+        chain = Chain(asm, low, False)
+        chain.then("pack.b32", high)
+    for name in ("relu", "satfinite"):
+        if flags[name]:
+            part = "finite" if name == "satfinite" else name
+            chain.then(f"{part}.lo.{dtype}")
+            chain.then(f"{part}.hi.{dtype}")
+    chain.into(d)
+
+
+def to_tf32(asm, ins, rounding, flags):
+    if rounding not in ("rna", "rn", "rz"):
+        asm.refuse(ins, "needs .rna, .rn or .rz")
+    if rounding != "rna":
+        needs_target(asm, ins, 90)
+    d, a = operands(asm, ins, 2)
+    chain = Chain(asm, asm.src(a, "f"), False)
+    if flags["relu"]:
+        chain.then("relu.f32")
+    chain.then(f"cvt.{rounding}.tf32.f32")
+    if flags["satfinite"]:
+        chain.then("finite.tf32")
+    chain.into(d)
+
+
+def pack(asm, ins):
+    """cvt.pack.sat.type.s32{.b32} d, a, b{, c}: both saturated to the type, put side by side (above them c)."""
+    target, third = ins.modifiers[2] if len(ins.modifiers) > 2 else "", len(ins.modifiers) == 5
+    bits = int(target[1:]) if target[:1] in ("u", "s") and target[1:].isdigit() else 0
+    if ins.modifiers[1:2] != ("sat",) or ins.modifiers[3:] not in ((("s32", "b32")) if third else ("s32",),):
+        asm.refuse(ins, "the form is cvt.pack.sat.type.s32 or cvt.pack.sat.type.s32.b32")
+    if bits not in ((2, 4, 8) if third else (16,)):
+        asm.refuse(ins, f".{target} cannot be packed {'with' if third else 'without'} a third operand")
+    d, a, b, *c = operands(asm, ins, 4 if third else 3)
+    signed = target[0] == "s"
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    rows = []
+    for x in (a, b):
+        row = unary(asm, "max.s32", "i", asm.src(x, "i"), asm.const(low, "i"))
+        row = unary(asm, "min.s32", "i", row, asm.const(high, "i"))
+        rows.append(unary(asm, "and.b32", "u", row, asm.const((1 << bits) - 1, "u")))
+    row = unary(asm, "shl.b32", "u", rows[0], asm.const(bits, "u"))
+    row = unary(asm, "or.b32", "u", row, rows[1])
+    if third:
+        above = unary(asm, "shl.b32", "u", asm.src(c[0], "u"), asm.const(2 * bits, "u"))
+        row = unary(asm, "or.b32", "u", row, above)
+    asm.emit("mov.b32", asm.dst(d, "u"), row)
+
+
+@lowers("cvt")
+def cvt(asm, ins):
+    if ins.modifiers[:1] == ("pack",):
+        return pack(asm, ins)
+    if len(ins.modifiers) < 2:
+        asm.refuse(ins, "needs a destination and a source type")
+    m = Modifiers(asm, ins, 2)
+    dtype, stype = ins.modifiers[-2:]
+    rounding = m.one_of("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "rs")
+    flags = {name: m.flag(name) for name in ("ftz", "sat", "relu", "satfinite")}
+    m.done()
+    if dtype in SMALL or stype in SMALL:
+        return convert_small(asm, ins, dtype, stype, rounding, flags)
+    if dtype in ("f16x2", "bf16x2") and stype == "f32" and not (flags["ftz"] or flags["sat"]):
+        return to_packed_halves(asm, ins, dtype, rounding, flags)
+    if dtype == "tf32" and stype == "f32" and not (flags["ftz"] or flags["sat"]):
+        return to_tf32(asm, ins, rounding, flags)
+    known = {**INTEGERS, **FLOATS}
+    if dtype not in known or stype not in known:
+        asm.refuse(ins, f"no conversion from .{stype} to .{dtype}")
+    if flags["ftz"] and "f32" not in (dtype, stype):
+        asm.refuse(ins, ".ftz is for .f32")
+    d, a = operands(asm, ins, 2)
+    if dtype in FLOATS and stype in FLOATS:
+        return float_to_float(asm, ins, dtype, stype, rounding, flags, d, a)
+    if flags["relu"] or flags["satfinite"]:
+        asm.refuse(ins, ".relu and .satfinite are for conversions between floats")
+    if dtype in INTEGERS and stype in INTEGERS:
+        if rounding:
+            asm.refuse(ins, f".{rounding} has no meaning between integers")
+        return integer_to_integer(asm, ins, dtype, stype, flags["sat"], d, a)
+    if dtype in INTEGERS:
+        return float_to_integer(asm, ins, dtype, stype, rounding, flags["ftz"], d, a)
+    integer_to_float(asm, ins, dtype, stype, rounding, flags["sat"], d, a)

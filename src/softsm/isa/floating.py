@@ -1,0 +1,290 @@
+"""f32 and f64 arithmetic: PTX ISA 9.7.3, and the packed .f32x2 forms.
+
+A NaN result of an f32 operation is the canonical 0x7fffffff. `.ftz` flushes subnormal inputs and results to a zero of
+the same sign; rare combinations are put together from `ftz.f32`, `sat.f32` and the plain operation.
+"""
+
+from __future__ import annotations
+
+from softsm.isa.registry import lowers, micro
+from softsm.isa.typed import Modifiers, lowers_typed, needs_target, operands, unary
+
+micro("add.f32", "f=ff", "canonical(a + b)", hot=True)
+micro("sub.f32", "f=ff", "canonical(a - b)", hot=True)
+micro("mul.f32", "f=ff", "canonical(a * b)", hot=True)
+micro("fma.f32", "f=fff", "canonical(fma(a, b, c))", hot=True)
+micro("div.f32", "f=ff", "canonical(a / b)", hot=True)
+micro("add.ftz.f32", "f=ff", "ftz(canonical(ftz(a) + ftz(b)))", hot=True)
+micro("sub.ftz.f32", "f=ff", "ftz(canonical(ftz(a) - ftz(b)))", hot=True)
+micro("mul.ftz.f32", "f=ff", "ftz(canonical(ftz(a) * ftz(b)))", hot=True)
+micro("fma.ftz.f32", "f=fff", "ftz(canonical(fma(ftz(a), ftz(b), ftz(c))))", hot=True)
+micro("neg.f32", "u=u", "a ^ 0x80000000", hot=True)
+micro("abs.f32", "u=u", "a & 0x7fffffff", hot=True)
+micro("min.f32", "f=ff", "canonical(minnum(a, b))", hot=True)
+micro("max.f32", "f=ff", "canonical(maxnum(a, b))", hot=True)
+micro("nan.f32", "f=fff", "asF(sel((b == b) & (c == c), asU(a), 0x7fffffff))", hot=True)  # .NaN: any NaN wins
+micro("ftz.f32", "f=f", "ftz(a)", hot=True)
+micro("sat.f32", "f=f", "saturate(a)")
+micro("signs.f32", "u=uuu", "(a & 0x7fffffff) | ((b ^ c) & 0x80000000)")  # .xorsign, and copysign
+micro("ex2.ftz.f32", "f=f", "ex2_ftz(a)", hot=True)
+micro("ex2.f32", "f=f", "ex2(a)", hot=True)
+micro("lg2.f32", "f=f", "log2(a)", hot=True)
+micro("rcp.f32", "f=f", "rcp(a)", hot=True)
+micro("rsqrt.f32", "f=f", "rsqrt(a)", hot=True)
+micro("sqrt.f32", "f=f", "canonical(vsqrt(a))", hot=True)
+micro("sin.f32", "f=f", "sine(a)")
+micro("cos.f32", "f=f", "cosine(a)")
+micro("tanh.f32", "f=f", "tanh(a)", hot=True)
+micro("add.f32x2", "q=qq", "asQ(canonical(asX(a) + asX(b)))", hot=True)
+micro("sub.f32x2", "q=qq", "asQ(canonical(asX(a) - asX(b)))", hot=True)
+micro("mul.f32x2", "q=qq", "asQ(canonical(asX(a) * asX(b)))", hot=True)
+micro("fma.f32x2", "q=qqq", "asQ(canonical(fma(asX(a), asX(b), asX(c))))", hot=True)
+micro("ftz.f32x2", "q=q", "asQ(ftz2(asX(a)))")
+micro("neg.f32x2", "q=q", "a ^ 0x8000000080000000")
+
+micro("add.f64", "d=dd", "nan64(a + b, a, b)", hot=True)
+micro("mul.f64", "d=dd", "nan64(a * b, a, b)", hot=True)
+micro("fma.f64", "d=ddd", "nan64x3(fma(a, b, c), a, b, c)", hot=True)
+micro("div.f64", "d=dd", "nan64(a / b, a, b)")
+micro("sqrt.f64", "d=d", "nan64(vsqrt(a), a, a)")
+micro("neg.f64", "q=q", "a ^ 0x8000000000000000")
+micro("abs.f64", "q=q", "a & 0x7fffffffffffffff")
+micro("min.f64", "d=dd", "nan64(minnum(a, b), a, b)")
+micro("max.f64", "d=dd", "nan64(maxnum(a, b), a, b)")
+micro("signs.f64", "q=qqq", "(a & 0x7fffffffffffffff) | ((b ^ c) & 0x8000000000000000)")
+micro("rcp.approx.f64", "d=d", "rcp64_approx(a)")
+micro("rsqrt.approx.ftz.f64", "d=d", "rsqrt64_approx(a)")
+micro("rsqrt.f64", "d=d", "nan64(1.0 / vsqrt(a), a, a)")
+
+MODES = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
+for _r, _mode in MODES.items():
+    for _name, _args, _call in (("add", 2, "rounded_add(%s, a, b)"), ("mul", 2, "rounded_mul(%s, a, b)"),
+                                ("div", 2, "rounded_div(%s, a, b)"), ("fma", 3, "rounded_fma(%s, a, b, c)"),
+                                ("sqrt", 1, "rounded_sqrt(%s, a)")):  # fmt: skip
+        _call = _call % _mode
+        micro(f"{_name}.{_r}.f32", "f=" + "f" * _args, f"canonical({_call})")
+        _nan = {1: "nan64(%s, a, a)", 2: "nan64(%s, a, b)", 3: "nan64x3(%s, a, b, c)"}[_args]
+        micro(f"{_name}.{_r}.f64", "d=" + "d" * _args, _nan % _call)
+    micro(f"add.{_r}.f32x2", "q=qq", f"asQ(canonical(rounded_add({_mode}, asX(a), asX(b))))")
+    micro(f"mul.{_r}.f32x2", "q=qq", f"asQ(canonical(rounded_mul({_mode}, asX(a), asX(b))))")
+    micro(f"fma.{_r}.f32x2", "q=qqq", f"asQ(canonical(rounded_fma({_mode}, asX(a), asX(b), asX(c))))")
+
+TESTS = {
+    "finite": "(a & {exp}) != {exp}",
+    "infinite": "(a & {all}) == {exp}",
+    "number": "(a & {all}) <= {exp}",
+    "notanumber": "(a & {all}) > {exp}",
+    "normal": "((a & {exp}) != 0) & ((a & {exp}) != {exp})",
+    "subnormal": "((a & {exp}) == 0) & ((a & {all}) != 0)",
+}
+for _test, _text in TESTS.items():
+    micro(f"testp.{_test}.f32", "p=u", _text.format(exp="0x7f800000", all="0x7fffffff"))
+    micro(f"testp.{_test}.f64", "p=q", _text.format(exp="0x7ff0000000000000", all="0x7fffffffffffffff"))
+
+ROUNDINGS = ("rn", "rz", "rm", "rp")
+
+
+def flushed(asm, rows: list[int], ftz: bool, t: str = "f32") -> list[int]:
+    """Sources with subnormals flushed, when .ftz asks for it."""
+    if not ftz:
+        return rows
+    kind = "q" if t == "f32x2" else "f"
+    return [unary(asm, f"ftz.{t}", kind, row) for row in rows]
+
+
+def store(asm, operand, name: str, rows: list[int], *, kind: str = "f", ftz: bool = False, sat: bool = False) -> None:
+    """Emit `name` into the destination, through .ftz and .sat of the result where asked."""
+    steps = [name, *(["ftz.f32x2" if kind == "q" else "ftz.f32"] if ftz else []), *(["sat.f32"] if sat else [])]
+    for step in steps[:-1]:
+        rows = [unary(asm, step, kind, *rows)]
+    asm.emit(steps[-1], asm.dst(operand, kind), *rows)
+
+
+@lowers_typed("add", "f32", "f64", "f32x2")
+@lowers_typed("sub", "f32", "f64", "f32x2")
+@lowers_typed("mul", "f32", "f64", "f32x2")
+@lowers_typed("fma", "f32", "f64", "f32x2")
+@lowers_typed("mad", "f32", "f64")
+def arithmetic(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    if m.left and m.left[0] == "f32" and t != "f32":
+        asm.refuse(ins, f"no such combination of types: .f32.{t}")
+    rounding = m.one_of(*ROUNDINGS)
+    ftz, sat = m.flag("ftz"), m.flag("sat")
+    m.done()
+    op = "fma" if ins.opcode == "mad" else ins.opcode
+    if op == "fma" and rounding is None and not (ins.opcode == "mad" and t == "f32"):
+        asm.refuse(ins, f"{ins.opcode} needs a rounding: .rn, .rz, .rm or .rp")
+    if t == "f64" and (ftz or sat):
+        asm.refuse(ins, ".ftz and .sat are for .f32")
+    if t == "f32x2":
+        needs_target(asm, ins, 100)
+        if sat:
+            asm.refuse(ins, ".sat is not for .f32x2")
+    kind = {"f32": "f", "f64": "d", "f32x2": "q"}[t]
+    d, *sources = operands(asm, ins, 4 if op == "fma" else 3)
+    rows = [asm.src(x, kind) for x in sources]
+    rounding = rounding or "rn"
+    if rounding == "rn" and t == "f32" and ftz:
+        return store(asm, d, f"{op}.ftz.f32", rows, sat=sat)
+    rows = flushed(asm, rows, ftz, t)
+    if op == "sub" and (rounding != "rn" or t == "f64"):  # a - b = a + (-b), exactly
+        op, rows = "add", [rows[0], unary(asm, f"neg.{t}", kind, rows[1])]
+    name = f"{op}.{t}" if rounding == "rn" else f"{op}.{rounding}.{t}"
+    store(asm, d, name, rows, kind=kind, ftz=ftz, sat=sat)
+
+
+@lowers_typed("div", "f32", "f64")
+def divide(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    mode, ftz = m.one_of("approx", "full", *ROUNDINGS), m.flag("ftz")
+    m.done()
+    if mode is None:
+        asm.refuse(ins, "needs .approx, .full, .rn, .rz, .rm or .rp")
+    d, a, b = operands(asm, ins, 3)
+    if t == "f64":
+        if mode in ("approx", "full") or ftz:
+            asm.refuse(ins, "div.f64 takes a rounding and nothing else")
+        name = "div.f64" if mode == "rn" else f"div.{mode}.f64"
+        return asm.emit(name, asm.dst(d, "d"), asm.src(a, "d"), asm.src(b, "d"))
+    rows = flushed(asm, [asm.src(a, "f"), asm.src(b, "f")], ftz)
+    if mode == "approx":  # a * (1/b): a reciprocal below the normal range counts as zero
+        inverse = unary(asm, "ftz.f32", "f", unary(asm, "rcp.f32", "f", rows[1]))
+        return store(asm, d, "mul.f32", [rows[0], inverse], ftz=ftz)
+    name = "div.f32" if mode in ("full", "rn") else f"div.{mode}.f32"
+    store(asm, d, name, rows, ftz=ftz)
+
+
+@lowers_typed("rcp", "f32", "f64")
+@lowers_typed("sqrt", "f32", "f64")
+def reciprocal_root(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    mode, ftz = m.one_of("approx", *ROUNDINGS), m.flag("ftz")
+    m.done()
+    if mode is None:
+        asm.refuse(ins, "needs .approx, .rn, .rz, .rm or .rp")
+    d, a = operands(asm, ins, 2)
+    if t == "f64":
+        if mode == "approx":
+            if ins.opcode != "rcp" or not ftz:
+                asm.refuse(ins, "the approximate f64 form is rcp.approx.ftz.f64")
+            return asm.emit("rcp.approx.f64", asm.dst(d, "d"), asm.src(a, "d"))
+        if ftz:
+            asm.refuse(ins, ".ftz is for .f32")
+        rows, kind = [asm.src(a, "d")], "d"
+        one = asm.const(0x3FF0000000000000, "d")
+    else:
+        rows, kind = flushed(asm, [asm.src(a, "f")], ftz), "f"
+        one = asm.const(0x3F800000, "f")
+    directed = "" if mode in ("approx", "rn") else f".{mode}"
+    if ins.opcode == "rcp":
+        if not directed and t == "f32":
+            return store(asm, d, "rcp.f32", rows, ftz=ftz)
+        return store(asm, d, f"div{directed}.{t}", [one, *rows], kind=kind, ftz=ftz)
+    store(asm, d, f"sqrt{directed}.{t}", rows, kind=kind, ftz=ftz)
+
+
+@lowers_typed("rsqrt", "f32", "f64")
+@lowers_typed("sin", "f32")
+@lowers_typed("cos", "f32")
+@lowers_typed("lg2", "f32")
+def approximate(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    approx, ftz = m.flag("approx"), m.flag("ftz")
+    m.done()
+    if not approx:
+        asm.refuse(ins, f"{ins.opcode} needs .approx")
+    d, a = operands(asm, ins, 2)
+    if t == "f64":
+        return asm.emit(f"rsqrt.{'approx.ftz.' if ftz else ''}f64", asm.dst(d, "d"), asm.src(a, "d"))
+    store(asm, d, f"{ins.opcode}.f32", flushed(asm, [asm.src(a, "f")], ftz), ftz=ftz)
+
+
+@lowers_typed("ex2", "f32")
+def ex2(asm, ins):
+    m = Modifiers(asm, ins)
+    approx, ftz = m.flag("approx"), m.flag("ftz")
+    m.done()
+    if not approx:
+        asm.refuse(ins, "ex2 needs .approx")
+    d, a = operands(asm, ins, 2)
+    asm.emit("ex2.ftz.f32" if ftz else "ex2.f32", asm.dst(d, "f"), asm.src(a, "f"))
+
+
+@lowers_typed("tanh", "f32")
+def tanh(asm, ins):
+    m = Modifiers(asm, ins)
+    approx = m.flag("approx")
+    m.done()
+    if not approx:
+        asm.refuse(ins, "tanh needs .approx")
+    d, a = operands(asm, ins, 2)
+    asm.emit("tanh.f32", asm.dst(d, "f"), asm.src(a, "f"))
+
+
+@lowers_typed("neg", "f32", "f64")
+@lowers_typed("abs", "f32", "f64")
+def sign(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    ftz = m.flag("ftz")
+    m.done()
+    if ftz and t == "f64":
+        asm.refuse(ins, ".ftz is for .f32")
+    d, a = operands(asm, ins, 2)
+    kind = "d" if t == "f64" else "f"
+    asm.emit(f"{ins.opcode}.{t}", asm.dst(d, kind), *flushed(asm, [asm.src(a, kind)], ftz))
+
+
+@lowers_typed("min", "f32", "f64")
+@lowers_typed("max", "f32", "f64")
+def min_max(asm, ins):
+    t = ins.modifiers[-1]
+    m = Modifiers(asm, ins)
+    ftz, nan, xorsign, magnitude = m.flag("ftz"), m.flag("NaN"), m.flag("xorsign"), m.flag("abs")
+    m.done()
+    d, *sources = operands(asm, ins, 3, 4)
+    if t == "f64":
+        if ftz or nan or xorsign or magnitude or len(sources) != 2:
+            asm.refuse(ins, f"{ins.opcode}.f64 takes two operands and no modifier")
+        return asm.emit(f"{ins.opcode}.f64", asm.dst(d, "d"), *(asm.src(x, "d") for x in sources))
+    if len(sources) == 3:
+        needs_target(asm, ins, 100)
+    if xorsign and (not magnitude or len(sources) == 3):
+        asm.refuse(ins, ".xorsign goes with .abs and two operands")
+    rows = flushed(asm, [asm.src(x, "f") for x in sources], ftz)
+    if magnitude:
+        sign_rows, rows = rows, [unary(asm, "abs.f32", "u", row) for row in rows]
+    if len(rows) == 2 and not (nan or xorsign):
+        return asm.emit(f"{ins.opcode}.f32", asm.dst(d, "f"), *rows)
+    best = rows[0]
+    for row in rows[1:]:
+        inputs, best = (best, row), unary(asm, f"{ins.opcode}.f32", "f", best, row)
+        if nan:
+            best = unary(asm, "nan.f32", "f", best, *inputs)
+    if xorsign:
+        best = unary(asm, "signs.f32", "u", best, *sign_rows)
+    asm.emit("mov.b32", asm.dst(d, "f"), best)
+
+
+@lowers("testp")
+def testp(asm, ins):
+    if len(ins.modifiers) != 2 or ins.modifiers[0] not in TESTS or ins.modifiers[1] not in ("f32", "f64"):
+        asm.refuse(ins, f"takes one of {', '.join('.' + x for x in TESTS)} and .f32 or .f64")
+    d, a = operands(asm, ins, 2)
+    asm.emit(f"testp.{ins.modifiers[0]}.{ins.modifiers[1]}", asm.dst(d, "p"),
+             asm.src(a, "d" if ins.modifiers[1] == "f64" else "f"))  # fmt: skip
+
+
+@lowers_typed("copysign", "f32", "f64")
+def copysign(asm, ins):
+    """The sign of a on the magnitude of b."""
+    t = ins.modifiers[-1]
+    Modifiers(asm, ins).done()
+    d, a, b = operands(asm, ins, 3)
+    kind = "d" if t == "f64" else "f"
+    asm.emit(f"signs.{t}", asm.dst(d, kind), asm.src(b, kind), asm.src(a, kind), asm.const(0, kind))

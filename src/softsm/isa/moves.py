@@ -1,0 +1,106 @@
+"""mov in all its forms, and cvta: PTX ISA 9.7.9."""
+
+from __future__ import annotations
+
+from softsm.engine import program as pg
+from softsm.isa.registry import lowers, micro
+from softsm.isa.typed import KIND, operands, src16, unary
+from softsm.ptx.ast import Sink, Vector
+
+micro("pack.b64", "q=uu", "toq(a) | (toq(b) << 32)", hot=True)
+micro("hi32", "u=q", "tou(a >> 32)", hot=True)
+
+TYPES = ("pred", "b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64", "b128")
+
+
+@lowers("mov")
+def mov(asm, ins):
+    if len(ins.modifiers) != 1 or ins.modifiers[0] not in TYPES:
+        asm.refuse(ins, f"takes one of {', '.join('.' + t for t in TYPES)}")
+    t = ins.modifiers[0]
+    d, a = operands(asm, ins, 2)
+    if isinstance(a, Vector) and len(a.items) > 1:
+        return pack(asm, ins, t, d, a.items)
+    if isinstance(d, Vector) and len(d.items) > 1:
+        return unpack(asm, ins, t, d.items, a)
+    if t == "b128":
+        target, row = asm.dst(d, "q"), asm.src(a, "q")
+        asm.emit("mov.b64", target, row)
+        return asm.emit("mov.b64", target + 1, row + 1)
+    if t.endswith("16"):
+        return asm.emit("mov.b32", asm.dst(d, "u"), src16(asm, a))
+    name = "mov.pred" if t == "pred" else "mov.b64" if t.endswith("64") else "mov.b32"
+    asm.emit(name, asm.dst(d, KIND[t]), asm.src(a, KIND[t]))
+
+
+def element_bits(asm, ins, t: str, count: int) -> int:
+    """Width of the parts; the type must be untyped bits."""
+    if t[0] != "b" or count not in (2, 4) or (t, count) in (("b128", 4), ("b16", 4)):
+        asm.refuse(ins, f"a .{t} has no {count} parts")
+    return int(t[1:]) // count
+
+
+def pack(asm, ins, t: str, d, items) -> None:
+    bits = element_bits(asm, ins, t, len(items))
+    if t == "b128":
+        target = asm.dst(d, "q")
+        for k, x in enumerate(items):
+            asm.emit("mov.b64", target + k, asm.src(x, "q"))
+        return
+    rows = [src16(asm, x) if bits == 16 else asm.src(x, "u") for x in items]
+    if bits == 8:
+        rows = [unary(asm, "lo8", "u", r) for r in rows]
+        pairs = [("pack.b8", rows[k], rows[k + 1]) for k in range(0, len(rows), 2)]
+        rows, last = pairs, ("pack.b32" if len(pairs) == 2 else None)
+    elif bits == 16:
+        pairs = [("pack.b32", rows[k], rows[k + 1]) for k in range(0, len(rows), 2)]
+        rows, last = pairs, ("pack.b64" if len(pairs) == 2 else None)
+    else:
+        return asm.emit("pack.b64", asm.dst(d, "q"), *rows)
+    if last is None:
+        return asm.emit(rows[0][0], asm.dst(d, "u"), *rows[0][1:])
+    halves = [unary(asm, name, "u", x, y) for name, x, y in rows]
+    asm.emit(last, asm.dst(d, "q" if last == "pack.b64" else "u"), *halves)
+
+
+def unpack(asm, ins, t: str, items, a) -> None:
+    bits = element_bits(asm, ins, t, len(items))
+    if t == "b128":
+        row = asm.src(a, "q")
+        for k, x in enumerate(items):
+            if not isinstance(x, Sink):
+                asm.emit("mov.b64", asm.dst(x, "q"), row + k)
+        return
+    wide = t == "b64"
+    row = asm.src(a, "q" if wide else "u")
+    for k, x in enumerate(items):
+        if isinstance(x, Sink):
+            continue
+        target = asm.dst(x, "u")
+        if bits == 32:
+            asm.emit("hi32" if k else "cvt.u32.u64", target, row)
+        elif bits == 16:
+            part = unary(asm, "hi32" if k >= 2 else "cvt.u32.u64", "u", row) if wide else row
+            asm.emit("hi16" if k % 2 else "lo16", target, part)
+        else:
+            part = unary(asm, "shr.b32", "u", row, asm.const(8 * k, "u")) if k else row
+            asm.emit("lo8", target, part)
+
+
+# Where each state space begins among generic addresses; None: generic and own addresses are the same.
+SPACES = {"global": None, "const": None, "param": None, "local": pg.LOCAL_WINDOW, "shared": pg.SHARED_WINDOW,
+          "shared::cta": pg.SHARED_WINDOW, "shared::cluster": pg.SHARED_WINDOW, "param::entry": None}  # fmt: skip
+
+
+@lowers("cvta")
+def cvta(asm, ins):
+    parts = list(ins.modifiers)
+    to = parts[:1] == ["to"]
+    parts = parts[1:] if to else parts
+    if len(parts) != 2 or parts[0] not in SPACES or parts[1] != "u64":
+        asm.refuse(ins, f"takes {{.to}} one of {', '.join('.' + s for s in SPACES)}, and .u64")
+    d, a = operands(asm, ins, 2)
+    row, window = asm.src(a, "q"), SPACES[parts[0]]
+    if window is None:
+        return asm.emit("mov.b64", asm.dst(d, "q"), row)
+    asm.emit("sub.u64" if to else "add.u64", asm.dst(d, "q"), row, asm.const(window, "q"))
