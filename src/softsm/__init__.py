@@ -1,1 +1,36 @@
-"""A streaming multiprocessor in software: runs PTX on a CPU and says why it is wrong."""
+"""A streaming multiprocessor in software: runs PTX on a CPU and says why it is wrong.
+
+    with softsm.use("sm_100a"):            # Triton and Gluon programs run here, on CPU tensors
+        kernel[grid](x, y, n)
+
+    softsm.load(ptx_text).launch(grid=4, block=128, args=[x, y, n])
+
+Nothing heavy is imported before one of these names is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_HOME = {
+    "use": "softsm.triton_driver.install",
+    "active_arch": "softsm.triton_driver.install",
+    "load": "softsm.engine.launch",
+    "errors": "softsm.errors",
+}
+
+__all__ = ["active_arch", "errors", "load", "use"]
+
+
+def __getattr__(name: str):
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'softsm' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

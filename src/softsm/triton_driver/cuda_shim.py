@@ -1,0 +1,161 @@
+"""For programs that say device="cuda": CPU tensors that claim to be on the GPU, and a torch.cuda that answers.
+
+Off unless asked for. Moving a tensor between "cuda" and "cpu" copies it, as it would between two memories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from softsm.triton_driver.install import Use
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+def _is_cuda(x: object) -> bool:
+    if isinstance(x, torch.device):
+        return x.type == "cuda"
+    return isinstance(x, str) and (x == "cuda" or x.startswith("cuda:"))
+
+
+def _names_device(x: object) -> bool:
+    return _is_cuda(x) or isinstance(x, torch.device) or x == "cpu"
+
+
+def _on_cpu(x: object) -> object:
+    return CPU if _is_cuda(x) else x
+
+
+_MOVES = (torch.Tensor.cuda, torch.Tensor.cpu)
+_IS_CUDA = torch.Tensor.is_cuda.__get__
+_DEVICE = torch.Tensor.device.__get__
+_GET_DEVICE = torch.Tensor.get_device
+
+
+class CudaToCpu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func == _IS_CUDA:  # bound wrappers: equal, never identical
+            return True
+        if func == _DEVICE:
+            real = func(*args)
+            return GPU if real.type == "cpu" else real
+        if func is _GET_DEVICE:
+            return 0
+        if func is torch.device:  # torch.device("cuda") itself works without CUDA
+            return func(*args, **kwargs)
+        if func in _MOVES:
+            return args[0].clone()
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}
+        if func is torch.Tensor.to and any(_names_device(x) for x in (*args[1:], *kwargs.values())):
+            args = tuple(_on_cpu(x) for x in args)
+            return func(*args, **{**kwargs, "copy": True})
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+class Stream:
+    """All work is done when it is issued, so there is nothing to order."""
+
+    cuda_stream = 0
+    device = GPU
+
+    def __init__(self, *_, **__):
+        pass
+
+    def wait_stream(self, other) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None):
+        from softsm.triton_driver.runtime import Event
+
+        event = event or Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class CudaShim:
+    """Installed when made; `remove` takes it away."""
+
+    def __init__(self, use: Use):
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "cuda_shim: CUDA is available here, so device='cuda' means the GPU; use CPU tensors"
+            )
+        from softsm.triton_driver.install import ARCHITECTURES, Patches
+        from softsm.triton_driver.runtime import Event
+
+        number = ARCHITECTURES[use.arch]
+        name = f"softsm {use.arch}"
+        properties = SimpleNamespace(
+            name=name, major=number // 10, minor=number % 10, multi_processor_count=use.sms, total_memory=1 << 37,
+            warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+            shared_memory_per_block=49152, shared_memory_per_block_optin=232_448,
+            shared_memory_per_multiprocessor=233_472, L2_cache_size=50 << 20, gcnArchName="")  # fmt: skip
+        stream = Stream()
+        answers = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": lambda: None,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda *_: None,
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "get_device_capability": lambda *_: divmod(number, 10),
+            "get_device_name": lambda *_: name,
+            "get_device_properties": lambda *_: properties,
+            "is_bf16_supported": lambda *_, **__: True,
+            "get_arch_list": lambda: [f"sm_{number}"],
+            "can_device_access_peer": lambda *_: False,
+            "memory_allocated": lambda *_: 0,
+            "max_memory_allocated": lambda *_: 0,
+            "memory_reserved": lambda *_: 0,
+            "max_memory_reserved": lambda *_: 0,
+            "reset_peak_memory_stats": lambda *_: None,
+            "reset_max_memory_allocated": lambda *_: None,
+            "mem_get_info": lambda *_: (1 << 37, 1 << 37),
+            "manual_seed": lambda seed: torch.default_generator.manual_seed(seed) and None,
+            "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed) and None,
+            "current_stream": lambda *_: stream,
+            "default_stream": lambda *_: stream,
+            "set_stream": lambda *_: None,
+            "stream": lambda *_: contextlib.nullcontext(),
+            "device": lambda *_: contextlib.nullcontext(),
+            "device_of": lambda *_: contextlib.nullcontext(),
+            "is_current_stream_capturing": lambda: False,
+            "Stream": Stream,
+            "Event": Event,
+        }
+        self._patches = Patches()
+        for attribute, answer in answers.items():
+            self._patches.set(torch.cuda, attribute, answer)
+        self._mode = CudaToCpu()
+        self._mode.__enter__()
+
+    def remove(self) -> None:
+        self._mode.__exit__(None, None, None)
+        self._patches.undo()

@@ -1,0 +1,139 @@
+"""`softsm.use(arch)`: put softsm under Triton, and take it away again without a trace."""
+
+from __future__ import annotations
+
+ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100}
+DEFAULT_SMS = 4
+
+_stack: list[Use] = []
+
+
+def current() -> Use | None:
+    """The innermost use, or None."""
+    return _stack[-1] if _stack else None
+
+
+def active_arch() -> str | None:
+    """The architecture softsm plays now, or None when it is not in use."""
+    state = current()
+    return state.arch if state else None
+
+
+class Patches:
+    """Attributes set for a while. `undo` puts back what was there, or nothing where nothing was."""
+
+    _absent = object()
+
+    def __init__(self) -> None:
+        self._done: list[tuple[object, str, object]] = []
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        self._done.append((owner, name, vars(owner).get(name, self._absent)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        for owner, name, old in reversed(self._done):
+            if old is self._absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+        self._done.clear()
+
+
+class Use:
+    """softsm in use. As a context manager it ends with the block, else with `stop()` or the process."""
+
+    def __init__(self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, register: bool = True):
+        if arch not in ARCHITECTURES:
+            raise ValueError(f"arch: got {arch!r}, accepted are {', '.join(ARCHITECTURES)}")
+        if not isinstance(sms, int) or sms < 1:
+            raise ValueError(f"sms: got {sms!r}, accepted is a positive int")
+        self.arch, self.sms = arch, sms
+        outer = current()
+        self.shimmed = cuda_shim or (outer is not None and outer.shimmed)
+        self._patches = Patches()
+        self._registry: tuple | None = None
+        self._driver: tuple | None = None
+        self._shim = None
+        _stack.append(self)
+        try:
+            self._install(register, cuda_shim and not (outer is not None and outer.shimmed))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _install(self, register: bool, shim: bool) -> None:
+        import torch
+
+        if shim:
+            from softsm.triton_driver.cuda_shim import CudaShim
+
+            self._shim = CudaShim(self)
+        import triton.backends.nvidia.compiler as nvidia_compiler
+        import triton.backends.nvidia.driver as nvidia_driver
+
+        # exactly one backend and one driver may answer for "cuda"
+        self._patches.set(nvidia_compiler.CUDABackend, "supports_target", staticmethod(lambda target: False))
+        self._patches.set(nvidia_driver.CudaDriver, "is_active", staticmethod(lambda: False))
+        if len(_stack) == 1:
+            from softsm.triton_driver import pointers
+
+            self._patches.set(torch.Tensor, "data_ptr", pointers.tracking(torch.Tensor.data_ptr))
+        if register:
+            self._register()
+
+    def _register(self) -> None:
+        import triton.testing
+        from triton.backends import Backend, backends
+        from triton.runtime.driver import driver
+
+        from softsm.triton_driver.backend import SoftsmBackend
+        from softsm.triton_driver.runtime import SoftsmDriver
+
+        self._registry = backends, backends.get("softsm")
+        backends["softsm"] = Backend(SoftsmBackend, SoftsmDriver)
+        self._driver = driver, driver._active
+        driver.set_active(SoftsmDriver(self.arch, self.sms))
+        self.bench_once_in(triton.testing)
+
+    def bench_once_in(self, testing) -> None:
+        from softsm.triton_driver.runtime import bench_once
+
+        for name in ("do_bench", "do_bench_cudagraph", "do_bench_proton", "do_bench_cudagraph_proton"):
+            if hasattr(testing, name):
+                self._patches.set(testing, name, bench_once)
+
+    def stop(self) -> None:
+        """Back to how it was. Uses end in the reverse order of their beginning."""
+        if self not in _stack:
+            return
+        while _stack[-1] is not self:
+            _stack[-1].stop()
+        if self._driver is not None:
+            driver, before = self._driver
+            driver._active = before
+        if self._registry is not None:
+            backends, old = self._registry
+            if old is None:
+                backends.pop("softsm", None)
+            else:
+                backends["softsm"] = old
+        self._patches.undo()
+        if self._shim is not None:
+            self._shim.remove()
+        _stack.remove(self)
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+
+def use(arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS) -> Use:
+    """Triton and Gluon programs run on this CPU from now on, compiled for `arch` ("sm_90a" or "sm_100a").
+
+    As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
+    tensors for programs that insist on it; it is refused where CUDA is available. `sms` is the number of SMs played.
+    """
+    return Use(arch, cuda_shim=cuda_shim, sms=sms)

@@ -1,0 +1,109 @@
+"""Programs that say device="cuda" get CPU tensors, and answers from torch.cuda."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+import softsm
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the shim is refused where CUDA is available"
+)
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def shim(request):
+    with softsm.use(request.param, cuda_shim=True, sms=6):
+        yield request.param
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.zeros(4, device="cuda"),
+    lambda: torch.empty((2, 2), device=torch.device("cuda", 0), dtype=torch.float16),
+    lambda: torch.randn(4, device="cuda:0"),
+    lambda: torch.tensor([1.0, 2.0], device="cuda"),
+    lambda: torch.arange(4, device="cuda"),
+    lambda: torch.full((4,), 3, device="cuda"),
+    lambda: torch.zeros(4).cuda(),
+    lambda: torch.zeros(4).to("cuda"),
+    lambda: torch.zeros(4).to(torch.device("cuda"), torch.float16),
+    lambda: torch.zeros(4, device="cuda").new_zeros(3),
+    lambda: torch.empty_like(torch.zeros(4, device="cuda")),
+    lambda: torch.zeros(4, pin_memory=True).to(device="cuda", non_blocking=True),
+    lambda: torch.nn.Linear(2, 2).to("cuda").weight,
+])  # fmt: skip
+def test_tensors_on_cuda_live_on_the_cpu(shim, make):
+    tensor = make()
+    assert tensor.is_cuda and tensor.device == torch.device("cuda", 0) and tensor.device.type == "cuda"
+    assert tensor.untyped_storage().device.type == "cpu"
+
+
+def test_moving_copies(shim):
+    host = torch.zeros(4)
+    there = host.cuda()
+    there += 1
+    back = there.cpu()
+    there += 1
+    assert host.tolist() == [0] * 4 and back.tolist() == [1] * 4 and there.tolist() == [2] * 4
+
+
+def test_changing_the_type_only_does_not_copy(shim):
+    x = torch.zeros(4)
+    assert x.to(torch.float32) is x and x.float() is x
+
+
+def test_device_of_one_tensor_makes_another(shim):
+    x = torch.zeros(4, device="cuda")
+    assert (torch.ones(4, device=x.device) + x).sum().item() == 4
+
+
+def test_torch_cuda_answers(shim):
+    number = {"sm_90a": (9, 0), "sm_100a": (10, 0)}[shim]
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+    assert torch.cuda.get_device_capability() == number
+    properties = torch.cuda.get_device_properties(0)
+    assert (properties.major, properties.minor) == number and properties.multi_processor_count == 6
+    assert shim in torch.cuda.get_device_name()
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed(0)
+
+
+def test_events_measure_host_time(shim):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0
+
+
+def test_streams_and_devices(shim):
+    with torch.cuda.device(0), torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().synchronize()
+
+
+def test_triton_names_the_same_device(shim):
+    device = triton.runtime.driver.active.get_active_torch_device()
+    assert torch.zeros(1, device=device).device == device
+
+
+def test_without_the_shim_tensors_are_on_the_cpu():
+    with softsm.use("sm_90a"):
+        assert triton.runtime.driver.active.get_active_torch_device() == torch.device("cpu")
+        assert not torch.zeros(1).is_cuda and not torch.cuda.is_available()
+
+
+def test_inner_use_keeps_the_outer_shim():
+    with softsm.use("sm_90a", cuda_shim=True):
+        with softsm.use("sm_100a"):
+            assert torch.zeros(1, device="cuda").is_cuda
+        assert torch.zeros(1, device="cuda").is_cuda
+    assert not torch.zeros(1).is_cuda
+
+
+def test_refused_where_cuda_is_available(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="cuda_shim: CUDA is available here"):
+        softsm.use("sm_90a", cuda_shim=True)
+    assert softsm.active_arch() is None

@@ -1,0 +1,197 @@
+"""`softsm.use`: what it puts under Triton, and that all of it goes away again."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+
+import softsm
+
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+
+
+def call(x, out=None, grid=(4,), block=64):
+    return add[grid](x, x, x if out is None else out, x.numel(), BLOCK=block)
+
+
+def traces() -> tuple:
+    """Everything `use` touches, as identities."""
+    import triton.testing
+    from triton.backends import backends
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia.driver import CudaDriver
+
+    return (
+        dict(backends), driver._active, CUDABackend.__dict__["supports_target"], CudaDriver.__dict__["is_active"],
+        torch.Tensor.__dict__.get("data_ptr"), triton.testing.do_bench, triton.testing.do_bench_cudagraph,
+        torch.cuda.is_available, torch.cuda.get_device_capability,
+    )  # fmt: skip
+
+
+def test_context_manager_restores_everything():
+    before = traces()
+    with softsm.use("sm_90a", cuda_shim=True):
+        assert traces() != before and softsm.active_arch() == "sm_90a"
+        with softsm.use("sm_100a"):
+            assert softsm.active_arch() == "sm_100a"
+        assert softsm.active_arch() == "sm_90a"
+    assert traces() == before and softsm.active_arch() is None
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_restores_after_an_exception():
+    before = traces()
+    with pytest.raises(KeyError), softsm.use("sm_100a"):
+        raise KeyError
+    assert traces() == before
+
+
+def test_plain_call_lasts_until_stop():
+    before = traces()
+    use = softsm.use("sm_100a")
+    assert softsm.active_arch() == "sm_100a"
+    use.stop()
+    use.stop()
+    assert traces() == before
+
+
+def test_outer_stop_ends_inner_uses():
+    before = traces()
+    outer = softsm.use("sm_90a")
+    softsm.use("sm_100a")
+    outer.stop()
+    assert traces() == before
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "", "cuda"])
+def test_unknown_architecture(arch):
+    before = traces()
+    with pytest.raises(ValueError, match="arch: got .* accepted are sm_90a, sm_100a"):
+        softsm.use(arch)
+    assert traces() == before
+
+
+def test_launch_reaches_the_engine(launches):
+    x = torch.arange(200, dtype=torch.float32)
+    with softsm.use("sm_100a", sms=7):
+        call(x)
+    (launch,) = launches
+    assert launch.grid == (4, 1, 1) and launch.block == (128, 1, 1) and launch.cluster == (1, 1, 1)
+    assert launch.sms == 7
+    assert launch.args[0] == struct.pack("<Q", x.data_ptr()) and launch.args[3] == struct.pack("<i", 200)
+    assert launch.args[-2:] == [bytes(8), bytes(8)]  # no scratch
+    assert launch.memory.find(x.data_ptr(), 800).name == "argument x [200]"
+
+
+def test_targets_alternate_in_one_process(launches):
+    x = torch.zeros(64)
+    targets = []
+    for arch in ("sm_90a", "sm_100a", "sm_90a"):
+        with softsm.use(arch):
+            targets.append(call(x).metadata.target.arch)
+    assert targets == [90, 100, 90] and len(launches) == 3
+
+
+def test_ptx_is_text_and_there_is_no_cubin(launches):
+    with softsm.use("sm_90a"):
+        kernel = call(torch.zeros(64))
+    assert kernel.asm["ptx"].lstrip().startswith("//") and "cubin" not in kernel.asm
+
+
+def test_whole_storage_of_a_view_is_accessible(launches):
+    storage = torch.zeros(1000)
+    with softsm.use("sm_90a"):
+        call(storage[100:200])
+    assert launches[0].memory.find(storage.data_ptr(), 4000) is not None
+
+
+def test_empty_grid_launches_nothing(launches):
+    with softsm.use("sm_90a"):
+        call(torch.zeros(64), grid=(0,))
+    assert launches == []
+
+
+def test_hooks_are_called(launches):
+    seen = []
+    from triton import knobs
+
+    with softsm.use("sm_90a"):
+        knobs.runtime.launch_enter_hook = lambda md: seen.append(("enter", md.get()["name"]))
+        knobs.runtime.launch_exit_hook = lambda md: seen.append(("exit", md.get()["name"]))
+        try:
+            call(torch.zeros(64))
+        finally:
+            knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None
+    assert seen == [("enter", "add"), ("exit", "add")]
+
+
+def test_autotune_runs_every_configuration_once(launches):
+    @triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64, 128)], key=["n"])
+    @triton.jit
+    def tuned(x, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + i, 0.0, mask=i < n)
+
+    with softsm.use("sm_90a"):
+        tuned[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](torch.zeros(64), 64)
+    assert len(launches) == 4  # three configurations, then the call itself
+
+
+def test_do_bench(launches):
+    x = torch.zeros(64)
+    with softsm.use("sm_90a"):
+        assert triton.testing.do_bench(lambda: call(x)) > 0
+        assert len(triton.testing.do_bench(lambda: call(x), quantiles=[0.5, 0.2])) == 2
+    assert len(launches) == 2
+
+
+def test_too_much_shared_memory_is_refused(launches):
+    from triton.runtime.errors import OutOfResources
+
+    @triton.jit
+    def big(x, N: tl.constexpr):
+        i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        a = tl.load(x + i)
+        tl.store(x + i, tl.dot(a, a, out_dtype=tl.float32).to(tl.float16))
+
+    with softsm.use("sm_90a"), pytest.raises(OutOfResources, match="shared memory"):
+        big[(1,)](torch.zeros(512, 512, dtype=torch.float16), N=512)
+
+
+def test_pointer_arrays_reach_their_tensors(launches):
+    @triton.jit
+    def through(pointers, n):
+        p = tl.load(pointers).to(tl.pointer_type(tl.float32))
+        tl.store(p, 1.0)
+
+    with softsm.use("sm_90a"):
+        target, freed = torch.zeros(100), torch.zeros(50)
+        address = freed.data_ptr()
+        array = torch.tensor([target.data_ptr(), address])
+        del freed
+        through[(1,)](array, 2)
+    memory = launches[0].memory
+    assert memory.find(target.data_ptr(), 400) is not None
+    assert memory.find(address, 200) is None  # freed: no longer known
+
+
+def test_importing_softsm_is_quick_and_light():
+    code = "import sys, softsm; print([m for m in ('torch', 'triton', 'numba', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_unknown_public_name():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        softsm.nonsense  # noqa: B018
