@@ -124,8 +124,9 @@ def v4_cases() -> list[Case]:
     names = {"swa": "window only", "csa": "window + top-k of ratio 4", "hca": "window + all of ratio 128"}
     found = []
     for kind, name in names.items():
-        prefill = partial(step, kind=kind, start=0, count=160, heads=64, topk=512)
-        found.append(Case("demo", f"{kind.upper()}, {name}: prefill of 160 tokens", prefill))
+        # The chunk ends past 128, where the window starts to move and the first ratio-128 row is there.
+        prefill = partial(step, kind=kind, start=96, count=48, heads=64, topk=512)
+        found.append(Case("demo", f"{kind.upper()}, {name}: prefill, tokens 96 to 143", prefill))
         draft = partial(
             step, kind=kind, start=4093, count=4, heads=64, topk=512, store="fp8", table=kind == "hca"
         )
