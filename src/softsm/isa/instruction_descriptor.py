@@ -67,7 +67,8 @@ def _shape_error(kind: str, m: int, n: int, group: int, ws: bool) -> str | None:
     if m not in rows:
         return f"cta_group::1 with kind::{kind} accepts M {' or '.join(map(str, rows))}"
     if kind == "i8":
-        return None if n in (8, 16, 24, 32, *range(48, 257, 16)) else "kind::i8 accepts N 8, 16, 24, 32, 48, 64, ... 256"
+        legal = n in (8, 16, 24, 32, *range(48, 257, 16))
+        return None if legal else "kind::i8 accepts N 8, 16, 24, 32, 48, 64, ... 256"
     return None if n in range(8, 257, 8) else "cta_group::1 accepts N 8..256 in steps of 8"
 
 

@@ -19,12 +19,12 @@ from softsm.isa import tensor_core
 from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
+from softsm.isa.mbarriers import lanes, located
 from softsm.isa.tensor_kernels import kernels
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Address, Imm, Vector
-
 
 FP4 = ("mxf4", "mxf4nvf4")
 A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
@@ -70,7 +70,9 @@ def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
     return zero, shift
 
 
-def scale_factors(cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str) -> np.ndarray:
+def scale_factors(
+    cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str
+) -> np.ndarray:
     """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
     block = cells[column : column + -(-rows // 32)]  # [columns, 128]
     data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[..., first : first + count]  # [columns, 4, 32, count]
@@ -78,8 +80,8 @@ def scale_factors(cells: np.ndarray, column: int, rows: int, first: int, count: 
         c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
         raise Fault(
             "scale-copies",
-            f"scale factors of {what}: column {column + c}, lane {lane} differs from its copy in lane {lane + 32 * quarter}; "
-            "all four lane quarters must hold them (tcgen05.cp.32x128b.warpx4 writes all)",
+            f"scale factors of {what}: column {column + c}, lane {lane} differs from its copy in lane "
+            f"{lane + 32 * quarter}; all four lane quarters must hold them (tcgen05.cp.32x128b.warpx4 writes all)",
         )
     return formats.decode(data[:, 0].reshape(-1, count)[:rows], name)
 
@@ -264,13 +266,8 @@ def lower_mma(asm, ins, modifiers) -> None:
 
 def do_mma(w, mask, o):
     ctas = isa.group_ctas(w, o.group)
-    for thread in isa.lanes_of(mask):
-        try:
-            start(w, thread, ctas, o)
-        except Fault as fault:
-            if "PTX line" in str(fault):
-                raise
-            raise Fault(fault.code, f"{str(fault).split(': ', 1)[1]}; at {w.where()}") from None
+    for thread in lanes(mask):
+        located(w, start, w, thread, ctas, o)
 
 
 def start(w, thread: int, ctas: list, o) -> None:
@@ -287,7 +284,7 @@ def start(w, thread: int, ctas: list, o) -> None:
         address = int(w.R[o.a, thread])
         a_column = address & 0xFFFF
         if address >> 16 != lane:
-            raise Fault("tmem-lane", f"A at lane {address >> 16} and D at lane {lane}; both must start at the same lane")
+            raise Fault("tmem-lane", f"A at lane {address >> 16} and D at lane {lane}; they must start alike")
         if not shape.a_k_major:
             raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the instruction descriptor must be 0")
     else:

@@ -4,9 +4,9 @@ Products are exact in float32 for every 16-bit and smaller format; sums are floa
 one of the orders PTX allows ("at least single precision"). tf32 operands lose their 13 low bits. 8-bit integers are
 exact: a sum of 32 products stays below 2**24.
 
-Operands come in two shapes, as isa/tensor_kernels.py wants them: B as float32 [n, k]; A "by lanes", the bits of float32
-as uint32 [k * stride + 1, 32], where lane l of row stride*i + q holds element i of the operand row that lane 32*q + l of
-the accumulator needs, and the last row is zero. stride is 4 for tensor memory (128 lanes), 2 for a warpgroup (64 rows).
+Operands come in two shapes, as isa/tensor_kernels.py wants them: B as float32 [n, k]; A "by lanes", the bits of
+float32 as uint32 [k * stride + 1, 32]: lane l of row stride*i + q holds element i of the operand row that lane 32*q + l
+of the accumulator needs, and the last row is zero. stride is 4 for tensor memory (128 lanes), 2 for a warpgroup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def element_bytes(name: str) -> int:
 
 
 @cache
-def _table(name: str) -> np.ndarray:
+def table_bits(name: str) -> np.ndarray:
     """float32 bits of every code of a 16-bit or 8-bit format."""
     if name == "f16":
         with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
@@ -64,7 +64,7 @@ def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_la
     index, base = swizzle.locate(shared, floor, descriptor, k_major, *size, what)
     word = _WORD.get(name, np.uint8)
     view = shared[: shared.size & ~3].view(word)
-    table = _EMPTY if name in ("bf16", "tf32") else _table(name)
+    table = _EMPTY if name in ("bf16", "tf32") else table_bits(name)
     kernel = kernels()
     gather = kernel.gather16 if word is np.uint16 else kernel.gather8 if word is np.uint8 else kernel.gather32
     gather(view, base, index, table, place, out, int(k_major == by_lanes))
@@ -80,8 +80,8 @@ def shared_rows(
 
 
 def shared_lanes(
-    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, place: np.ndarray,
-    stride: int, what: str,
+    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str,
+    place: np.ndarray, stride: int, what: str,
 ) -> np.ndarray:  # fmt: skip
     """The operand a descriptor names, by lanes: row r in lane place[r]."""
     out = lane_rows(k, stride)
@@ -104,7 +104,7 @@ def shared_fp4(shared: np.ndarray, floor: int, descriptor: Descriptor, rows: int
 
 
 def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.ndarray:
-    """A from tensor memory, by lanes: cells uint32 [8 columns, 128 lanes] hold 32 bytes of consecutive k in each lane."""
+    """A from tensor memory, by lanes: cells uint32 [8 columns, 128 lanes], 32 bytes of consecutive k each."""
     if name == "tf32":
         k = cells.shape[0]
         out = lane_rows(k, 4)
@@ -118,8 +118,8 @@ def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.n
             np.left_shift(cells, 16, out=target[0::2])
             np.bitwise_and(cells, 0xFFFF0000, out=target[1::2])
         else:
-            target[0::2] = _table("f16")[cells & 0xFFFF]
-            target[1::2] = _table("f16")[cells >> 16]
+            target[0::2] = table_bits("f16")[cells & 0xFFFF]
+            target[1::2] = table_bits("f16")[cells >> 16]
         return out
     containers = np.ascontiguousarray(cells.T).view(np.uint8)  # [lanes, 32]
     if packed_fp4:

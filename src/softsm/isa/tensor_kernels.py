@@ -66,8 +66,8 @@ def multiply_add(cells, row, plan, a, b, keep):
 
 @compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
 def gather16(shared, base, index, table, place, out, swap):
-    """16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16, or empty for
-    bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
+    """16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16, or empty
+    for bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
     convert = table.size > 0
     for i in range(index.shape[0]):
         for j in range(index.shape[1]):
@@ -126,3 +126,44 @@ def fragments(matrix, stride, first, registers, rows, store):
                 registers[r, t] = matrix[at, lane + (t >> 2)]
             else:
                 matrix[at, lane + (t >> 2)] = registers[r, t]
+
+
+@compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1], u4[:,::1], f4[:,::1])")
+def warp_product(registers, rows, a_count, per, a_table, b_table, bits, values):
+    """mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in a register;
+    tables: float32 bits of every code, empty for bf16 and tf32. bits and values are one scratch array [16 + 8, k]."""
+    width = 32 // per
+    mask = np.uint32(0xFFFFFFFF) >> np.uint32(32 - width)
+    b_count = a_count // 2
+    for i in range(a_count + b_count):
+        left = i < a_count
+        table = a_table if left else b_table
+        first = 4 * per * (i // 2) if left else 4 * per * (i - a_count)
+        base = 8 * (i % 2) if left else 16
+        r = rows[i]
+        for t in range(32):
+            word = registers[r, t]
+            at = first + per * (t & 3)
+            for e in range(per):
+                code = (word >> np.uint32(width * e)) & mask
+                if table.size > 0:
+                    value = table[code]
+                elif per == 1:
+                    value = np.uint32(code & np.uint32(0xFFFFE000))
+                else:
+                    value = np.uint32(code << np.uint32(16))
+                bits[base + (t >> 2), at + e] = value
+    c = a_count + b_count
+    k = values.shape[1]
+    result = np.empty((4, 32), np.float32)  # D may use C's registers in another order
+    for v in range(4):
+        old = registers[rows[c + v]].view(np.float32)
+        for t in range(32):
+            x = values[(t >> 2) + 8 * (v // 2)]
+            y = values[16 + 2 * (t & 3) + v % 2]
+            total = old[t]
+            for i in range(k):
+                total += x[i] * y[i]
+            result[v, t] = total
+    for v in range(4):
+        registers[rows[c + 4 + v]].view(np.float32)[:] = result[v]

@@ -19,6 +19,15 @@ from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.errors import Fault
+from softsm.isa.mbarriers import (
+    Issuer,
+    barrier_at,
+    lanes,
+    located,
+    shared_address,
+    shared_bytes,
+    shared_operand,
+)
 from softsm.isa.registry import lowers
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
@@ -86,10 +95,6 @@ def rows_index(rows: list[int]) -> slice | np.ndarray:
 # ---- helpers at run time ------------------------------------------------------------------------------------------
 
 
-def lanes_of(mask: int) -> list[int]:
-    return [i for i in range(32) if mask >> i & 1]
-
-
 def first_lane(mask: int) -> int:
     return (mask & -mask).bit_length() - 1
 
@@ -97,7 +102,7 @@ def first_lane(mask: int) -> int:
 def group_ctas(w, group: int) -> list:
     """The CTAs whose tensor memory an instruction of this cta_group works on, even rank first."""
     cta = w.cta
-    cta.tmem.check_group(cta, group)
+    located(w, cta.tmem.check_group, cta, group)
     if group == 1:
         return [cta]
     if len(cta.cluster) < 2:
@@ -160,18 +165,8 @@ def lower_alloc(asm, ins, modifiers) -> None:
     take(asm, ins, modifiers, "b32")
     finish(asm, ins, modifiers, collective=True)
     address, columns = ins.operands
-    row = asm.address_row(address, "u" if shared else "q")
-    asm.macro(do_alloc, ins, group=group, address=row, generic=not shared, columns=asm.src(columns, "u"))
-
-
-def shared_address(w, lane: int, row: int, generic: bool) -> tuple[object, int]:
-    """(CTA, offset) of a shared-memory operand given as a 32-bit shared or a generic address."""
-    value = int(w.Q[row, lane]) if generic else int(w.R[row, lane])
-    if value >= pg.SHARED_WINDOW:
-        value -= pg.SHARED_WINDOW
-    if value >> 32:
-        raise w.fault("out-of-bounds", f"address {value:#x} does not lie in shared memory")
-    return w.cta.resolve_shared(value)
+    place = shared_operand(asm, address, shared or None)
+    asm.macro(do_alloc, ins, group=group, address=place, columns=asm.src(columns, "u"))
 
 
 def do_alloc(w, mask, o):
@@ -179,14 +174,23 @@ def do_alloc(w, mask, o):
     lane = first_lane(mask)
     columns = int(w.R[o.columns, lane])
     pair = group_ctas(w, o.group)
-    column = cta.tmem.allocate(cta, columns, w.line()) if o.group == 1 else allocate_pair(w, pair, columns)
+    if leaked not in w.machine.cta_exit_hooks:
+        w.machine.cta_exit_hooks.append(leaked)
+    if o.group == 1:
+        column = located(w, cta.tmem.allocate, cta, columns, w.line())
+    else:
+        column = located(w, allocate_pair, w, pair, columns)
     if column is None:
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")
-    owner, offset = shared_address(w, lane, o.address, o.generic)
-    owner.check_shared(offset, 4, "tcgen05.alloc writes its result")
+    owner, offset = shared_bytes(w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4)
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
+
+
+def leaked(cta) -> None:
+    """At the end of a CTA."""
+    cta.tmem.at_exit(cta)
 
 
 def taken(tmem) -> str:
@@ -234,7 +238,7 @@ def do_dealloc(w, mask, o):
     address = int(w.R[o.address, lane])
     if address >> 16:
         raise w.fault("tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0")
-    w.cta.tmem.deallocate(w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
+    located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
 
 
 @form("relinquish_alloc_permit")
@@ -310,22 +314,25 @@ def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
     """(lane, column, region) of an access, after all its checks."""
     address = same_address(w, mask, o.address, what)
     lane, column = address >> 16, address & 0xFFFF
-    tmem = w.cta.tmem
-    try:
-        tm.check_lanes(w.index, lane, o.shape, what)
-        if column % tm.ALIGNMENT[o.shape]:
-            raise Fault(
-                "tmem-alignment",
-                f"{what} at column {column}: .{o.shape} accesses start at a multiple of {tm.ALIGNMENT[o.shape]} "
-                "columns (one column is 32 bits)",
-            )
-        width = tm.span(o.shape, o.repeat, o.packed)
-        tmem.check(w.cta, column, width, what)
-        if o.shape == "16x32bx2":
-            tmem.check(w.cta, column + (o.split & 0xFFFF), width, what)
-    except Fault as fault:
-        raise Fault(fault.code, f"{str(fault).split(': ', 1)[1]}; at {w.where()}") from None
+    width = located(w, check_access, w, o, lane, column, what)
     return lane, column, ("tmem", w.cta, column, column + width)
+
+
+def check_access(w, o, lane: int, column: int, what: str) -> int:
+    """Columns the access covers, after its checks."""
+    tmem = w.cta.tmem
+    tm.check_lanes(w.index, lane, o.shape, what)
+    if column % tm.ALIGNMENT[o.shape]:
+        raise Fault(
+            "tmem-alignment",
+            f"{what} at column {column}: .{o.shape} accesses start at a multiple of {tm.ALIGNMENT[o.shape]} columns "
+            "(one column is 32 bits)",
+        )
+    width = tm.span(o.shape, o.repeat, o.packed)
+    tmem.check(w.cta, column, width, what)
+    if o.shape == "16x32bx2":
+        tmem.check(w.cta, column + (o.split & 0xFFFF), width, what)
+    return width
 
 
 def do_ld(w, mask, o):
@@ -412,14 +419,15 @@ def lower_cp(asm, ins, modifiers) -> None:
 def do_cp(w, mask, o):
     ctas = group_ctas(w, o.group)
     rows, chunks = tm.COPY_SHAPES[o.shape]
-    for thread in lanes_of(mask):
+    for thread in lanes(mask):
         address = int(w.R[o.address, thread])
         lane, column = address >> 16, address & 0xFFFF
         if lane and (o.shape != "4x256b" or lane >= 32):
             raise w.fault("tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0")
-        descriptor = swizzle.decode(int(w.Q[o.descriptor, thread]), True)
+        descriptor = located(w, swizzle.decode, int(w.Q[o.descriptor, thread]), True)
         for cta in ctas:
-            cta.tmem.check(cta, column, 4 * chunks, "tcgen05.cp")
+            located(w, cta.tmem.check, cta, column, 4 * chunks, "tcgen05.cp")
+            located(w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp")
         low, high = swizzle.footprint(descriptor, True, rows, chunks)
 
         def effects(lane=lane, column=column, descriptor=descriptor) -> None:
@@ -448,13 +456,13 @@ def lower_shift(asm, ins, modifiers) -> None:
 
 def do_shift(w, mask, o):
     ctas = group_ctas(w, o.group)
-    for thread in lanes_of(mask):
+    for thread in lanes(mask):
         address = int(w.R[o.address, thread])
         lane, column = address >> 16, address & 0xFFFF
         if lane % 32 or lane >= tm.LANES:
             raise w.fault("tmem-lane", f"tcgen05.shift at lane {lane}; accepted are multiples of 32")
         for cta in ctas:
-            cta.tmem.check(cta, column, 8, "tcgen05.shift")
+            located(w, cta.tmem.check, cta, column, 8, "tcgen05.shift")
 
         def effects(lane=lane, column=column) -> None:
             for cta in ctas:
@@ -473,25 +481,25 @@ def lower_commit(asm, ins, modifiers) -> None:
     multicast = take(asm, ins, modifiers, "multicast::cluster", optional=True)
     take(asm, ins, modifiers, "b64")
     finish(asm, ins, modifiers)
-    row = asm.address_row(ins.operands[0], "u" if shared else "q")
+    place = shared_operand(asm, ins.operands[0], shared or None)
     ctas = asm.src(ins.operands[1], "u") if multicast else None
-    asm.macro(do_commit, ins, group=group, address=row, generic=not shared, ctas=ctas)
+    asm.macro(do_commit, ins, group=group, address=place, ctas=ctas)
 
 
 def do_commit(w, mask, o):
     """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete."""
     group_ctas(w, o.group)
-    for thread in lanes_of(mask):
-        owner, offset = shared_address(w, thread, o.address, o.generic)
-        if o.ctas is None:
-            targets = [owner]
-        else:
+    for thread in lanes(mask):
+        address = shared_address(w, o.address, thread)
+        addresses = [address]
+        if o.ctas is not None:  # the barrier at the same offset in each CTA of the mask
             members = int(w.R[o.ctas, thread]) & 0xFFFF
             if members >> len(w.cta.cluster):
                 raise w.fault("out-of-bounds", f"multicast mask {members:#x} names CTAs outside the cluster")
-            targets = [cta for cta in w.cta.cluster if members >> cta.rank & 1]
-        barriers = [barrier_at(w, cta, offset) for cta in targets]
-        who = f"tcgen05.commit of {w}, PTX line {w.line()}"
+            offset = address & ((1 << pg.RANK_SHIFT) - 1)
+            addresses = [cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1]
+        barriers = [barrier_at(w, x) for x in addresses]
+        who = Issuer(w, "tcgen05.commit")
 
         def effects(barriers=barriers, who=who) -> None:
             for barrier in barriers:
@@ -502,9 +510,3 @@ def do_commit(w, mask, o):
         op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
         w.machine.issue(op)
 
-
-def barrier_at(w, cta, offset: int):
-    barrier = cta.barriers.get(offset)
-    if barrier is None:
-        raise w.fault("barrier-uninitialised", f"no mbarrier was initialised at shared offset {offset:#x} of {cta}")
-    return barrier

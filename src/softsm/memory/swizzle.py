@@ -156,8 +156,8 @@ def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> n
 def locate(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
 ) -> tuple[np.ndarray, int]:
-    """(chunk table, first chunk of its window). shared[a] is the byte at shared address a, the CTA's own memory begins at
-    `floor`; a tile that leaves it is a Fault."""
+    """(chunk table, first chunk of its window). shared[a] is the byte at shared address a, the CTA's own memory begins
+    at `floor`; a tile that leaves it is a Fault."""
     tile = chunks(descriptor, k_major, rows, count)
     window = descriptor.start & ~1023
     if window + tile.low < floor or window + tile.high > shared.size:

@@ -243,7 +243,8 @@ def test_block_scaled_products(kind, a_type, b_type, blocks, scale, ids, wide):
     put_scales(cta, sa.astype(np.uint8), 256, ids[0])
     put_scales(cta, sb.astype(np.uint8), 264, ids[1])
     value = idesc.encode(kind, 128, n, a_type, b_type, scale=scale, a_scale_id=ids[0], b_scale_id=ids[1])
-    p = tcgen05.Product(idesc.decode(value, kind), False, False, 0, 0, a_desc, 0, b_desc, False, 0, (), (256, 264), blocks)
+    shape = idesc.decode(value, kind)
+    p = tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, (), (256, 264), blocks)
     tcgen05.perform(p, [cta])
     want = (a * np.repeat(fa, k // blocks, 1)) @ (b * np.repeat(fb, k // blocks, 1)).T
     np.testing.assert_array_equal(read_d(cta, 128, n, "f32"), want.astype(np.float32))

@@ -1,0 +1,117 @@
+"""mma.sync: the warp's own matrix product, all operands in registers. Done at once, as the instruction is.
+
+Shapes and types: f16, bf16, tf32, e4m3/e5m2, f64, s8/u8, s4/u4, b1 (xor.popc, and.popc); accumulators f32, f16, s32,
+f64. Register maps are in isa/fragments.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from softsm.isa import fragments, tensor_core
+from softsm.isa.registry import lowers
+from softsm.isa.tensor_kernels import kernels
+from softsm.isa.tensor_memory import take
+
+# element type -> shapes (m, k); n is always 8
+SHAPES = {
+    "f16": ((16, 8), (16, 16)), "bf16": ((16, 8), (16, 16)), "tf32": ((16, 4), (16, 8)),
+    "e4m3": ((16, 16), (16, 32)), "e5m2": ((16, 16), (16, 32)),
+    "f64": ((8, 4), (16, 4), (16, 8), (16, 16)),
+    "s8": ((8, 16), (16, 16), (16, 32)), "u8": ((8, 16), (16, 16), (16, 32)),
+    "s4": ((8, 32), (16, 32), (16, 64)), "u4": ((8, 32), (16, 32), (16, 64)),
+    "b1": ((8, 128), (16, 128), (16, 256)),
+}  # fmt: skip
+RESULTS = {"f16": ("f32", "f16"), "e4m3": ("f32", "f16"), "e5m2": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",),
+           "f64": ("f64",)}  # fmt: skip
+FAMILIES = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
+TABLED = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # what the compiled kernel multiplies
+
+
+@lowers("mma")
+def lower(asm, ins) -> None:
+    modifiers = list(ins.modifiers)
+    if "sp" in modifiers or any(x.startswith("sp::") for x in modifiers):
+        asm.refuse(ins, "sparse products are not implemented")
+    if any(x.startswith("kind::") or x == "block_scale" for x in modifiers):
+        asm.refuse(ins, "block-scaled mma.sync belongs to sm_120")
+    take(asm, ins, modifiers, "sync")
+    take(asm, ins, modifiers, "aligned")
+    saturate = bool(take(asm, ins, modifiers, "satfinite", optional=True))
+    bitwise = ""
+    if take(asm, ins, modifiers, "popc", optional=True):
+        bitwise = take(asm, ins, modifiers, "xor", "and")
+    if len(modifiers) != 7:
+        asm.refuse(ins, "expected .mMnNkK.row.col and the types of D, A, B and C")
+    shape, row, col, d, a, b, c = modifiers
+    size = re.fullmatch(r"m(\d+)n8k(\d+)", shape)
+    if (row, col) != ("row", "col") or size is None:
+        asm.refuse(ins, "only .row.col products with n = 8 exist here")
+    m, k = int(size[1]), int(size[2])
+    same = a == b or any({a, b} <= family for family in FAMILIES)
+    results = RESULTS.get(a, ("s32",))
+    if a not in SHAPES or not same or (m, k) not in SHAPES[a] or d not in results or c not in results:
+        asm.refuse(ins, "no such combination of shape and types")
+    if (a == "b1") != bool(bitwise) or (saturate and results != ("s32",)):
+        asm.refuse(ins, "modifier .popc or .satfinite does not go with these types")
+    if d != c and a != "f16":
+        asm.refuse(ins, "C and D must have the same type")
+    kind = "d" if a == "f64" else "u"
+    operands = [asm.vector_rows(x, kind, write=i == 0) for i, x in enumerate(ins.operands)]
+    counts = register_counts(m, k, d, a, c)
+    for name, rows, count in zip("DABC", operands, counts):
+        if len(rows) != count:
+            raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
+    d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
+    if a in TABLED and c == d == "f32":
+        per = fragments.PER_REGISTER[a]
+        rows = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
+        tables = [kernel_table(x) for x in (a, b)]
+        scratch = np.zeros((24, k), np.uint32)
+        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), per=per, tables=tables, scratch=scratch)
+    else:
+        asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,
+                  saturate=saturate)  # fmt: skip
+
+
+def register_counts(m: int, k: int, d: str, a: str, c: str) -> tuple[int, int, int, int]:
+    per = 1 if a == "f64" else fragments.PER_REGISTER[a]
+    left, right = m * k // (32 * per), 8 * k // (32 * per)
+    result = m * 8 // 32
+    return result // 2 if d == "f16" else result, left, right, result // 2 if c == "f16" else result
+
+
+def kernel_table(name: str) -> np.ndarray:
+    """float32 bits of every code; empty for the formats that are plain upper bits of a float32."""
+    return np.zeros(0, np.uint32) if name in ("bf16", "tf32") else tensor_core.table_bits(name)
+
+
+def do_float(w, mask, o):
+    values = o.scratch.view(np.float32)
+    kernels().warp_product(w.R, o.rows, o.a_count, o.per, *o.tables, o.scratch, values)
+
+
+def do_any(w, mask, o):
+    d, a, b, c = o.types
+    if a == "f64":
+        q = w.Q.view(np.float64)
+        left = fragments.left_values(q[o.a][:, :, None], o.m)
+        right = fragments.right_values(q[o.b][:, :, None])
+        c_matrix = fragments.accumulator(q[o.c], "f64", o.m)  # [8, m]
+        q[o.d] = fragments.accumulator_registers(right @ left.T + c_matrix, "f64")
+        return
+    left, right = fragments.left(w.R[o.a], a, o.m), fragments.right(w.R[o.b], b)
+    product = right @ left.T  # [8, m]
+    if o.bitwise == "xor":  # |a ^ b| = |a| + |b| - 2 |a & b|
+        product = right.sum(1)[:, None] + left.sum(1)[None, :] - 2 * product
+    old = fragments.accumulator(w.R[o.c], c, o.m)
+    if d == c:
+        fresh = tensor_core.accumulate(old, product, d, True, 0, o.saturate)
+    else:  # f16 and f32 accumulators mixed
+        wide = old.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) if c == "f16" else old
+        fresh = tensor_core.accumulate(wide, product, "f32", True)
+        if d == "f16":
+            fresh = tensor_core.accumulate(fresh, fresh.view(np.float32), "f16", False)
+    w.R[o.d] = fragments.accumulator_registers(fresh, d)

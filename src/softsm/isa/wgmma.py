@@ -1,0 +1,357 @@
+"""wgmma (sm_90a): a warpgroup multiplies a 64-row A, in shared memory or registers, with B in shared memory.
+
+The four warps execute the instruction each on its own; the product is one. It takes shape when all four have committed
+the group it belongs to, and is performed, as an asynchronous operation, between that moment and the wait_group that
+covers it. Until then the accumulator registers keep what they held. Products of one group that continue the same
+accumulator are computed together, with a longer k.
+
+Thread t of a warp, element v of the accumulator: row t/4 + 8*((v/2)%2) of the warp's 16, column 8*(v/4) + 2*(t%4) +
+v%2.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncOp, Blocked, Waitable
+from softsm.errors import Fault
+from softsm.isa import fragments, tensor_core
+from softsm.isa.mbarriers import located
+from softsm.isa.registry import lowers
+from softsm.isa.tensor_kernels import kernels
+from softsm.isa.tensor_memory import finish, take
+from softsm.memory import swizzle
+from softsm.memory.swizzle import Descriptor
+from softsm.ptx.ast import Imm, Vector
+
+ROWS = np.arange(64)
+BOTH = np.array([[pg.ALL, 0, 0], [pg.ALL, 0, 0]], np.int64)  # all lanes of both halves; columns are filled in
+FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
+
+
+class Shape(NamedTuple):
+    """What the instruction's name says."""
+
+    n: int
+    k: int
+    d: str
+    a: str
+    b: str
+    saturate: bool
+    negate: bool
+    a_k_major: bool
+    b_k_major: bool
+
+
+class Part(NamedTuple):
+    """One warp's share of one wgmma.mma_async."""
+
+    warp: object
+    line: int
+    shape: Shape
+    d_rows: np.ndarray
+    a: Descriptor | np.ndarray  # descriptor, or the rows of A's registers
+    b: Descriptor
+    add: bool
+
+
+# ---- lowering -----------------------------------------------------------------------------------------------------
+
+
+@lowers("wgmma")
+def lower(asm, ins) -> None:
+    if asm.module.target != "sm_90a":
+        asm.refuse(ins, f"wgmma needs .target sm_90a, the module says {asm.module.target}")
+    name, *modifiers = ins.modifiers
+    if name == "fence":
+        finish(asm, ins, modifiers, collective=True)  # orders register accesses; registers are never touched early here
+    elif name == "commit_group":
+        finish(asm, ins, modifiers, collective=True)
+        asm.macro(do_commit, ins)
+    elif name == "wait_group":
+        finish(asm, ins, modifiers, collective=True)
+        if not isinstance(ins.operands[0], Imm):
+            raise asm.error("wgmma.wait_group takes an immediate")
+        asm.macro(do_wait, ins, keep=int(ins.operands[0].value))
+    elif name == "mma_async":
+        lower_mma(asm, ins, modifiers)
+    else:
+        asm.refuse(ins, "no such wgmma operation")
+
+
+def lower_mma(asm, ins, modifiers) -> None:
+    if "sp" in modifiers:
+        asm.refuse(ins, "sparse products are not implemented")
+    if modifiers[:2] != ["sync", "aligned"]:
+        asm.refuse(ins, "expected .sync.aligned")
+    shape = re.fullmatch(r"m64n(\d+)k(\d+)", modifiers[2])
+    rest = modifiers[3:]
+    saturate = bool(take(asm, ins, rest, "satfinite", optional=True))
+    if shape is None or len(rest) != 3:
+        asm.refuse(ins, "expected .m64nNkK and the types of D, A and B")
+    n, k = int(shape[1]), int(shape[2])
+    d, a, b = rest
+    integer = d == "s32"
+    if integer:
+        legal = {a, b} <= {"s8", "u8"} and k == 32 and n in (8, 16, 24, 32, *range(48, 257, 16))
+    else:
+        same = a == b if a in ("f16", "bf16", "tf32") else {a, b} <= {"e4m3", "e5m2"}
+        legal = d in ("f32", "f16") and same and FLOATS.get(a) == k and n in range(8, 257, 8) and not saturate
+        legal = legal and not (d == "f16" and a in ("bf16", "tf32"))
+    if not legal:
+        asm.refuse(ins, "no such combination of shape and types")
+    d_regs, a_operand, b_operand, scale_d, *immediates = ins.operands
+    from_registers = isinstance(a_operand, Vector)
+    if any(not isinstance(x, Imm) for x in immediates):
+        raise asm.error("scale and transpose operands must be immediates")
+    numbers = [int(x.value) for x in immediates]
+    expected = 0 if integer else 2 if k != 16 else 3 if from_registers else 4
+    if len(numbers) != expected:
+        raise asm.error(f"expected {expected} immediates after scale-d, got {len(numbers)}")
+    signs = numbers[:2] or [1, 1]
+    if set(signs) - {1, -1}:
+        raise asm.error(f"scale-a and scale-b are 1 or -1, got {signs}")
+    transposed = ([0] if from_registers else []) + numbers[2:] if k == 16 and not integer else [0, 0]
+    if set(transposed) - {0, 1}:
+        raise asm.error(f"transpose operands are 0 or 1, got {transposed}")
+    what = Shape(n, k, d, a, b, saturate, signs[0] != signs[1], not transposed[0], not transposed[1])
+    rows = asm.vector_rows(d_regs, "u", write=True)
+    count = n // 4 if d == "f16" else n // 2
+    if len(rows) != count:
+        raise asm.error(f"D of {modifiers[2]} in {d} takes {count} registers, got {len(rows)}")
+    if from_registers:
+        a_rows = asm.vector_rows(a_operand, "u")
+        if len(a_rows) != 4:
+            raise asm.error(f"A takes 4 registers, got {len(a_rows)}")
+        a_source = np.array(a_rows)
+    else:
+        a_source = asm.src(a_operand, "q")
+    asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
+              add=asm.src(scale_d, "p"))  # fmt: skip
+
+
+# ---- the warpgroup ------------------------------------------------------------------------------------------------
+
+
+class Warpgroup(Waitable):
+    """Four warps and the groups of products they have committed."""
+
+    __slots__ = ("batches", "first", "warps")
+
+    def __init__(self, warps: list):
+        super().__init__()
+        self.warps = warps
+        self.first = warps[0].index
+        self.batches: dict[int, Batch] = {}
+
+
+class Batch:
+    """One commit group: what each warp put into it, and the operations once all four are there."""
+
+    __slots__ = ("ops", "parts", "waited")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[Part]] = {}
+        self.ops: list[AsyncOp] | None = None
+        self.waited = 0
+
+
+class State:
+    """A warp's place in the sequence of groups."""
+
+    __slots__ = ("committed", "group", "open", "waited")
+
+    def __init__(self, group: Warpgroup):
+        self.group = group
+        self.open: list[Part] = []
+        self.committed = 0
+        self.waited = 0
+
+
+def state_of(w) -> State:
+    state = w.__dict__.get("wgmma")
+    if state is None:
+        cta = w.cta
+        groups = cta.__dict__.setdefault("warpgroups", {})
+        number = w.index // 4
+        if number not in groups:
+            warps = cta.warps[4 * number : 4 * number + 4]
+            if len(warps) < 4 or any(x.alive != pg.ALL for x in warps):
+                raise w.fault("warpgroup", f"wgmma needs four whole warps; warpgroup {number} of {cta} is incomplete")
+            if not groups:
+                cta.exit_hooks.append(at_exit)
+            groups[number] = Warpgroup(warps)
+        state = w.wgmma = State(groups[number])
+    return state
+
+
+def at_exit(w) -> None:
+    """A warp ends: its registers will be used by another one, so nothing may write to them later."""
+    state = w.__dict__.get("wgmma")
+    if state is not None:
+        for batch in state.group.batches.values():
+            for op in batch.ops or ():
+                w.machine.require(op)
+
+
+def do_mma(w, mask, o):
+    state = state_of(w)
+    a = o.a if isinstance(o.a, np.ndarray) else descriptor(w, o.a, "A")
+    add = int(w.P[o.add])
+    if add not in (0, pg.ALL):
+        raise w.fault("wgmma-operands", "scale-d differs between the threads of the warp")
+    state.open.append(Part(w, w.line(), o.shape, o.d, a, descriptor(w, o.b, "B"), bool(add)))
+
+
+def descriptor(w, row: int, name: str) -> Descriptor:
+    values = w.Q[row]
+    if not (values == values[0]).all():
+        raise w.fault("wgmma-operands", f"the threads of the warp give different descriptors for {name}")
+    return located(w, swizzle.decode, int(values[0]), False)
+
+
+def do_commit(w, mask, o):
+    state = state_of(w)
+    group = state.group
+    batch = group.batches.setdefault(state.committed, Batch())
+    batch.parts[w.index] = state.open
+    state.open = []
+    state.committed += 1
+    if len(batch.parts) == 4:
+        located(w, start, w, group, batch)
+        group.wake()
+
+
+def do_wait(w, mask, o):
+    state = state_of(w)
+    last = max(state.committed - o.keep, state.waited)
+    for number in range(state.waited, last):
+        batch = state.group.batches[number]
+        if batch.ops is None:
+            return Blocked(state.group, "the other warps of the warpgroup to commit the same wgmma group")
+    for number in range(state.waited, last):
+        batch = state.group.batches[number]
+        for op in batch.ops:
+            w.machine.require(op)
+        batch.waited += 1
+        if batch.waited == 4:
+            del state.group.batches[number]
+    state.waited = last
+    return None
+
+
+def start(w, group: Warpgroup, batch: Batch) -> None:
+    """All four warps have committed: check that they mean the same products, and issue them."""
+    columns = [batch.parts[warp.index] for warp in group.warps]
+    if len({len(x) for x in columns}) != 1:
+        raise Fault("wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async")
+    batch.ops = []
+    chain: list[tuple[Part, ...]] = []
+    chains = [chain]
+    for parts in zip(*columns):
+        first = parts[0]
+        for x in parts[1:]:
+            shared_a = isinstance(first.a, Descriptor)
+            if x.line != first.line or x.b != first.b or x.add != first.add or (shared_a and x.a != first.a):
+                raise Fault(
+                    "wgmma-operands",
+                    f"warps {first.warp.index} and {x.warp.index} of the warpgroup execute different products (PTX "
+                    f"lines {first.line} and {x.line}), or give different descriptors or scale-d",
+                )
+        check_footprints(w.cta, first)
+        if chain and not continues(chain[-1], parts):
+            chain = []
+            chains.append(chain)
+        chain.append(parts)
+    before: list[AsyncOp] = [op for b in group.batches.values() for op in b.ops or () if not op.done]
+    for chain in chains:
+        if chain:
+            reads = tuple(("shared", w.cta, *span) for parts in chain for span in footprints(parts[0]))
+            line = chain[0][0].line
+            op = AsyncOp("wgmma", w, 0, line, lambda chain=chain: perform(chain), tuple(before), reads=reads)
+            before.append(w.machine.issue(op))
+            batch.ops.append(op)
+
+
+def continues(old: tuple[Part, ...], new: tuple[Part, ...]) -> bool:
+    """Does the product go on accumulating into the same registers, so that both can be one with a longer k?"""
+    a, b = old[0].shape, new[0].shape
+    same = (a.n, a.d, a.negate) == (b.n, b.d, b.negate) and a.d == "f32"
+    return same and new[0].add and all(np.array_equal(x.d_rows, y.d_rows) for x, y in zip(old, new))
+
+
+def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
+    """(descriptor, K-major, rows of the table, chunks, name) of the operands in shared memory."""
+    s = part.shape
+    out = []
+    both = ((part.a, s.a_k_major, 64, "A", s.a), (part.b, s.b_k_major, s.n, "B", s.b))
+    for source, k_major, rows, name, element in both:
+        if isinstance(source, Descriptor):
+            per = 16 // tensor_core.element_bytes(element)
+            out.append((source, k_major, *((rows, s.k // per) if k_major else (s.k, -(-rows // per))), name))
+    return out
+
+
+def check_footprints(cta, part: Part) -> None:
+    for source, k_major, rows, count, name in tiles(part):
+        swizzle.locate(cta.shared, pg.SHARED_START, source, k_major, rows, count, f"operand {name} of wgmma")
+
+
+def footprints(part: Part) -> list[tuple[int, int]]:
+    return [swizzle.footprint(source, k_major, rows, count) for source, k_major, rows, count, _ in tiles(part)]
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
+    """A of the warpgroup by lanes (stride 2), without the closing row of zeros."""
+    s = parts[0].shape
+    if isinstance(parts[0].a, Descriptor):
+        what = "operand A of wgmma"
+        a = tensor_core.shared_lanes(cta.shared, pg.SHARED_START, parts[0].a, s.a_k_major, 64, s.k, s.a, ROWS, 2, what)
+        return a[:-1]
+    out = np.empty((s.k, 64), np.uint32)
+    for i, part in enumerate(parts):
+        out[:, 16 * i : 16 * i + 16] = fragments.left(part.warp.R[part.a], s.a).T.view(np.uint32)
+    return out.reshape(s.k * 2, 32)
+
+
+def perform(chain: list[tuple[Part, ...]]) -> None:
+    """One product, or several that accumulate into the same registers, for the four warps."""
+    first = chain[0][0]
+    s, cta = first.shape, first.warp.cta
+    blocks = [operand_a(parts, cta) for parts in chain]
+    a = np.concatenate([*blocks, np.zeros((1, 32), np.uint32)])
+    what = "operand B of wgmma"
+    right = [
+        tensor_core.shared_rows(
+            cta.shared, pg.SHARED_START, p[0].b, p[0].shape.b_k_major, s.n, p[0].shape.k, p[0].shape.b, what
+        )
+        for p in chain
+    ]
+    b = right[0] if len(right) == 1 else np.concatenate(right, axis=1)
+    if s.negate:
+        b = np.negative(b)
+    plan = BOTH.copy()
+    plan[:, 2] = s.n
+    d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
+    move, multiply = kernels().fragments, kernels().multiply_add
+    if s.d == "f32":
+        if first.add:
+            for i, part in enumerate(chain[0]):
+                move(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
+        multiply(d, 0, plan, a, b, 1.0 if first.add else 0.0)
+        for i, part in enumerate(chain[0]):
+            move(d, 2, 16 * i, part.warp.R, part.d_rows, 1)
+        return
+    multiply(d, 0, plan, a, b, 0.0)
+    product = d.view(np.float32).reshape(s.n, 64)
+    for i, part in enumerate(chain[0]):
+        old = fragments.accumulator(part.warp.R[part.d_rows], s.d)  # uint32 [n, 16]
+        fresh = tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, first.add, 0, s.saturate)
+        part.warp.R[part.d_rows] = fragments.accumulator_registers(fresh, s.d)
