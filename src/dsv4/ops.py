@@ -48,7 +48,11 @@ TENSORS = {
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None",
     "fmha_paged": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths",
 }
-BUILDERS = {"fmha": problem.dense, "fmha_varlen": problem.varlen, "fmha_paged": problem.paged}
+BUILDERS: dict[str, Callable[..., problem.FmhaProblem]] = {
+    "fmha": problem.dense,
+    "fmha_varlen": problem.varlen,
+    "fmha_paged": problem.paged,
+}
 
 
 def _define_fmha(name: str) -> None:

@@ -6,7 +6,7 @@ kernels of the ops, where :func:`dsv4.checks.values_checked` allows.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -173,18 +173,18 @@ def paged(
     )
 
 
-def _bound(name: str, x, total: int) -> int:
+def _bound(name: str, x: Any, total: int) -> int:
     """A longest-sequence hint; never more than the rows there are."""
     if x is None:
         return total
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)) or x < 0:
         checks.fail(name, checks.describe(x), "None or an int >= 0")
-    return min(x, total)
+    return total if x > total else x  # type: ignore[return-value]  # under torch.compile a SymInt stands in
 
 
 def check_values(p: FmhaProblem) -> None:
     """Reads values: lengths, page numbers and cu_seqlens are what they must be."""
-    if p.kind == "varlen":
+    if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
         for name, x, total, bound in (
             ("q", p.cu_seqlens_q, p.q.shape[0], p.max_seqlen_q),
             ("k", p.cu_seqlens_k, p.k.shape[0], p.max_seqlen_k),
@@ -197,7 +197,7 @@ def check_values(p: FmhaProblem) -> None:
                     bound,
                     f"at least {longest}, the longest sequence in cu_seqlens_{name}",
                 )
-    elif p.kind == "paged":
+    elif p.lengths is not None and p.block_table is not None:
         checks.in_range("lengths", p.lengths, 0, p.max_seqlen_k)
         pages = p.k.shape[0]
         used = (

@@ -1,0 +1,68 @@
+# make demo   the main job on this machine, whatever it has
+# make test   all tests that need no GPU and little time
+# Each does its own set-up in .venv, once. Variables: PYTHON, INDEX (another package index), TESTS, WORKERS.
+
+PYTHON  ?= python3.11
+INDEX   ?=
+TESTS   ?= tests
+WORKERS ?= 2
+
+VENV    := .venv
+VENV36  := .venv-triton36
+EXTRAS  := dev,hf,plot,trace
+CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
+INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
+# Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
+TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/kernels/sm90)
+
+.PHONY: demo test test-slow test-gpu test-triton36 lint format bench setup clean
+
+demo: setup
+	$(VENV)/bin/python -m dsv4 demo
+
+test: setup
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TESTS)
+
+test-slow: setup
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(TESTS)
+
+test-gpu: setup
+	$(VENV)/bin/python -m pytest -m gpu $(TESTS)
+
+test-triton36: $(VENV36)/.installed
+	$(VENV36)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TRITON36_TESTS)
+
+lint: setup
+	$(VENV)/bin/ruff check src tests benchmarks tutorials
+	$(VENV)/bin/mypy
+
+bench: setup
+	$(VENV)/bin/python benchmarks/cpu.py
+
+setup: $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) $(VENV36) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A stamp per step: a step runs again only when what it depends on has changed.
+$(VENV)/.torch $(VENV36)/.torch: %/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "$(PYTHON) is not Python 3.11, for which constraints.txt is made; set PYTHON="; exit 1; }
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	@cp constraints.txt $*/constraints.txt
+	@if [ "$*" = "$(VENV36)" ]; then sed -i 's/^triton==.*/triton==3.6.0/' $*/constraints.txt; fi
+	@pip="$*/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION)"; \
+	 echo "installing torch for a CPU into $*"; \
+	 if ! $$pip -c $*/constraints.txt 'torch==2.13.0+cpu' 2>$*/pip.log \
+	   && ! $$pip --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) \
+	        -c $*/constraints.txt 'torch==2.13.0+cpu' 2>>$*/pip.log; then \
+	   echo "torch==2.13.0+cpu cannot be had here (see $*/pip.log); taking torch 2.15, which also accepts triton 3.9"; \
+	   sed -i 's/^torch==.*/torch==2.15.0/; /^setuptools==/d' $*/constraints.txt; \
+	   $$pip -c $*/constraints.txt torch==2.15.0; \
+	 fi
+	@touch $@
+
+$(VENV)/.installed $(VENV36)/.installed: %/.installed: %/.torch pyproject.toml
+	@echo "installing dsv4, softsm and their tools into $*"
+	@$*/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) -c $*/constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@

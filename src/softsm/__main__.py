@@ -1,0 +1,3 @@
+from softsm.cli import main
+
+main()

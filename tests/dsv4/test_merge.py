@@ -1,0 +1,80 @@
+"""dsv4.merge_states: parts of the keys, in any order and number, give the whole; the sink enters once."""
+
+import pytest
+import torch
+from agreement import qkv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4 import reference
+
+INF = float("inf")
+
+
+@given(
+    cuts=st.lists(st.integers(0, 30), min_size=0, max_size=4),
+    sink=st.sampled_from([None, 0.5, -INF, INF]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    flat=st.booleans(),
+)
+def test_parts_give_the_whole(cuts, sink, dtype, flat):
+    q, k, v = qkv(1 if flat else 2, 6, 30, 4, 2, 64, dtype)
+    sink = None if sink is None else torch.full((4,), sink)
+    edges = [0, *sorted(cuts), 30]
+    parts = [dsv4.fmha(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in zip(edges, edges[1:])]
+    want, want_lse = reference.fmha(q, k, v, sink=sink)
+    if flat:
+        parts = [(out[0], lse[0].T) for out, lse in parts]
+        want, want_lse = want[0], want_lse[0].T
+    out, lse = dsv4.merge_states([p[0] for p in parts], [p[1] for p in parts], sink=sink)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    # each partial and the result are rounded to the dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want, rtol=2 * eps, atol=4 * eps)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_the_merged_lse_merges_again():
+    q, k, v = qkv(2, 3, 12, 2, 2, 64)
+    a, b, c = (dsv4.fmha(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8))
+    ab = dsv4.merge_states([a[0], b[0]], [a[1], b[1]])
+    at_once = dsv4.merge_states([x[0] for x in (a, b, c)], [x[1] for x in (a, b, c)])
+    in_steps = dsv4.merge_states([ab[0], c[0]], [ab[1], c[1]])
+    torch.testing.assert_close(in_steps, at_once)
+
+
+def test_an_empty_part_may_hold_anything():
+    out, lse = torch.ones(2, 3, 64), torch.zeros(2, 3)
+    junk, empty = torch.full((2, 3, 64), float("nan")), torch.full((2, 3), -INF)
+    merged, merged_lse = dsv4.merge_states([junk, out], [empty, lse])
+    assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+    merged, merged_lse = dsv4.merge_states([junk], [empty], sink=torch.tensor([0.0, INF, -INF]))
+    assert bool((merged == 0).all()) and bool((merged_lse == -INF).all())
+
+
+def test_stacked_tensors_are_taken_too():
+    outs, lses = torch.randn(3, 4, 2, 64), torch.randn(3, 4, 2)
+    assert torch.equal(dsv4.merge_states(outs, lses)[0], dsv4.merge_states(list(outs), list(lses))[0])
+
+
+@pytest.mark.parametrize(
+    "outs, lses, sink, argument",
+    [
+        ([], [], None, "outs"),
+        (None, [torch.zeros(4, 2)], None, "outs"),
+        ([torch.zeros(4, 2, 64)], [], None, "lses"),
+        ([torch.zeros(4, 2, 64)], [torch.zeros(4, 2), torch.zeros(4, 2)], None, "lses"),
+        ([torch.zeros(4, 2)], [torch.zeros(4)], None, "outs[0]"),
+        ([torch.zeros(4, 2, 64)], [torch.zeros(2, 4)], None, "lses[0]"),
+        ([torch.zeros(1, 4, 2, 64)], [torch.zeros(1, 4, 2)], None, "lses[0]"),
+        ([torch.zeros(4, 2, 64)], [torch.zeros(4, 2).double()], None, "lses[0]"),
+        ([torch.zeros(4, 2, 64), torch.zeros(3, 2, 64)], [torch.zeros(4, 2)] * 2, None, "outs[1]"),
+        ([torch.zeros(4, 2, 64)], [torch.zeros(4, 2)], torch.zeros(3), "sink"),
+        ([torch.zeros(4, 2, 64, requires_grad=True)], [torch.zeros(4, 2)], None, "outs[0]"),
+    ],
+)
+def test_bad_input(outs, lses, sink, argument):
+    with pytest.raises(ValueError, match="accepted") as error:
+        dsv4.merge_states(outs, lses, sink)
+    assert str(error.value).startswith(f"{argument}: got ")
