@@ -1,6 +1,6 @@
 """clusterlaunchcontrol: a running cluster takes over one that has not started yet.
 
-The 16-byte answer is softsm's own (PTX calls it opaque): ctaid x, y, z of that cluster's first CTA, and 1 if there is one.
+The 16-byte answer is softsm's own (PTX calls it opaque): ctaid x, y, z of that cluster's first CTA, then 1 if granted.
 """
 
 from __future__ import annotations
