@@ -15,8 +15,8 @@ from dsv4 import checks
 
 OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention")
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
-KEYS_PER_SPLIT = 512  # fewer keys than this do not pay for the merge
-MAX_SPLITS = 64
+KEYS_PER_SPLIT = 256  # fewer keys than this do not pay for the merge
+MAX_SPLITS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +134,22 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
+    """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
+
+    The fewest splits that fill the multiprocessors nearly as well as any number would: with n splits, tiles * n blocks
+    run in whole rounds, and the last round may be almost empty. No split so short that merging costs more than it saves.
+    """
+    most = max(1, min(keys // KEYS_PER_SPLIT, MAX_SPLITS))
+    filled = []
+    for n in range(1, most + 1):
+        rounds = tiles * n / multiprocessors
+        filled.append(rounds / -(-tiles * n // multiprocessors))
+    return next(n for n, f in enumerate(filled, 1) if f >= 0.85 * max(filled))
+
+
 def _splits(
     multiprocessors: int, *, batch: int, q_heads: int, kv_heads: int, max_seqlen_q: int, max_seqlen_k: int
 ) -> int:
-    """Enough splits that every multiprocessor has a tile, none so short that merging costs more than it saves."""
     tiles = batch * kv_heads * -(-max_seqlen_q * (q_heads // kv_heads) // ROWS_PER_TILE)
-    return max(1, min(multiprocessors // tiles, -(-max_seqlen_k // KEYS_PER_SPLIT), MAX_SPLITS))
+    return choose_splits(tiles, multiprocessors, max_seqlen_k)

@@ -1,0 +1,46 @@
+"""Online softmax in base 2 on one score tile, and what happens to a finished row. Pure register code."""
+
+from dsv4.kernels.compat import gl, gluon
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def see(s, first_column, row_first, row_end, L: gl.constexpr):
+    """Scores of keys that a row does not see become -inf. s: [rows, keys] of keys from first_column on."""
+    column = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+    seen = (column >= row_first[:, None]) & (column < row_end[:, None])
+    return gl.where(seen, s, -float("inf"))
+
+
+@gluon.jit
+def step(s, m, scale):
+    """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before)."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    alpha = gl.exp2(m - safe)
+    p = gl.exp2(s * scale - safe[:, None])
+    return p, m_new, alpha
+
+
+@gluon.jit
+def finish(m, l, sink):
+    """(factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none."""
+    nothing = l == 0.0
+    lse = gl.where(nothing, -float("inf"), m + gl.log2(gl.where(nothing, 1.0, l)))
+    with_sink = l + gl.exp2(sink * LOG2E - gl.where(nothing, 0.0, m))
+    return gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink)), lse
+
+
+@gluon.jit
+def pin(l):
+    """Row sums, unchanged. What they depend on is computed before the waits that follow in program order.
+
+    ptxas moves arithmetic behind a wgmma wait that it does not need, and the softmax would then run with the tensor
+    cores idle. A (never taken) branch on the result ends its basic block.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 1; mov.b32 $0, $1; }",
+        "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
