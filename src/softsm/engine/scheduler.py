@@ -16,15 +16,17 @@ from softsm.engine.asynchrony import AsyncEngine, AsyncOp, Blocked, Waitable
 from softsm.errors import Deadlock, Fault, StepBudget
 
 QUANTUM = 20_000
+TURN = 512
 
 
 class Fragment:
-    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "warp")
+    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "warp")
 
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
         self.blocked: Blocked | None = None
         self.parked = 0  # lanes it waits for before a converging instruction
+        self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
 
     def unblock(self) -> None:
         self.blocked = None
@@ -243,6 +245,8 @@ class Machine:
             self.steps += steps
             quantum -= steps
             fragment.pc, warp.pc = pc, pc
+            if multi:
+                fragment.steps += steps
             if mask != fragment.mask:
                 warp.alive &= ~(fragment.mask & ~mask)
                 warp.S[pg.S_ALIVE] = warp.alive
@@ -293,15 +297,14 @@ class Machine:
         warp.spins = 0
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
-        """The runnable fragment with the lowest pc, and the pc at which it meets another one."""
+        """The fragment to run next, and the pc at which it meets another one."""
         fragments = warp.fragments
         if len(fragments) == 1:
             f = fragments[0]
             return (None, 0) if f.blocked is not None or f.parked else (f, 1 << 30)
-        chosen = None
-        for f in fragments:
-            if f.blocked is None and not f.parked and (chosen is None or f.pc < chosen.pc):
-                chosen = f
+        # The lowest pc first, so that fragments meet; but one that spins must let the others go on.
+        able = [f for f in fragments if f.blocked is None and not f.parked]
+        chosen = min(able, key=lambda f: (f.steps // TURN, f.pc), default=None)
         if chosen is None:
             if any(f.parked for f in fragments) and all(f.parked for f in fragments):
                 stuck = fragments[0]

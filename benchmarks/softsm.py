@@ -1,0 +1,134 @@
+"""Speed of softsm on this machine: `python benchmarks/softsm.py [--json FILE]`. Ratios are taken within one run.
+
+Targets: ALU mix >= 60 M warp instructions/s and >= 100x a NumPy-per-instruction loop (60x without AVX-512); a bf16
+128x256x16 MMA from swizzled shared memory <= 100 us; attention forward (head dim 64, 128 rows, 512 keys, one head)
+< 0.05 s and 16 heads x 1024 x 1024 causal < 6 s, after compilation; import < 1 s; first compilation < 60 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ALU = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry mix(.param .u64 x, .param .u32 n)
+{
+  .reg .b32 %r<32>; .reg .f32 %f<32>; .reg .b64 %rd<8>; .reg .pred %p<4>; .shared .align 16 .b8 buffer[4096];
+  ld.param.u64 %rd1, [x]; ld.param.u32 %r1, [n]; mov.u32 %r2, %tid.x; mov.u32 %r3, 0; shl.b32 %r4, %r2, 2;
+  mov.u32 %r5, buffer; add.u32 %r5, %r5, %r4; mov.f32 %f1, 0f3F000000; mov.f32 %f2, 0f3E800000; mov.f32 %f3, 0f3F000000;
+  mov.f32 %f4, %f1; mov.f32 %f5, %f1; mov.f32 %f6, %f1; st.shared.f32 [%r5], %f1;
+LOOP:
+  fma.rn.f32 %f4, %f4, %f2, %f3; fma.rn.f32 %f5, %f5, %f2, %f6; add.u32 %r3, %r3, 1; mul.f32 %f7, %f4, %f2;
+  ld.shared.f32 %f8, [%r5]; fma.rn.f32 %f8, %f8, %f2, %f3; ex2.approx.ftz.f32 %f9, %f6; add.f32 %f6, %f7, %f3;
+  shl.b32 %r6, %r3, 3; mul.f32 %f7, %f7, %f2; max.f32 %f6, %f6, %f3; add.u32 %r6, %r6, 1;
+  fma.rn.f32 %f3, %f3, %f2, %f2; add.f32 %f5, %f5, %f2; mov.b32 %r7, %f5; xor.b32 %r8, %r7, %r6;
+  selp.f32 %f10, %f5, %f6, %p2; setp.lt.u32 %p1, %r3, %r1; @%p1 bra LOOP;
+  mul.wide.u32 %rd2, %r2, 4; add.s64 %rd3, %rd1, %rd2; st.global.f32 [%rd3], %f5; ret;
+}"""
+
+
+def seconds(f, repeat: int = 5) -> float:
+    best = float("inf")
+    for _ in range(repeat):
+        start = time.perf_counter()
+        f()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def alu_mix() -> tuple[float, float]:
+    """(warp instructions per second, the same done by one NumPy call per instruction)."""
+    import softsm
+
+    x = np.zeros(32, np.float32)
+    kernel = softsm.load(ALU)
+    steps = kernel.launch(1, 32, [x, 10]).steps
+    n = 200_000
+    steps = kernel.launch(1, 32, [x, n]).steps
+    engine = steps / seconds(lambda: kernel.launch(1, 32, [x, n]))
+    registers = np.zeros((8, 32), np.float32)
+    mask = np.ones(32, bool)
+
+    def numpy_loop():
+        for _ in range(2000):
+            np.copyto(registers[3], registers[0] * registers[1] + registers[2], where=mask)
+
+    return engine, 2000 / seconds(numpy_loop)
+
+
+def mma() -> float:
+    """Seconds of one bf16 128x256x16 product, operands in 128-byte-swizzled shared memory, D in tensor memory."""
+    from softsm.isa.tcgen05 import benchmark_mma
+
+    return benchmark_mma(m=128, n=256, k=16)
+
+
+def attention() -> tuple[float, float]:
+    import torch
+
+    import dsv4
+
+    def run(heads, t, s, causal):
+        q, k, v = (torch.randn(1, n, heads, 64).bfloat16() for n in (t, s, s))
+        dsv4.fmha(q[:, :8], k, v, causal=causal, backend="softsm")  # compile
+        return seconds(lambda: dsv4.fmha(q, k, v, causal=causal, backend="softsm"), 3 if heads == 1 else 1)
+
+    return run(1, 128, 512, False), run(16, 1024, 1024, True)
+
+
+def cold() -> tuple[float, float]:
+    """(import time, first compilation into an empty cache), in fresh processes."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import softsm"], check=True)
+    imported = time.perf_counter() - start
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    imported -= time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        code = "from softsm.engine.assemble import load_chapters; load_chapters(); " \
+               "from softsm.engine.interpreter import interpreter; interpreter()"
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "SOFTSM_CACHE": folder},
+                       stderr=subprocess.DEVNULL)
+        compiled = time.perf_counter() - start
+    return imported, compiled
+
+
+def main(json_file: str = typer.Option(None, "--json"), skip_cold: bool = False) -> None:
+    rows: list[tuple[str, float, str, str]] = []
+    engine, loop = alu_mix()
+    rows.append(("ALU mix, M warp instructions/s", engine / 1e6, ">= 60", "higher"))
+    rows.append(("  against one NumPy call per instruction", engine / loop, ">= 100 (60 without AVX-512)", "higher"))
+    rows.append(("bf16 MMA 128x256x16, us", mma() * 1e6, "<= 100", "lower"))
+    one, many = attention()
+    rows.append(("attention hd 64, 128 x 512, 1 head, s", one, "< 0.05", "lower"))
+    rows.append(("attention hd 64, 1024 x 1024 causal, 16 heads, s", many, "< 6", "lower"))
+    if not skip_cold:
+        imported, compiled = cold()
+        rows.append(("import softsm, s", imported, "< 1", "lower"))
+        rows.append(("first compilation, s", compiled, "< 60", "lower"))
+    table = Table(title="softsm on this machine", title_justify="left")
+    for name in ("what", "measured", "target"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name, value, target, _ in rows:
+        table.add_row(name, f"{value:.3g}", target)
+    Console().print(table)
+    if json_file:
+        with open(json_file, "w") as f:
+            json.dump({name.strip(): value for name, value, _, _ in rows}, f, indent=1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,108 @@
+"""Launching: arguments, limits, memory safety, module variables."""
+
+import numpy as np
+import pytest
+import torch
+
+import softsm
+from softsm.errors import Fault, PtxError
+
+COPY = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry copy(.param .u64 x, .param .u64 y, .param .u32 offset)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>;
+  ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [y]; ld.param.u32 %r1, [offset];
+  mov.u32 %r2, %tid.x; add.u32 %r2, %r2, %r1; mul.wide.u32 %rd3, %r2, 4;
+  add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
+  ld.global.b32 %r3, [%rd4]; st.global.b32 [%rd5], %r3; ret;
+}"""
+
+
+def test_numpy_arrays_and_torch_tensors_are_pointers():
+    x, y = np.arange(32, dtype=np.float32), torch.zeros(32)
+    softsm.load(COPY).launch(1, 32, [x, y, 0])
+    assert np.array_equal(y.numpy(), x)
+
+
+def test_the_whole_storage_of_a_view_may_be_touched():
+    x, y = torch.arange(64.0), torch.zeros(64)
+    softsm.load(COPY).launch(1, 32, [x[32:], y[32:], 0])
+    assert torch.equal(y[32:], x[32:]) and not y[:32].any()
+
+
+def test_an_address_outside_all_allocations_names_the_nearest():
+    x, y = np.zeros(32, np.float32), np.zeros(32, np.float32)
+    with pytest.raises(Fault, match=r"out-of-bounds: load by lane 1 of 4 bytes .* past the end of") as error:
+        softsm.load(COPY).launch(1, 32, [x, y, 31])
+    assert "ld.global.b32" in str(error.value)
+
+
+def test_a_null_pointer_is_an_error_not_a_crash():
+    with pytest.raises(Fault, match="out-of-bounds"):
+        softsm.load(COPY).launch(1, 32, [0, np.zeros(32, np.float32), 0])
+
+
+def test_a_misaligned_access_is_named():
+    x, y = np.zeros(64, np.uint8), np.zeros(64, np.float32)
+    with pytest.raises(Fault, match="misaligned"):
+        softsm.load(COPY).launch(1, 4, [x[1:], y, 0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"block": 2048}, "block"), ({"grid": (1, 1, 1, 1)}, "grid"), ({"args": [1]}, "args"), ({"shared": 1 << 20}, "shared"),
+     ({"order": "soon"}, "order"), ({"cluster": (2, 1, 1)}, "grid")],
+)  # fmt: skip
+def test_a_bad_launch_names_the_argument(change, message):
+    x = np.zeros(32, np.float32)
+    call = {"grid": 1, "block": 32, "args": [x, x, 0]} | change
+    with pytest.raises(ValueError, match=message):
+        softsm.load(COPY).launch(**call)
+
+
+def test_an_instruction_without_semantics_is_refused_when_loaded():
+    with pytest.raises(PtxError, match="line 9, column 3: frobnicate.b32"):
+        softsm.load(COPY.replace("mov.u32 %r2, %tid.x", "frobnicate.b32 %r2, %tid.x"))
+
+
+def test_an_unknown_modifier_is_refused_when_loaded():
+    with pytest.raises(PtxError, match="quickly"):
+        softsm.load(COPY.replace("ld.global.b32", "ld.global.quickly.b32"))
+
+
+def test_module_variables_keep_their_initial_values():
+    ptx = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.global .align 4 .u32 table[4] = {10, 20, 30, 40};
+.visible .entry k(.param .u64 x)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>;
+  ld.param.u64 %rd1, [x]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;
+  mov.u64 %rd3, table; add.s64 %rd3, %rd3, %rd2; ld.global.u32 %r2, [%rd3]; st.global.u32 [%rd1], %r2; ret;
+}"""
+    x = np.zeros(4, np.uint32)
+    softsm.load(ptx).launch(1, 4, [x])
+    assert x.tolist() == [10, 20, 30, 40]
+
+
+def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
+    ptx = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 dynamic[];
+.visible .entry k(.param .u64 x)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>; .shared .align 4 .b32 own;
+  ld.param.u64 %rd1, [x]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 8; add.s64 %rd1, %rd1, %rd2;
+  ld.shared.u32 %r2, [own]; st.global.u32 [%rd1], %r2;
+  st.shared.u32 [own], %r1; mov.u32 %r3, dynamic; st.shared.u32 [%r3], 5; ld.shared.u32 %r4, [own]; st.global.u32 [%rd1+4], %r4; ret;
+}"""
+    x = np.zeros((4, 2), np.uint32)
+    softsm.load(ptx).launch(4, 1, [x], shared=64)
+    assert x.tolist() == [[0xFFFFFFFF, i] for i in range(4)]

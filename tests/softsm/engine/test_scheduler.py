@@ -1,0 +1,138 @@
+"""Warps, divergence, convergence, polling and deadlock: the rules of engine/scheduler.py, one test each."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.errors import Deadlock, Fault, StepBudget
+
+
+def kernel(body: str, registers: str = "", params: str = ".param .u64 x, .param .u32 n", shared: str = "") -> str:
+    return f"""
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k({params})
+{{
+  .reg .b32 %r<32>; .reg .b64 %rd<16>; .reg .pred %p<8>; .reg .b16 %h<4>; {registers}
+  {shared}
+  ld.param.u64 %rd1, [x];
+  ld.param.u32 %r1, [n];
+  mov.u32 %r2, %tid.x;
+  mul.wide.u32 %rd2, %r2, 4;
+  add.s64 %rd3, %rd1, %rd2;
+  {body}
+}}"""
+
+
+def run(body: str, n: int = 0, block: int = 64, grid: int = 1, words: int = 64, **options) -> np.ndarray:
+    x = np.zeros(words, np.uint32)
+    softsm.load(kernel(body)).launch(grid, block, [x, n], **options)
+    return x
+
+
+def test_lanes_that_leave_a_loop_early_wait_for_the_others():
+    x = run("""
+  mov.u32 %r3, 0; mov.u32 %r4, 0;
+LOOP: add.u32 %r3, %r3, 1; add.u32 %r4, %r4, %r3;
+  setp.lt.u32 %p1, %r3, %r2; @%p1 bra LOOP;
+  st.global.u32 [%rd3], %r4; ret;""")
+    i = np.arange(64)
+    assert np.array_equal(x, np.where(i > 0, i * (i + 1) // 2, 1))
+
+
+def test_both_sides_of_a_branch_meet_at_the_join():
+    x = run("""
+  and.b32 %r3, %r2, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra EVEN;
+  mov.u32 %r4, 100; bra JOIN;
+EVEN: mov.u32 %r4, 200;
+JOIN: shfl.sync.bfly.b32 %r5, %r4, 1, 31, -1;
+  st.global.u32 [%rd3], %r5; ret;""")
+    assert np.array_equal(x, np.where(np.arange(64) % 2, 200, 100))
+
+
+def test_exited_lanes_are_not_waited_for():
+    x = run("""
+  setp.lt.u32 %p1, %r2, 40; @!%p1 exit;
+  bar.warp.sync -1; activemask.b32 %r3; st.global.u32 [%rd3], %r3; ret;""")
+    assert x[0] == 0xFFFFFFFF and x[32] == 0xFF and x[40] == 0
+
+
+def test_an_aligned_instruction_in_a_part_of_the_warp_is_named():
+    with pytest.raises(Fault, match="divergent") as error:
+        run("""
+  setp.lt.u32 %p1, %r2, 5; @%p1 bra FEW;
+  vote.sync.any.pred %p2, %p1, -1; ret;
+FEW: vote.sync.any.pred %p3, %p1, -1; ret;""")
+    assert "line" in str(error.value)
+
+
+def test_brx_idx_sends_each_lane_to_its_target():
+    x = run("""
+  and.b32 %r3, %r2, 3;
+TARGETS: .branchtargets A, B, C, D;
+  brx.idx %r3, TARGETS;
+A: mov.u32 %r4, 10; bra JOIN;
+B: mov.u32 %r4, 11; bra JOIN;
+C: mov.u32 %r4, 12; bra JOIN;
+D: mov.u32 %r4, 13; bra JOIN;
+JOIN: st.global.u32 [%rd3], %r4; ret;""")
+    assert np.array_equal(x, 10 + np.arange(64) % 4)
+
+
+def test_a_lane_may_spin_on_what_another_lane_of_its_warp_will_write():
+    x = run("""
+  setp.eq.u32 %p1, %r2, 0; @!%p1 bra WRITE;
+SPIN: ld.volatile.global.u32 %r3, [%rd1+128]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN;
+  bra DONE;
+WRITE: mov.u32 %r4, 7; st.volatile.global.u32 [%rd1+128], %r4;
+DONE: st.global.u32 [%rd3], %r2; ret;""", block=32)
+    assert x[32] == 7 and x[31] == 31
+
+
+def test_ctas_can_wait_for_each_other_through_global_memory():
+    """A grid barrier: every CTA adds one and spins until all have."""
+    x = run("""
+  setp.ne.u32 %p1, %r2, 0; @%p1 bra DONE;
+  atom.global.add.u32 %r3, [%rd1], 1;
+SPIN: ld.acquire.gpu.global.u32 %r4, [%rd1]; setp.lt.u32 %p2, %r4, %r1; @%p2 bra SPIN;
+DONE: ret;""", n=8, grid=8)
+    assert x[0] == 8
+
+
+def test_polling_for_what_nobody_writes_is_a_deadlock():
+    with pytest.raises(Deadlock, match="only polls"):
+        run("SPIN: ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; ret;")
+
+
+def test_an_endless_loop_ends_at_the_budget():
+    with pytest.raises(StepBudget, match="budget 300000"):
+        run("LOOP: add.u32 %r3, %r3, 1; bra LOOP;", budget=300_000)
+
+
+def test_a_device_function_is_called_and_returns():
+    ptx = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.func (.param .b32 out) twice(.param .b32 a)
+{ .reg .b32 %r<4>; ld.param.u32 %r1, [a]; add.u32 %r2, %r1, %r1; st.param.b32 [out], %r2; ret; }
+.visible .entry k(.param .u64 x)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>;
+  ld.param.u64 %rd1, [x]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;
+  { .param .b32 p0; .param .b32 r0; st.param.b32 [p0], %r1; call.uni (r0), twice, (p0); ld.param.b32 %r2, [r0]; }
+  st.global.u32 [%rd1], %r2; ret;
+}"""
+    x = np.zeros(32, np.uint32)
+    softsm.load(ptx).launch(1, 32, [x])
+    assert np.array_equal(x, 2 * np.arange(32))
+
+
+def test_seeds_give_the_same_schedule_again():
+    body = """
+  atom.global.add.u32 %r3, [%rd1], 1; add.u32 %r4, %r3, 1; mul.wide.u32 %rd4, %r4, 4; add.s64 %rd5, %rd1, %rd4;
+  st.global.u32 [%rd5], %r2; ret;"""
+    first = run(body, block=256, words=512, order="random", seed=3)
+    assert np.array_equal(first, run(body, block=256, words=512, order="random", seed=3))
+    assert not np.array_equal(first, run(body, block=256, words=512, order="random", seed=4))
