@@ -87,6 +87,15 @@ def test_inputs_depend_on_the_seed_and_on_nothing_else() -> None:
     assert not torch.equal(same[0], case.make(Draw(case.seed(8))).args["q"])
 
 
+def test_several_processes_give_the_same_results() -> None:
+    cases = suites.select("fmha", "sink") + suites.select("v4", "ties")
+    one = {str(result.case): result for result in suites.run_cases(cases, CPU, SEED)}
+    for result in suites.run_parallel(cases, CPU, SEED, jobs=2):
+        assert result.ok and result.checks == one.pop(str(result.case)).checks
+        assert result.case in cases
+    assert not one
+
+
 # ---- A suite that cannot fail proves nothing: each mutant is a mistake that a kernel could make.
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dsv4.suites import Case, Result, Where, run_case
+from dsv4.suites import Case, Result, Where, run_cases, run_parallel
 
 # Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
 WIDE = 120
@@ -32,15 +32,23 @@ def progress() -> Progress:
     )
 
 
-def run_with_progress(cases: list[Case], where: Where, seed: int, label: str) -> list[Result]:
-    results = []
+def run_with_progress(
+    cases: list[Case],
+    where: Where,
+    seed: int,
+    label: str,
+    jobs: int = 1,
+    each: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run the cases, in `jobs` processes, calling `each` as results come; the results in the order of the cases."""
+    found: dict[str, Result] = {}
     with progress() as bar:
         task = bar.add_task(label, total=len(cases))
-        for case in cases:
-            bar.update(task, description=f"{label}  {case}")
-            results.append(run_case(case, where, seed))
-            bar.advance(task)
-    return results
+        for result in run_cases(cases, where, seed) if jobs == 1 else run_parallel(cases, where, seed, jobs):
+            bar.update(task, description=f"{label}  {result.case}", advance=1)
+            found[str(result.case)] = result
+            each(result)
+    return [found[str(case)] for case in cases]
 
 
 def number(value: float | None) -> str:

@@ -34,6 +34,7 @@ def verify(
     seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes; for softsm one per core")] = 1,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,
 ) -> None:
     """Compare the operations with the fp64 oracle. Exit status 0 only if every case passed; 2 if none could run.
@@ -52,10 +53,12 @@ def verify(
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
     out.print(f"{len(cases)} cases on {where}, seed {seed}")
-    results = show.run_with_progress(cases, where, seed, "verify")
-    if verbose:
-        for result in results:
-            out.print(line(result))
+
+    def each(result: Result) -> None:
+        if verbose:
+            out.print(line(result), soft_wrap=True)
+
+    results = show.run_with_progress(cases, where, seed, "verify", jobs, each)
     out.print(summary(results))
     failures(out, results)
     if json_file is not None:
@@ -103,7 +106,7 @@ def summary(results: list[Result]) -> Table:
             str(len(group)),
             f"{'[green]' if passed == len(group) else '[bold red]'}{passed}[/]",
             show.number(max(norms, default=None)),
-            f"{used:.0%}",
+            "-" if math.isnan(used) else f"{used:.0%}",
             f"{min(cosines):.7f}" if cosines else "-",
             f"{sum(result.seconds for result in group):.2f}",
         )

@@ -19,6 +19,7 @@ from .case import (
     run_cases,
 )
 from .fmha_cases import fmha
+from .parallel import run_parallel
 from .seed_cases import seeds
 from .v4_cases import v4
 
@@ -36,5 +37,5 @@ def select(suite: str = "all", match: str = "", head_dim: int | None = None) -> 
 
 __all__ = [
     "ARCHS", "BACKENDS", "SUITES", "Case", "Check", "Draw", "Result", "Unavailable", "Where",
-    "fmha", "gpu_arch", "run_case", "run_cases", "seeds", "select", "v4",
+    "fmha", "gpu_arch", "run_case", "run_cases", "run_parallel", "seeds", "select", "v4",
 ]  # fmt: skip

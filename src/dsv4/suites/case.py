@@ -84,10 +84,12 @@ def import_softsm() -> Any:
     """The softsm package, or `Unavailable` with the reason: it is only needed when asked for."""
     try:
         import softsm
+
+        softsm.use  # noqa: B018  imported on first use; this is where a missing dependency shows
+    except AttributeError as why:
+        raise Unavailable("backend softsm: this softsm cannot run Triton programs (no softsm.use)") from why
     except Exception as why:  # a broken optional import must not look like a failed case
         raise Unavailable(f"backend softsm: import softsm failed: {why}") from why
-    if not hasattr(softsm, "use"):
-        raise Unavailable("backend softsm: this softsm cannot run Triton programs yet (no softsm.use)")
     return softsm
 
 
