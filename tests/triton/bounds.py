@@ -1,0 +1,37 @@
+"""How far a result may be from the exact one: rounding of the output plus the error of fp32 accumulation."""
+
+from __future__ import annotations
+
+import torch
+
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half an ulp, relative
+TINY = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}  # half the smallest step
+
+
+def assert_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float = 0.0) -> None:
+    """out = a @ b, accumulated in fp32 in any order. `extra`: relative error the inputs may get on the way."""
+    a, b = a.double(), b.double()
+    magnitude = a.abs() @ b.abs()
+    exact = a @ b
+    allowed = UNIT[out.dtype] * exact.abs() + TINY[out.dtype]
+    allowed += (a.shape[-1] * 2 * UNIT[torch.float32] + extra) * magnitude
+    worst = ((out.double() - exact).abs() - allowed).max().item()
+    assert worst <= 0, f"beyond the bound by {worst}"
+
+
+def assert_attention(out: torch.Tensor, q, k, v, scale: float, causal: bool = False) -> None:
+    """softmax(q k^T scale) v with P rounded to the dtype of v: each factor of P is off by one rounding at most, and
+    exp2 and the normalisation add a few of fp32."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        T, S = scores.shape[-2:]
+        scores = scores.masked_fill(~torch.ones(T, S).tril(S - T).bool(), float("-inf"))
+    p = torch.softmax(scores, -1)
+    exact = p @ v
+    unit = UNIT[out.dtype]
+    largest = (q.abs() @ k.abs().transpose(-1, -2)).max().item() * abs(scale)
+    relative = 2 * unit + (q.shape[-1] + 8) * UNIT[torch.float32] * (2 + largest)
+    allowed = unit * exact.abs() + relative * (p @ v.abs()) + TINY[out.dtype]
+    worst = ((out.double() - exact).abs() - allowed).max().item()
+    assert worst <= 0, f"beyond the bound by {worst}"
