@@ -110,6 +110,12 @@ def window(x: Any, causal: bool) -> tuple[int, int]:
     return x[0], 0 if causal else x[1]
 
 
+def bound(name: str, x: Any) -> None:
+    """A bound on a length: None or an int >= 0."""
+    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)) or x < 0):
+        fail(name, describe(x), "None or an int >= 0")
+
+
 def flag(name: str, x: Any) -> bool:
     if not isinstance(x, bool):
         fail(name, describe(x), "True or False")
@@ -137,13 +143,25 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
     tensor(
         name, x, tuple(shape), (dtype,), like=like, unit_last=x.ndim > 0 if isinstance(x, Tensor) else False
     )
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride())):
+    if _overlaps_itself(x):
         fail(
             name,
             f"strides {list(x.stride())} (elements share memory)",
             "a tensor whose elements do not overlap",
         )
     return x
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements may share memory: some dimension steps less far than the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
+        if size == 0:
+            return False
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def apart(name: str, x: Tensor, inputs: dict[str, Tensor | None]) -> None:

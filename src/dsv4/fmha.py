@@ -138,6 +138,8 @@ def _call(
     for key, x in (("sink", sink), ("out", out)):
         if x is not None and not isinstance(x, Tensor):
             checks.fail(key, checks.describe(x), "None or a tensor")
+    for key, x in bounds.items():
+        checks.bound(key, x)
     checks.forward_only(**tensors, sink=sink, out=out)
     left, right = checks.window(window, checks.flag("causal", causal))
     options = dict(

@@ -91,16 +91,16 @@ class FmhaProblem:
         return self.k.numel() == 0 or self.max_seqlen_k == 0
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale) -> dict:
+def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale, names=("k", "v")) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
     d = checks.head_dim("q", q.shape[-1])
-    for name, x in (("k", k), ("v", v)):
+    for name, x in zip(names, (k, v)):
         if x.shape[-1] != d:
             checks.fail(name, f"head dim {x.shape[-1]}", f"head dim {d}, as q")
         if x.dtype != q.dtype:
             checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q")
     if v.shape != k.shape:
-        checks.fail("v", f"shape {list(v.shape)}", f"shape {list(k.shape)}, as k")
+        checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
     left, right = checks.window(window, checks.flag("causal", causal))
     return dict(
@@ -161,7 +161,7 @@ def paged(
         checks.fail("k_pages", f"shape {list(k_pages.shape)}", "pages of at least one row")
     checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
     checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
-    common = _common(q, k_pages, v_pages, causal, window, sink, softmax_scale)
+    common = _common(q, k_pages, v_pages, causal, window, sink, softmax_scale, names=("k_pages", "v_pages"))
     capacity = block_table.shape[1] * k_pages.shape[1]
     return FmhaProblem(
         "paged",
@@ -175,11 +175,10 @@ def paged(
 
 def _bound(name: str, x: Any, total: int) -> int:
     """A longest-sequence hint; never more than the rows there are."""
+    checks.bound(name, x)
     if x is None:
         return total
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)) or x < 0:
-        checks.fail(name, checks.describe(x), "None or an int >= 0")
-    return total if x > total else x  # type: ignore[return-value]  # under torch.compile a SymInt stands in
+    return total if x > total else x
 
 
 def check_values(p: FmhaProblem) -> None:

@@ -55,7 +55,14 @@ def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limi
         patch.setattr(cpu, "MASK_LIMIT", mask_limit)
         patch.setattr(cpu, "BLOCK_BYTES", chunk)
         patch.setattr(cpu, "SPLIT_KEYS", 16)
-        check(q, k, v, causal=causal, window=(left, right), sink=None if sink is None else torch.full((4,), sink))
+        check(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=(left, right),
+            sink=None if sink is None else torch.full((4,), sink),
+        )
 
 
 def test_one_query_on_many_keys_uses_all_threads():

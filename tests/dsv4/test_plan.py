@@ -1,0 +1,83 @@
+"""Plans: sized by capacities alone, refused for a problem they do not cover, without effect on the result."""
+
+import math
+
+import pytest
+import torch
+from agreement import qkv
+
+import dsv4
+from dsv4.plan import KEYS_PER_SPLIT, _splits
+
+CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
+
+
+def test_a_plan_changes_nothing_but_the_speed():
+    q, k, v = qkv(2, 3, 9, 4, 2, 64)
+    made = dsv4.plan(dsv4.fmha, **CAPACITY)
+    assert made.num_splits == 1 and made.scratch.numel() == 0
+    for size in (9, 5):
+        want = dsv4.fmha(q, k[:, :size], v[:, :size], return_lse=True)
+        for a, b in zip(dsv4.fmha(q, k[:, :size], v[:, :size], return_lse=True, plan=made), want):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("function", [dsv4.fmha, dsv4.fmha_varlen, dsv4.fmha_paged])
+def test_warmup_runs_the_operation(function):
+    made = dsv4.warmup(function, **CAPACITY)
+    assert isinstance(made, dsv4.Plan) and made.operation == function.__name__
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"batch": 1}, "batch"),
+        ({"q_heads": 2}, "q_heads"),
+        ({"kv_heads": 4}, "kv_heads"),
+        ({"head_dim": 128}, "head_dim"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q"),
+        ({"max_seqlen_k": 8}, "max_seqlen_k"),
+        ({"device": "meta"}, "device"),
+    ],
+)
+def test_a_plan_too_small_is_refused(change, word):
+    made = dsv4.plan(dsv4.fmha, **CAPACITY | change)
+    with pytest.raises(ValueError, match=f"plan: got .*{word}|plan: got .*meta"):
+        dsv4.fmha(*qkv(2, 3, 9, 4, 2, 64), plan=made)
+
+
+def test_a_plan_for_another_operation_is_refused():
+    with pytest.raises(ValueError, match="plan: got a plan for fmha_paged"):
+        dsv4.fmha(*qkv(2, 3, 9, 4, 2, 64), plan=dsv4.plan(dsv4.fmha_paged, **CAPACITY))
+
+
+@pytest.mark.parametrize(
+    "change, argument",
+    [
+        ({"batch": 0}, "batch"),
+        ({"batch": 2.0}, "batch"),
+        ({"head_dim": 96}, "head_dim"),
+        ({"q_heads": 3}, "q"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k"),
+    ],
+)
+def test_bad_capacities(change, argument):
+    with pytest.raises(ValueError, match=f"^{argument}: got "):
+        dsv4.plan(dsv4.fmha, **CAPACITY | change)
+
+
+def test_bad_operation():
+    with pytest.raises(ValueError, match="operation: got "):
+        dsv4.plan(print, **CAPACITY)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 33, 132, 200])
+@pytest.mark.parametrize("keys", [1, 128, 4096, 1 << 20])
+def test_splits_fill_the_machine_and_no_more(tiles, keys):
+    splits = _splits(132, batch=tiles, q_heads=8, kv_heads=1, max_seqlen_q=1, max_seqlen_k=keys)
+    assert 1 <= splits <= max(1, keys // KEYS_PER_SPLIT)
+    if keys == 1 << 20:
+        rounds = tiles * splits / 132
+        assert rounds / math.ceil(rounds) > 0.75  # no nearly empty last round when there is enough to split
+    if tiles == 132:
+        assert splits == 1
