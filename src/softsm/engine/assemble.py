@@ -17,9 +17,21 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
-from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
+from softsm.ptx.ast import (
+    Address,
+    Function,
+    Imm,
+    Instruction,
+    Label,
+    Module,
+    Reg,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
 
-CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "logic", "barriers",
+CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "moves", "logic", "barriers",
             "async_copy", "tma", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
          "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
@@ -184,6 +196,8 @@ class Assembler:
         if isinstance(operand, Special):
             return self.special(operand.name, bank)
         if isinstance(operand, Symbol):
+            if operand.name in self.param_offsets:  # its place in the param space; cvta.param makes it generic
+                return self.const(self.param_offsets[operand.name] + operand.offset, kind)
             return self.symbol(operand.name, operand.offset, bank)
         if isinstance(operand, Vector) and len(operand.items) == 1:
             return self.src(operand.items[0], kind)
@@ -227,6 +241,13 @@ class Assembler:
             raise self.error(f"unknown name {name}" + (f"; did you mean {near[0]}?" if near else ""))
         if key not in self.symbol_rows:
             self.symbol_rows[key] = self.fresh(bank)
+        return self.symbol_rows[key]
+
+    def param_base(self) -> int:
+        """Row with the generic address of the param space."""
+        key = ("Q", pg.PARAM_SPACE, 0)
+        if key not in self.symbol_rows:
+            self.symbol_rows[key] = self.fresh("Q")
         return self.symbol_rows[key]
 
     def address(self, operand) -> tuple[str, int, int]:

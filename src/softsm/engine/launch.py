@@ -189,7 +189,9 @@ class Kernel:
             value = int.from_bytes(machine.parameters[offset : offset + size].tobytes(), "little", signed=signed)
             (Q if wide else R)[row] = value & (0xFFFFFFFFFFFFFFFF if wide else pg.ALL)
         for bank, row, name, offset in p.symbol_rows:
-            if name in p.param_offsets:
+            if name == pg.PARAM_SPACE:
+                Q[row] = machine.parameters.ctypes.data
+            elif name in p.param_offsets:
                 Q[row] = machine.parameters.ctypes.data + p.param_offsets[name] + offset
             elif name in self.variables:
                 Q[row] = self.variables[name].ctypes.data + offset

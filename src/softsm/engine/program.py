@@ -33,6 +33,7 @@ S_FIELDS = 64
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57
+PARAM_SPACE = "%param"  # symbol: where the kernel's parameters begin
 SHARED_START = 1024  # the first KiB of a CTA's window belongs to the system, as on the device
 RANK_SHIFT = 24  # shared::cluster address = rank << 24 | offset
 

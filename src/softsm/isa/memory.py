@@ -116,6 +116,10 @@ def ld(asm, ins):
         if isinstance(address.base, Symbol) and address.base.name in asm.local_variables:
             space = ln.LOCAL
     row, offset = address_of(asm, ins, address, space)
+    if named.startswith("param") and space != ln.LOCAL and not isinstance(address.base, Symbol):
+        total = asm.temp("q")  # a register holds the place within the param space
+        asm.emit("add.u64", total, row, asm.param_base(), guard=None)
+        row = total
     asm.record(LOAD_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), ins=ins)
 
 

@@ -88,6 +88,7 @@ def unpack(asm, ins, t: str, items, a) -> None:
 
 
 # Where each state space begins among generic addresses; None: generic and own addresses are the same.
+# Parameters begin where the launch put them.
 SPACES = {"global": None, "const": None, "param": None, "local": pg.LOCAL_WINDOW, "shared": pg.SHARED_WINDOW,
           "shared::cta": pg.SHARED_WINDOW, "shared::cluster": pg.SHARED_WINDOW, "param::entry": None}  # fmt: skip
 
@@ -101,6 +102,8 @@ def cvta(asm, ins):
         asm.refuse(ins, f"takes {{.to}} one of {', '.join('.' + s for s in SPACES)}, and .u64")
     d, a = operands(asm, ins, 2)
     row, window = asm.src(a, "q"), SPACES[parts[0]]
+    if parts[0].startswith("param"):
+        return asm.emit("sub.u64" if to else "add.u64", asm.dst(d, "q"), row, asm.param_base())
     if window is None:
         return asm.emit("mov.b64", asm.dst(d, "q"), row)
     asm.emit("sub.u64" if to else "add.u64", asm.dst(d, "q"), row, asm.const(window, "q"))
