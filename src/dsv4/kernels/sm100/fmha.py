@@ -1,0 +1,43 @@
+"""FMHA forward on sm_100a: from a validated problem to launches. The kernel is in forward.py."""
+
+from dsv4.kernels.shared.launch import Tiling, forward_split, paged_reason
+from dsv4.kernels.sm100.forward import fmha_forward
+from dsv4.problem import FmhaProblem
+
+MAX_SHARED = 232_448  # bytes per CTA
+MAX_COLUMNS = 512  # of tensor memory
+
+
+def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
+    """Tile sizes of one head dim. p_tmem: P through tensor memory (the default where it fits) or shared memory."""
+    if p_tmem is None:
+        p_tmem = head_dim < 512
+    if p_tmem and head_dim == 512:
+        raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
+    rows, keys, tiles, slots, regs = {
+        64: (128, 128, 2, 4, 192), 128: (128, 128, 2, 4 if p_tmem else 3, 192), 256: (128, 64, 1, 4, 200),
+        512: (64, 64, 1, 4, 200),
+    }[head_dim]  # fmt: skip
+    check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
+    return Tiling(rows * tiles, keys, keys, dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem,
+                                                 SOFTMAX_REGS=regs))  # fmt: skip
+
+
+def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
+    """What the compiler does not check: an over-budget kernel compiles to an empty body."""
+    columns = 2 * keys + tiles * head_dim * rows // 128
+    shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
+    if columns > MAX_COLUMNS or shared + 4096 > MAX_SHARED:
+        raise ValueError(
+            f"head dim {head_dim} with {tiles} x {rows} rows, {keys} keys, {slots} slots: {columns} of {MAX_COLUMNS} columns "
+            f"of tensor memory, {shared} + up to 4096 of {MAX_SHARED} bytes of shared memory"
+        )
+
+
+def supports(p: FmhaProblem) -> str | None:
+    """None, or why this kernel cannot run the problem."""
+    return paged_reason(p)
+
+
+def forward(p: FmhaProblem, p_tmem: bool | None = None) -> None:
+    forward_split(p, fmha_forward, tiling(p.head_dim, p_tmem))
