@@ -244,7 +244,21 @@ def gather_rows(pool: torch.Tensor | Fp8Cache, rows: torch.Tensor, dtype: torch.
     page, place = rows // pool_page(pool), rows % pool_page(pool)
     if isinstance(pool, torch.Tensor):
         return pool[page, place].to(dtype)
-    return dequantize_rows(pool.data_view()[page, place], pool.scale_view()[page, place], dtype)
+    data = _gather_bytes(pool, pool.data_view(), 0, page, place)
+    scales = _gather_bytes(pool, pool.scale_view(), pool.rows_per_page * DATA_BYTES, page, place)
+    return dequantize_rows(data, scales, dtype)
+
+
+def _gather_bytes(
+    cache: Fp8Cache, view: torch.Tensor, start: int, page: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """view[page, place], uint8 [n, width]; start is where the view begins in a page."""
+    width = view.shape[2]
+    if cache.page_stride % width or start % width:
+        return view[page, place]
+    # The usual strides are whole rows: index_select then copies rows at once, which is several times faster.
+    lines = cache.storage[: cache.storage.numel() // width * width].view(-1, width)
+    return lines.index_select(0, page * (cache.page_stride // width) + start // width + place)
 
 
 def _check_rows_per_page(n: int) -> None:
