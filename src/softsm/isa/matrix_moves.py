@@ -1,7 +1,11 @@
-"""ldmatrix, stmatrix, movmatrix: 8x8 (and the 8-bit 16x16, 8x16, 16x8) tiles between shared memory and a warp's registers.
+"""ldmatrix, stmatrix, movmatrix: small tiles between shared memory and a warp's registers.
 
-Eight threads give the addresses of the eight 16-byte rows of each matrix. Thread t holds the 32-bit word t%4 of row t/4;
-with .trans the matrix is transposed on the way.
+Eight threads give the addresses of the eight 16-byte rows of each 8x8 matrix. Thread t holds the 32-bit word t%4 of row
+t/4; with .trans the matrix is transposed on the way. The 8-bit shapes (sm_100):
+
+    ldmatrix.m16n16.trans  register j, byte e: row 4*(t%4) + e, column t/4 + 8*j of a matrix of 16 rows
+    ldmatrix.m8n16         4- or 6-bit elements, padded to 16 bytes a row, widened to bytes
+    stmatrix.m16n8.trans   byte e of thread t goes to row 2*(t%4) + e%2, byte t/4 + 8*(e/2)
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[ob
     offsets = addresses - cta.shared_base
     if (addresses & 15).any():
         lane = int(np.flatnonzero(addresses & 15)[0])
-        raise w.fault("misaligned", f"{what}: row address {int(addresses[lane]):#x} of lane {lane} is not a multiple of 16")
+        at = int(addresses[lane])
+        raise w.fault("misaligned", f"{what}: row address {at:#x} of lane {lane} is not a multiple of 16")
     for at in (int(offsets.min()), int(offsets.max())):
         located(w, cta.check_shared, at, 16, what)
     return cta, offsets
@@ -70,20 +75,23 @@ def lower_ldmatrix(asm, ins) -> None:
     expected = 2 * count if shape == "m16n16" else count
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
-    asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans, source=source)
+    asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
+              source=source)  # fmt: skip
 
 
 def do_ldmatrix(w, mask, o):
     per = 16 if o.shape == "m16n16" else 8
     cta, offsets = row_addresses(w, o.place, per * o.count, "ldmatrix")
     data = load_rows(cta, offsets)
-    if o.source:
-        data = formats.unpack_padded(data, "e2m1") << 2 if o.source == "b4x16_p64" else formats.unpack_padded(data, "e3m2")
+    if o.source == "b4x16_p64":
+        data = formats.unpack_padded(data, "e2m1") << 2
+    elif o.source:
+        data = formats.unpack_padded(data, "e3m2")
     if o.shape == "m8n8":
         w.R[o.rows] = words(data.view(np.uint16).reshape(-1, 8, 8), o.trans)
     elif o.shape == "m8n16":
         w.R[o.rows] = data.view(np.uint32).reshape(-1, 32)
-    else:  # register j of a matrix: column t/4 + 8j of rows 4*(t%4) .. +3
+    else:
         tiles = np.ascontiguousarray(data.reshape(-1, 16, 16).transpose(0, 2, 1))  # [matrix, column, row]
         w.R[o.rows] = tiles.view(np.uint32).reshape(-1, 32)
 
@@ -113,7 +121,8 @@ def do_stmatrix(w, mask, o):
         halves = registers.view(np.uint16).reshape(-1, 8, 8)
         data = np.ascontiguousarray(halves.transpose(0, 2, 1) if o.trans else halves).view(np.uint8)
     else:
-        data = registers.view(np.uint8)
+        quads = registers.view(np.uint8).reshape(-1, 8, 4, 2, 2)  # [matrix, t/4, t%4, e/2, e%2]
+        data = np.ascontiguousarray(quads.transpose(0, 2, 4, 3, 1))  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
     lines[offsets >> 4] = data.reshape(-1).view(np.complex128)
     w.machine.writes += 1

@@ -1,15 +1,12 @@
 """Operand tiles laid out in shared memory one element at a time, straight from the address table of the PTX ISA."""
 
-import ml_dtypes
 import numpy as np
 
 NONE, ATOM32, SW128, SW64, SW32 = 0, 1, 2, 4, 6  # descriptor bits 61-63
 WIDTH = {ATOM32: 128, SW128: 128, SW64: 64, SW32: 32}
 CHOICES = np.array([-2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2], np.float32)  # exact in every format
 
-_TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m3": ml_dtypes.float6_e2m3fn,
-          "e3m2": ml_dtypes.float6_e3m2fn, "e2m1": ml_dtypes.float4_e2m1fn, "bf16": ml_dtypes.bfloat16,
-          "f16": np.float16, "tf32": np.float32, "s8": np.int8, "u8": np.uint8}  # fmt: skip
+SMALL = {"e4m3": (4, 3), "e5m2": (5, 2), "e2m3": (2, 3), "e3m2": (3, 2), "e2m1": (2, 1)}  # exponent and mantissa bits
 BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
@@ -19,9 +16,28 @@ def values(rng, shape, name):
     return rng.choice(CHOICES, shape)
 
 
+def small_float(x, exponent_bits, mantissa_bits):
+    """Code of a value the format can represent."""
+    sign = int(np.signbit(x)) << exponent_bits + mantissa_bits
+    if x == 0:
+        return sign
+    bias = (1 << exponent_bits - 1) - 1
+    e = max(int(np.floor(np.log2(abs(x)))), 1 - bias)
+    fraction = abs(x) / 2.0**e * (1 << mantissa_bits)
+    assert fraction == int(fraction), f"{x} does not fit"
+    field = int(fraction) + ((e + bias - 1) << mantissa_bits)  # the hidden bit carries into the exponent
+    return sign | field
+
+
 def bits(array, name):
     """Little-endian bytes of each element, uint8 [..., bytes]; sub-byte codes in the low bits of one byte."""
-    raw = array.astype(_TYPES[name])
+    if name in SMALL:
+        codes = {float(x): small_float(x, *SMALL[name]) for x in np.unique(array)}
+        raw = np.vectorize(lambda x: codes[float(x)], otypes=[np.uint8])(array)
+    elif name == "bf16":
+        raw = (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        raw = array.astype({"f16": np.float16, "tf32": np.float32, "s8": np.int8, "u8": np.uint8}[name])
     return np.ascontiguousarray(raw).view(np.uint8).reshape(*array.shape, -1)
 
 
