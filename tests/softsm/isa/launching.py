@@ -1,13 +1,28 @@
-"""Runs a test kernel under every order of completion and demands the same answer each time."""
+"""Runs a test kernel on softsm, under every order of completion, and on a GPU where one is: all must agree.
 
+`python launching.py [file ...]` runs the tests of the files beside it that go through `run`, on the GPU alone if
+softsm's engine (numba) or pytest is missing there.
+"""
+
+import ctypes
+import importlib.util
+import pathlib
+import re
+import sys
+import time
+import types
 from dataclasses import dataclass, field
 
 import numpy as np
+import silicon
 
 import softsm.engine.launch as engine
 from softsm.memory.tensor_map import encode_im2col, encode_tiled
 
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2)]
+
+
+# -- PTX -----------------------------------------------------------------------------------------------------------
 
 
 def ptx(body, params="out", *, target="sm_90a", version="8.0", shared="", directives="", registers=16):
@@ -52,11 +67,23 @@ st.global.{kind} [%rd30], {value};
 
 
 def wait(barrier, parity, label):
-    """A spin loop on an mbarrier's phase."""
-    return f"""{label}:
+    """A spin loop on an mbarrier's phase. It gives up after a while: a GPU has no deadlock report."""
+    return f"""mov.u32 %r39, 0;
+{label}:
 mbarrier.try_wait.parity.shared::cta.b64 %p10, [{barrier}], {parity};
-@!%p10 bra {label};
+@%p10 bra {label}_OVER;
+add.u32 %r39, %r39, 1;
+setp.lt.u32 %p11, %r39, 100000;
+@%p11 bra {label};
+{label}_OVER:
 """
+
+
+def words(n, fill=0):
+    return np.full(n, fill, np.uint32)
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -71,33 +98,182 @@ class Map:
     options: dict = field(default_factory=dict)
 
     def encode(self, address):
-        if "pixels" in self.options:
-            rest = dict(self.options)
+        rest = dict(self.options)
+        shape = self.kind, len(self.dims), address, self.dims, self.strides
+        if "pixels" in rest:
             corners = rest.pop("lower"), rest.pop("upper")
-            columns = self.box[0], rest.pop("pixels")
-            shape = len(self.dims), address, self.dims, self.strides
-            return encode_im2col(self.kind, *shape, *corners, *columns, **rest)
-        return encode_tiled(
-            self.kind, len(self.dims), address, self.dims, self.strides, self.box, **self.options
-        )
+            return encode_im2col(*shape, *corners, self.box[0], rest.pop("pixels"), **rest)
+        return encode_tiled(*shape, self.box, **rest)
 
+    def encode_by_driver(self, device, address):
+        """cuTensorMapEncodeTiled or -Im2col: an aligned ctypes buffer."""
+        rank, options = len(self.dims), self.options
+        raw = ctypes.create_string_buffer(256)
+        image = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)
 
-def run(text, args, *, grid=1, block=32, cluster=1, shared=0, orders=ORDERS):
-    """Launch with fresh copies of the arrays under each order; returns the arrays of the first launch."""
-    kernel = engine.load(text)
-    first = None
-    for order, seed in orders:
-        mine = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
-        mine = [a.encode(mine[a.of].ctypes.data) if isinstance(a, Map) else a for a in mine]
-        kernel.launch(grid, block, mine, cluster=cluster, shared=shared, order=order, seed=seed)
-        arrays = [a for a in mine if isinstance(a, np.ndarray)]
-        if first is None:
-            first = arrays
+        def listed(kind, values):
+            return (kind * max(len(values), 1))(*values)
+
+        def enum(name):
+            return ctypes.c_int(int(options.get(name, 0)))
+
+        shape = (image, ctypes.c_int(int(self.kind)), ctypes.c_uint32(rank), ctypes.c_void_p(address))
+        shape += (listed(ctypes.c_uint64, self.dims), listed(ctypes.c_uint64, self.strides))
+        if "pixels" in options:
+            corners = listed(ctypes.c_int, options["lower"]), listed(ctypes.c_int, options["upper"])
+            extent = (*corners, ctypes.c_uint32(self.box[0]), ctypes.c_uint32(options["pixels"]))
         else:
-            for got, wanted in zip(arrays, first):
-                np.testing.assert_array_equal(got, wanted, err_msg=f"order {order}, seed {seed}")
+            extent = (listed(ctypes.c_uint32, self.box),)
+        steps = listed(ctypes.c_uint32, options.get("element_strides") or (1,) * rank)
+        modes = enum("interleave"), enum("swizzle"), ctypes.c_int(2), enum("oob_fill")
+        name = "cuTensorMapEncodeIm2col" if "pixels" in options else "cuTensorMapEncodeTiled"
+        device.call(name, *shape, *extent, steps, *modes)
+        return image
+
+
+class Scratch(np.ndarray):
+    """An array the kernel may use but whose contents are not part of the answer."""
+
+
+def scratch(nbytes):
+    return np.zeros(nbytes, np.uint8).view(Scratch)
+
+
+def answers(arrays):
+    return [a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, Scratch)]
+
+
+def aligned(array):
+    """A copy on a 128-byte boundary, as device memory is."""
+    raw = np.empty(array.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out.view(type(array))
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+def run(text, args, *, grid=1, block=32, cluster=1, shared=0, orders=ORDERS, on_gpu=True):
+    """Launch with fresh copies of the arrays under each order, and on the GPU; returns the arrays of one launch."""
+    first = None
+    if silicon.have_softsm():
+        kernel = engine.load(text)
+        for order, seed in orders:
+            mine = [aligned(a) if isinstance(a, np.ndarray) else a for a in args]
+            given = [a.encode(mine[a.of].ctypes.data) if isinstance(a, Map) else a for a in mine]
+            kernel.launch(grid, block, given, cluster=cluster, shared=shared, order=order, seed=seed)
+            first = same(first, answers(mine), f"order {order}, seed {seed}")
+    device = silicon.cuda()
+    if on_gpu and orders is ORDERS and device is not None and device.accepts(text):
+        got = on_device(device, text, args, grid, block, cluster, shared)
+        silicon.RECORD.results += sum(a.size for a in got)
+        first = same(first, got, "on the GPU")
+    assert first is not None, "neither softsm nor a CUDA device can run this"
     return first[0] if len(first) == 1 else first
 
 
-def words(n, fill=0):
-    return np.full(n, fill, np.uint32)
+def same(first, arrays, what):
+    for got, wanted in zip(arrays, first or ()):
+        np.testing.assert_array_equal(got, wanted, err_msg=what)
+    return first or arrays
+
+
+def on_device(device, text, args, grid, block, cluster, shared):
+    if cluster > 1:
+        text = re.sub(r"\n\{", f"\n.explicitcluster .reqnctapercluster {cluster}, 1, 1\n{{", text, count=1)
+    function, held, params = device.function(text), {}, []
+    for i, a in enumerate(args):
+        if isinstance(a, np.ndarray):
+            held[i] = ctypes.c_uint64()
+            device.call("cuMemAlloc_v2", ctypes.byref(held[i]), ctypes.c_size_t(a.nbytes))
+            source = np.ascontiguousarray(a)
+            device.call(
+                "cuMemcpyHtoD_v2", held[i], ctypes.c_void_p(source.ctypes.data), ctypes.c_size_t(a.nbytes)
+            )
+    for i, a in enumerate(args):
+        params.append(held[i] if i in held else a.encode_by_driver(device, held[a.of].value))
+    addresses = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+    device.call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, shared, None, addresses, None)
+    device.call("cuCtxSynchronize")
+    out = []
+    for i, pointer in held.items():
+        result = np.empty(args[i].shape, args[i].dtype)
+        device.call(
+            "cuMemcpyDtoH_v2", ctypes.c_void_p(result.ctypes.data), pointer, ctypes.c_size_t(result.nbytes)
+        )
+        device.call("cuMemFree_v2", pointer)
+        out.append(result.view(type(args[i])))
+    return answers(out)
+
+
+# -- without pytest ------------------------------------------------------------------------------------------------
+
+
+def stand_in():
+    """As much of pytest as the test files need to be imported."""
+
+    def parametrize(names, values, **_):
+        names = [n.strip() for n in names.split(",")]
+
+        def mark(function):
+            cases = getattr(function, "cases", [{}])
+            rows = [dict(zip(names, v if len(names) > 1 else (v,))) for v in values]
+            function.cases = [{**case, **row} for case in cases for row in rows]
+            return function
+
+        return mark
+
+    def raises(*_, **__):
+        raise NotImplementedError("softsm only")
+
+    module = types.ModuleType("pytest")
+    module.mark = types.SimpleNamespace(parametrize=parametrize)
+    module.raises = raises
+    return module
+
+
+def main(files):
+    sys.modules["pytest"] = stand_in()
+    here = pathlib.Path(__file__).parent
+    passed = failed = skipped = 0
+    started = time.perf_counter()
+    for path in [here / f for f in files]:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for name, function in [(n, f) for n, f in vars(module).items() if n.startswith("test_")]:
+            for case in getattr(function, "cases", [{}]):
+                before = silicon.RECORD.results
+                try:
+                    function(**case)
+                    ran = silicon.RECORD.results > before
+                    passed, skipped = passed + ran, skipped + (not ran)
+                except NotImplementedError:
+                    skipped += 1
+                except AssertionError as error:
+                    if "neither softsm" in str(error):
+                        skipped += 1
+                        continue
+                    failed += 1
+                    print(f"FAILED {path.stem}.{name} {case}: {str(error)[:600]}")
+                    silicon.RECORD.disagreements.append({"test": f"{path.stem}.{name}", "case": str(case)})
+                except Exception as error:
+                    failed += 1
+                    print(f"ERROR {path.stem}.{name} {case}: {type(error).__name__}: {str(error)[:600]}")
+                    if "illegal" in str(error) or "launch fail" in str(error):  # the context is lost
+                        print("the device is in an error state; stopping")
+                        return 1
+    silicon.RECORD.seconds = round(time.perf_counter() - started, 1)
+    print(
+        f"{silicon.RECORD.device or 'no device'}: {passed} passed, {failed} failed, {skipped} not for this device"
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.modules["launching"] = sys.modules["__main__"]  # the tests import this module by name
+    sys.exit(
+        main(sys.argv[1:] or ["test_barriers.py", "test_async_copy.py", "test_tma.py", "test_tensormap.py"])
+    )

@@ -343,6 +343,7 @@ mov.u32 %r10, %cluster_ctarank;
 xor.b32 %r11, %r10, 1;
 mad.lo.u32 %r3, %r1, 32, %r2;
 st.shared.u32 [%r3+8], 7;
+st.shared.u32 [%r3+12], %r1;
 @%p1 mbarrier.init.shared::cta.b64 [%r20], 1;
 @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 640;
 barrier.cluster.arrive.aligned;
@@ -354,25 +355,23 @@ st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r5], %r7, [%r6]
 st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%r5+16], {%r1, %r10}, [%r6];
 cvt.u64.u32 %rd4, %r7;
 red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r5+8], %r1, [%r6];
-red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.s32 [%r5+8], 20, [%r6];
+red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.s32 [%r5+12], 20, [%r6];
 """
     body += wait("%r20", 0, "W")
-    body += (
-        "ld.shared.u32 %r12, [%r3];\nld.shared.v2.u32 {%r13, %r14}, [%r3+16];\nld.shared.u32 %r15, [%r3+8];\n"
-    )
-    body += "mad.lo.u32 %r16, %r10, 32, %r1;\nshl.b32 %r16, %r16, 2;\n"
-    for i in range(4):
-        body += f"add.u32 %r17, %r16, {i};\n" + store(f"%r{12 + i}", "%r17")
+    body += "ld.shared.u32 %r12, [%r3];\nld.shared.v2.u32 {%r13, %r14}, [%r3+16];\nld.shared.v2.u32 {%r15, %r18}, [%r3+8];\n"
+    body += "mad.lo.u32 %r16, %r10, 32, %r1;\nmul.lo.u32 %r16, %r16, 5;\n"
+    for i, row in enumerate((12, 13, 14, 15, 18)):
+        body += f"add.u32 %r17, %r16, {i};\n" + store(f"%r{row}", "%r17")
     body += "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     text = ptx(body, shared=DATA, version="8.1")
-    # add then max and max then add differ, so only the orders that keep issue order are compared
-    got = run(text, [words(256)], grid=2, cluster=2, orders=[("eager", 0), ("latest", 0)]).reshape(2, 32, 4)
+    got = run(text, [words(320)], grid=2, cluster=2).reshape(2, 32, 5)
     lane = np.arange(32)
     for rank in range(2):
         np.testing.assert_array_equal(got[rank, :, 0], lane + 500)
         np.testing.assert_array_equal(got[rank, :, 1], lane)
         np.testing.assert_array_equal(got[rank, :, 2], 1 - rank)
-        np.testing.assert_array_equal(got[rank, :, 3], np.maximum(lane + 7, 20))
+        np.testing.assert_array_equal(got[rank, :, 3], lane + 7)
+        np.testing.assert_array_equal(got[rank, :, 4], np.maximum(lane, 20))
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------

@@ -171,7 +171,8 @@ DONE:
 
 
 def test_lanes_that_can_go_on_do_not_wait_for_those_that_cannot():
-    """Lane 0's barrier is complete; only its next arrival lets the other lanes through."""
+    """Lane 0's barrier is complete; only its next arrival lets the other lanes through. How a GPU's compiler
+    lets the lanes reconverge after the loop is its own affair, so this is not compared with one."""
     text = ptx(
         """mov.u32 %r2, bar;
 @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
@@ -188,7 +189,7 @@ mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0;
         + store("%r1"),
         shared=BARRIER,
     )
-    np.testing.assert_array_equal(run(text, [words(32)]), np.arange(32))
+    np.testing.assert_array_equal(run(text, [words(32)], on_gpu=False), np.arange(32))
 
 
 def test_inval_frees_the_word_for_another_count():

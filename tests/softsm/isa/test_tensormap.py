@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from launching import Map, ptx, run, wait, words
+from launching import Map, aligned, ptx, run, scratch, wait, words
 
 import softsm.engine.launch as engine
 from softsm.errors import Fault, Unsupported
@@ -59,35 +59,58 @@ bar.sync 0;
 """
     text = ptx(body + LOAD.replace("MAP", "%rd2"), "out scratch src", shared=SHARED, version="8.3")
     data = source()
-    scratch = np.zeros(256, np.uint8)
-    scratch = scratch[-scratch.ctypes.data % 128 :][:128]
-    kernel = engine.load(text)
-    for order in ("eager", "latest", "random"):
-        out = words(128)
-        kernel.launch(1, 32, [out, scratch, data], order=order)
-        rows = data[2:6].view(np.uint8).reshape(4, 8, 16)
-        wanted = np.stack([rows[r, np.arange(8) ^ r] for r in range(4)])
-        np.testing.assert_array_equal(out.view(np.uint8).reshape(4, 8, 16), wanted)
+    out = run(text, [words(128), scratch(128), data])[0]
+    rows = data[2:6].view(np.uint8).reshape(4, 8, 16)
+    wanted = np.stack([rows[r, np.arange(8) ^ r] for r in range(4)])
+    np.testing.assert_array_equal(out.view(np.uint8).reshape(4, 8, 16), wanted)
 
 
-def test_fields_of_a_map_in_global_memory_are_replaced():
-    """A map encoded by the host and changed in place: another address, another box."""
-    data = source()
-    holder = np.zeros(512, np.uint8)
-    at = -holder.ctypes.data % 128
-    image = Map(2, DataType.UINT16, (64, 32), (128,), (64, 1), dict(swizzle=Swizzle.B128)).encode(
-        data.ctypes.data
+def test_fields_of_a_map_are_replaced():
+    """A map encoded by the host, copied to shared memory and changed there: another address, another box."""
+    description = Map(2, DataType.UINT16, (64, 32), (128,), (64, 1), dict(swizzle=Swizzle.B128))
+    body = """mul.wide.u32 %rd6, %r1, 4;
+add.s64 %rd6, %rd2, %rd6;
+ld.u32 %r12, [%rd6];
+mov.u32 %r10, map;
+mad.lo.u32 %r11, %r1, 4, %r10;
+st.shared.u32 [%r11], %r12;
+bar.warp.sync -1;
+add.s64 %rd6, %rd3, 1024;
+"""
+    body += (
+        replaced("global_address", "%rd6", width="b64")
+        + replaced("box_dim", 1, 4)
+        + replaced("swizzle_mode", 0)
     )
-    holder[at : at + 128] = np.frombuffer(image, np.uint8)
+    body += """bar.warp.sync -1;
+tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd4], [%r10], 128;
+fence.proxy.tensormap::generic.acquire.gpu [%rd4], 128;
+bar.sync 0;
+"""
+    text = ptx(body + LOAD.replace("MAP", "%rd4"), "out given! src scratch", shared=SHARED, version="8.3")
+    data = source()
+    out = run(text, [words(128), description, data, scratch(128)])[0]
+    np.testing.assert_array_equal(out.view(np.uint16).reshape(4, 64), data[10:14])
+
+
+def test_a_map_in_global_memory_is_replaced_in_place():
+    data = source()
     body = "add.s64 %rd6, %rd3, 1024;\n"
     body += replaced("global_address", "%rd6", space="global", at="%rd2", width="b64")
-    body += replaced("box_dim", 1, 4, space="global", at="%rd2") + replaced(
-        "swizzle_mode", 0, space="global", at="%rd2"
+    body += replaced("rank", 1, space="global", at="%rd2")
+    for i, (box, dim) in enumerate(((64, 64), (4, 32))):
+        body += replaced("box_dim", i, box, space="global", at="%rd2")
+        body += replaced("global_dim", i, dim, space="global", at="%rd2")
+        body += replaced("element_stride", i, 1, space="global", at="%rd2")
+    body += "mov.b64 %rd7, 128;\n" + replaced(
+        "global_stride", 0, "%rd7", space="global", at="%rd2", width="b64"
     )
-    body += "fence.proxy.tensormap::generic.release.gpu;\nfence.proxy.tensormap::generic.acquire.gpu [%rd2], 128;\n"
+    for name, value in (("elemtype", 1), ("interleave_layout", 0), ("swizzle_mode", 0), ("fill_mode", 0)):
+        body += replaced(name, value, space="global", at="%rd2")
+    body += "fence.proxy.tensormap::generic.release.gpu;\nbar.sync 0;\n"
+    body += "fence.proxy.tensormap::generic.acquire.gpu [%rd2], 128;\n"
     text = ptx(body + LOAD.replace("MAP", "%rd2"), "out maps src", shared=SHARED, version="8.3")
-    out = words(128)
-    engine.load(text).launch(1, 32, [out, holder[at : at + 128], data])
+    out = run(text, [words(128), scratch(128), data])[0]
     np.testing.assert_array_equal(out.view(np.uint16).reshape(4, 64), data[10:14])
 
 
@@ -115,11 +138,9 @@ def test_unfinished_map_names_the_field():
     body += replaced("rank", 1) + "bar.warp.sync -1;\n"
     body += "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
     body += "[%rd2], [%r10], 128;\n"
-    scratch = np.zeros(256, np.uint8)
-    scratch = scratch[-scratch.ctypes.data % 128 :][:128]
     text = ptx(body + LOAD.replace("MAP", "%rd2"), "out scratch", shared=SHARED, version="8.3")
     with pytest.raises(Fault, match=r"global_dim\[0\]"):
-        engine.load(text).launch(1, 32, [words(128), scratch])
+        engine.load(text).launch(1, 32, [words(128), aligned(scratch(128))])
 
 
 @pytest.mark.parametrize(
