@@ -358,7 +358,8 @@ red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [
 red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.s32 [%r5+12], 20, [%r6];
 """
     body += wait("%r20", 0, "W")
-    body += "ld.shared.u32 %r12, [%r3];\nld.shared.v2.u32 {%r13, %r14}, [%r3+16];\nld.shared.v2.u32 {%r15, %r18}, [%r3+8];\n"
+    body += "ld.shared.u32 %r12, [%r3];\nld.shared.v2.u32 {%r13, %r14}, [%r3+16];\n"
+    body += "ld.shared.v2.u32 {%r15, %r18}, [%r3+8];\n"
     body += "mad.lo.u32 %r16, %r10, 32, %r1;\nmul.lo.u32 %r16, %r16, 5;\n"
     for i, row in enumerate((12, 13, 14, 15, 18)):
         body += f"add.u32 %r17, %r16, {i};\n" + store(f"%r{row}", "%r17")
