@@ -33,7 +33,9 @@ needs_39 = pytest.mark.skipif(V36, reason="written with Triton 3.9's names")
 
 
 @gluon.jit
-def mma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BYTES: gl.constexpr):
+def mma_shared(
+    a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BYTES: gl.constexpr
+):
     """C = A B^T, both operands in shared memory, the accumulator in tensor memory."""
     a = gl.allocate_shared_memory(a_desc.dtype, [BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [BN, BK], b_desc.layout)
@@ -67,16 +69,22 @@ def mma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK
 @pytest.mark.parametrize("BM, BN, BK", [(128, 128, 64), (64, 64, 32), (128, 256, 16)])
 def test_mma_from_shared_memory(sm100, dtype, BM, BN, BK):
     a, b, c = torch.randn(BM, 128).to(dtype), torch.randn(BN, 128).to(dtype), torch.zeros(BM, BN).to(dtype)
-    mma_shared[(1,)](descriptor(a, [BM, BK]), descriptor(b, [BN, BK]), descriptor(c, [BM, BN]), 128, BM, BN, BK, 2)
+    mma_shared[(1,)](
+        descriptor(a, [BM, BK]), descriptor(b, [BN, BK]), descriptor(c, [BM, BN]), 128, BM, BN, BK, 2
+    )
     assert_matmul(c, a, b.t())
 
 
 def test_mma_fp8_and_tf32(sm100):
     a, b, c = torch.randn(128, 128), torch.randn(128, 128), torch.zeros(128, 128).half()
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-    mma_shared[(1,)](descriptor(a8, [128, 64]), descriptor(b8, [128, 64]), descriptor(c, [128, 128]), 128, 128, 128, 64, 1)
+    mma_shared[(1,)](
+        descriptor(a8, [128, 64]), descriptor(b8, [128, 64]), descriptor(c, [128, 128]), 128, 128, 128, 64, 1
+    )
     assert_matmul(c, a8.float(), b8.float().t())
-    mma_shared[(1,)](descriptor(a, [128, 32]), descriptor(b, [128, 32]), descriptor(c, [128, 128]), 128, 128, 128, 32, 4)
+    mma_shared[(1,)](
+        descriptor(a, [128, 32]), descriptor(b, [128, 32]), descriptor(c, [128, 128]), 128, 128, 128, 32, 4
+    )
     assert_matmul(c, a, b.t(), extra=2 * 2.0**-10)
 
 
@@ -108,7 +116,10 @@ def attention_tile(q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN:
     tcgen05_mma(in_tmem, v, o, use_acc=False, mbarriers=[done.index(0)])
     mbarrier.wait(done.index(0), 1)
     result = tmem_load(o)
-    put(out_ptr, (result / gl.convert_layout(total, gl.SliceLayout(1, result.type.layout))[:, None]).to(q_desc.dtype))
+    put(
+        out_ptr,
+        (result / gl.convert_layout(total, gl.SliceLayout(1, result.type.layout))[:, None]).to(q_desc.dtype),
+    )
 
 
 def test_mma_with_the_left_operand_in_tensor_memory(sm100):

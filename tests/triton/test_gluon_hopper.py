@@ -73,7 +73,9 @@ def wgmma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, 
 @pytest.mark.parametrize("BK", [16, 32, 64])  # swizzles of 32, 64 and 128 bytes
 def test_wgmma_from_shared_memory(sm90, dtype, BK):
     a, b, c = torch.randn(64, 128).to(dtype), torch.randn(128, 128).to(dtype), torch.zeros(64, 128).to(dtype)
-    wgmma_shared[(1,)](descriptor(a, [64, BK]), descriptor(b, [128, BK]), descriptor(c, [64, 128]), 128, 64, 128, BK)
+    wgmma_shared[(1,)](
+        descriptor(a, [64, BK]), descriptor(b, [128, BK]), descriptor(c, [64, 128]), 128, 64, 128, BK
+    )
     assert_matmul(c, a, b.t())
 
 
@@ -156,7 +158,10 @@ def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.con
     gl.warp_specialize(
         [
             (pipeline_consumer, (out_ptr, row, column, N, K, a, b, ready, free, BM, BN, BK, STAGES)),
-            (pipeline_producer, (a_desc, b_desc, row, column, K, a, b, ready, free, (BM + BN) * BK * 2, BK, STAGES)),
+            (
+                pipeline_producer,
+                (a_desc, b_desc, row, column, K, a, b, ready, free, (BM + BN) * BK * 2, BK, STAGES),
+            ),
         ],
         [1],
         [24],
@@ -166,7 +171,9 @@ def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.con
 @pytest.mark.parametrize("stages", [1, 3])
 def test_warp_specialised_matmul(sm90, stages):
     a, b, out = torch.randn(128, 320).half(), torch.randn(128, 320).half(), torch.zeros(128, 128)
-    pipelined_matmul[(2, 2)](descriptor(a, [64, 64]), descriptor(b, [64, 64]), out, 128, 320, 64, 64, 64, stages)
+    pipelined_matmul[(2, 2)](
+        descriptor(a, [64, 64]), descriptor(b, [64, 64]), out, 128, 320, 64, 64, 64, stages
+    )
     assert_matmul(out, a, b.t())
 
 
@@ -174,7 +181,9 @@ def test_warp_specialised_matmul(sm90, stages):
 
 
 @gluon.jit
-def gather_producer(kv_ptr, index_ptr, n, tiles, ready, free, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def gather_producer(
+    kv_ptr, index_ptr, n, tiles, ready, free, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, BN, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, L))

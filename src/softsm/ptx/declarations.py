@@ -195,9 +195,10 @@ def registers(cursor: Cursor, scope: Scope) -> None:
     while True:
         at = cursor.skip()
         name = cursor.name("the name of a register")
-        if scope.declared(name):
+        ranged = cursor.takes("<")
+        if name in scope.ranges if ranged else scope.declared(name):
             raise cursor.source.error(f"'{name}' is declared twice in one scope", at)
-        if cursor.takes("<"):
+        if ranged:
             digits = cursor.match(COUNT)
             if digits is None:
                 raise cursor.expected("the number of registers")

@@ -45,7 +45,11 @@ class Scope:
         return name + self.suffix
 
     def declared(self, name: str) -> bool:
-        return name in self.registers or name in self.vectors or name in self.ranges or name in self.variables
+        """Is this very name taken here? A range `a<2>` takes a0 and a1, not a."""
+        digits = _RANGE.fullmatch(name)
+        count = self.ranges.get(digits.group(1), (0, ""))[0] if digits else 0
+        in_range = digits is not None and int(digits.group(2)) < count
+        return in_range or name in self.registers or name in self.vectors or name in self.variables
 
     def known(self) -> list[str]:
         """Every name to be seen from here, for suggestions."""

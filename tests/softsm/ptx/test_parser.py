@@ -149,6 +149,12 @@ def test_vector_registers():
     assert operands(".reg .v2 .b32 v;\nst.global.v2.b32 [%rd1], v;")[1] == Vector((Reg("v.x"), Reg("v.y")))
 
 
+def test_a_range_does_not_take_its_own_prefix():
+    f = function(".reg .b32 a; .reg .f16 a<2>;\nmov.b32 {a0, a1}, a;")
+    assert f.registers == {"a0": "f16", "a1": "f16", "a": "b32"}
+    assert "'a1' is declared twice" in str(error(".reg .b32 a<2>; .reg .b32 a1;"))
+
+
 def test_register_declared_twice():
     assert "'%r' is declared twice" in str(error(".reg .b32 %r<3>;"))
 
