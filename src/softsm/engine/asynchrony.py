@@ -33,10 +33,12 @@ class Waitable:
 
 @dataclass(slots=True)
 class Blocked:
-    """Returned by a macro-operation that cannot go on: retry when `on` wakes. `text` says what it waits for."""
+    """Returned by a macro-operation that cannot go on: retry when `on` wakes (or, with `done`, go on behind it).
+    `text` says what it waits for."""
 
     on: Waitable
     text: str
+    done: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -89,6 +89,7 @@ class Kernel:
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
                                  if m.instruction.name.startswith("tcgen05.alloc")
                                  and hasattr(m.instruction.operands[1], "value")), default=0)
+        self.spare_files: list = []  # register files of warps that have exited
         self.variables: dict[str, np.ndarray] = {}  # module .global and .const variables: they live as long as the kernel
         self.place_variables()
 
@@ -177,49 +178,56 @@ class Kernel:
 
         return TensorMemory()
 
-    def register_templates(self, machine: Machine):
-        """Register files with everything in place that is the same for all warps of the launch."""
+    def new_files(self):
+        """Register files of one warp, with what never changes: constants are rows that nobody writes. They are used
+        again by later warps; a register that a kernel reads before writing it has whatever was there, as on the device."""
         p = self.program
-        R, Q, P = np.zeros((p.nr, 32), np.uint32), np.zeros((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
+        R, Q, P = aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
         P[0] = pg.ALL
         for bank, constants in ((R, p.constants_r), (Q, p.constants_q), (P, p.constants_p)):
             for row, value in constants.items():
                 bank[row] = value
+        return R, Q, P, np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
+
+    def launch_rows(self, machine: Machine):
+        """Rows and values that are the same for all warps of a launch: parameters and addresses."""
+        p = self.program
+        R: dict[int, int] = {}
+        Q: dict[int, int] = {}
         for (offset, size, signed, wide), row in p.parameters.items():
             value = int.from_bytes(machine.parameters[offset : offset + size].tobytes(), "little", signed=signed)
             (Q if wide else R)[row] = value & (0xFFFFFFFFFFFFFFFF if wide else pg.ALL)
         for bank, row, name, offset in p.symbol_rows:
             if name == pg.PARAM_SPACE:
                 Q[row] = machine.parameters.ctypes.data
-            elif name in p.param_offsets:
-                Q[row] = machine.parameters.ctypes.data + p.param_offsets[name] + offset
             elif name in self.variables:
                 Q[row] = self.variables[name].ctypes.data + offset
             elif name in p.local_variables:
                 (Q if bank == "Q" else R)[row] = p.local_variables[name] + offset
             elif name not in p.shared_variables:
                 raise Fault("address", f"{name} has no address here")
-        table = np.empty((max(len(machine.global_memory.starts), 1), 2), np.uint64)
-        table[:] = 0
+        table = np.zeros((max(len(machine.global_memory.starts), 1), 2), np.uint64)
         if machine.global_memory.starts:
             table[:, 0], table[:, 1] = machine.global_memory.lo, machine.global_memory.hi
         machine.allocation_table = table
-        return R, Q, P
+        return [(np.array(list(rows), np.int64), np.array(list(rows.values()), dtype)[:, None])
+                for rows, dtype in ((R, np.uint32), (Q, np.uint64))]
 
     def fill_registers(self, machine: Machine, cta: Cta, index: int, R, Q, P, S, local) -> None:
         p = self.program
-        np.copyto(R, machine.templates[0])
-        np.copyto(Q, machine.templates[1])
-        np.copyto(P, machine.templates[2])
+        for bank, (rows, values) in zip((R, Q), machine.launch_rows):
+            if len(rows):
+                bank[rows] = values
         for bank, row, name, offset in p.symbol_rows:
             if name in p.shared_variables:
                 (Q if bank == "Q" else R)[row] = cta.shared_base + p.shared_variables[name] + offset
         for name, (bank, row) in p.specials.items():
             (Q if bank == "Q" else R)[row] = special_value(machine, cta, index, name)
-        local[:] = 0xFF
+        if p.local_bytes:
+            local[:] = 0xFF
         S[:] = 0
         S[pg.S_ALIVE] = pg.ALL
-        S[pg.S_SHARED], S[pg.S_SHARED_SIZE], S[pg.S_SHARED_BASE] = cta.shared.ctypes.data, len(cta.shared), cta.shared_base
+        S[pg.S_SHARED], S[pg.S_SHARED_SIZE], S[pg.S_SHARED_BASE] = cta.shared_address, len(cta.shared), cta.shared_base
         S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
         S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
         S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
@@ -239,6 +247,14 @@ class Kernel:
     def print(self, machine: Machine, text: str) -> None:
         machine.output.append(text)
         sys.stdout.write(text)
+
+
+def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
+    """A zeroed array on a 64-byte boundary."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
 def triple(value, name: str) -> tuple[int, int, int]:

@@ -29,6 +29,8 @@ class Fragment:
         self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
 
     def unblock(self) -> None:
+        if self.blocked.done:
+            self.pc += 1
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)
 
@@ -80,6 +82,7 @@ class Cta(Waitable):
         super().__init__()
         self.machine, self.ctaid, self.rank, self.cluster, self.sm = machine, ctaid, rank, cluster, sm
         self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
+        self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
         self.named_barriers: dict[int, object] = {}
@@ -139,11 +142,10 @@ class Machine:
         self.writes = 0
         self.seen_writes = -1
         self.live: list[Cta] = []
-        self.spare_files: list = []
         self.output: list[str] = []
         self.left_in_flight: list[AsyncOp] = []
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
-        self.templates = kernel.register_templates(self)
+        self.launch_rows = kernel.launch_rows(self)
         self.macro_at = kernel.macro_at
         self.run_code = kernel.interpreter
         self.sms = [Sm(i, kernel.new_tensor_memory(self)) for i in range(max(options.sms, self.cluster_size))]
@@ -192,12 +194,7 @@ class Machine:
         return tuple(w * c for w, c in zip(where, self.cluster_shape))
 
     def register_files(self, cta: Cta, index: int):
-        p = self.program
-        if self.spare_files:
-            files = self.spare_files.pop()
-        else:
-            files = (aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32),
-                     np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8))
+        files = self.kernel.spare_files.pop() if self.kernel.spare_files else self.kernel.new_files()
         self.kernel.fill_registers(self, cta, index, *files)
         return files
 
@@ -345,7 +342,7 @@ class Machine:
     def warp_exit(self, warp: Warp) -> None:
         cta = warp.cta
         cta.live -= 1
-        self.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
+        self.kernel.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
         for hook in cta.exit_hooks:
             hook(warp)
         cta.wake()
@@ -435,10 +432,3 @@ class Machine:
             lines.append(f"  ... and {shown - 40} more")
         raise Deadlock("\n".join(lines))
 
-
-def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
-    """A zeroed array on a 64-byte boundary."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + 64, np.uint8)
-    offset = -raw.ctypes.data % 64
-    return raw[offset : offset + nbytes].view(dtype).reshape(shape)

@@ -121,7 +121,8 @@ class NamedBarrier(Arrivals):
         )
 
     def inside_now(self) -> set[int]:
-        return {key for key, entered in self.inside.items() if entered.get(self.generation)}
+        slowly = {key for key, entered in self.inside.items() if entered.get(self.generation)}
+        return slowly | {f.warp.index for f in self.waiters}
 
 
 class Later:
@@ -136,8 +137,13 @@ class Later:
         return self.barrier.describe()
 
 
+def first(w, row: int, mask: int) -> int:
+    """The value of a register in the lowest lane of the mask."""
+    return int(w.R[row, (mask & -mask).bit_length() - 1])
+
+
 def named_barrier(w, row: int, mask: int) -> NamedBarrier:
-    number = int(w.R[row, lanes(mask)[0]])
+    number = first(w, row, mask)
     cta = w.cta
     barrier = cta.named_barriers.get(number)
     if barrier is None:
@@ -220,10 +226,17 @@ def _split(w, over: int, mask: int) -> int:
 
 def do_sync(w, mask, o):
     barrier = named_barrier(w, o.number, mask)
+    if mask == w.alive and w.index not in barrier.partial and not barrier.inside.get(w.index):
+        # The whole warp at once, as almost always: it goes on behind the instruction when the barrier wakes.
+        generation = barrier.generation
+        barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
+        if barrier.generation != generation:
+            return None
+        return Blocked(barrier, Later(barrier), done=True)
     over, waiting = barrier.came(w.index, mask)
     if not over and not waiting:
         barrier.enter(w.index, mask)
-        barrier.arrive(w, mask, None if o.count is None else int(w.R[o.count, lanes(mask)[0]]))
+        barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
         over, waiting = barrier.came(w.index, mask)
     if over:
         barrier.leave(w.index, over)
@@ -239,7 +252,7 @@ def do_sync(w, mask, o):
 
 def do_arrive(w, mask, o):
     barrier = named_barrier(w, o.number, mask)
-    barrier.arrive(w, mask, int(w.R[o.count, lanes(mask)[0]]))
+    barrier.arrive(w, mask, first(w, o.count, mask))
 
 
 def do_red(w, mask, o):
@@ -252,7 +265,7 @@ def do_red(w, mask, o):
         barrier.all &= int(votes == fresh)
         barrier.any |= int(votes != 0)
         barrier.enter(w.index, fresh)
-        barrier.arrive(w, fresh, None if o.count is None else int(w.R[o.count, lanes(fresh)[0]]))
+        barrier.arrive(w, fresh, None if o.count is None else first(w, o.count, fresh))
         over, waiting = barrier.came(w.index, mask)
     if not over:
         return Blocked(barrier, Later(barrier))

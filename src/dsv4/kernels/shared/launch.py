@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.combine import clear_rest, combine
@@ -17,7 +18,6 @@ from dsv4.plan import choose_splits
 from dsv4.problem import FmhaProblem
 
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-MULTIPROCESSORS = 132  # assumed where there is no GPU to ask
 DETERMINISTIC_KEYS = 2048  # keys per split when the cut must not depend on the batch
 
 
@@ -151,11 +151,10 @@ def _descriptor(x: Tensor, box: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], BOX)
 
 
-@cache
 def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Of the GPU, or of the one that plays it."""
+    active = driver.active
+    return active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
 
 
 @cache
