@@ -215,6 +215,7 @@ def _kernel_out(*tensors, backend="auto", **options):
     inputs = dict(
         q=p.q, window=_rows(p.window), compressed=_rows(p.compressed), sink=p.sink, cos_sin=p.cos_sin
     )
+    assert p.out is not None
     checks.apart("out", p.out, inputs)
     if p.lse is not None:
         checks.apart("lse", p.lse, inputs | {"out": p.out})

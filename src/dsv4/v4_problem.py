@@ -72,7 +72,7 @@ class V4Problem:
     @property
     def compressed_capacity(self) -> int:
         """No query has more compressed rows than this."""
-        if self.block_table is not None:
+        if self.block_table is not None and self.compressed is not None:
             return self.block_table.shape[1] * caches.pool_page(self.compressed)
         return 0 if self.compressed_indices is None else self.compressed_indices.shape[1]
 
@@ -193,9 +193,11 @@ def check_values(p: V4Problem) -> None:
     _listed("window", p.window_indices, p.window_lengths, caches.pool_size(p.window))
     if p.request_starts is not None:
         checks.cumulative("request_starts", p.request_starts, p.batch, "q")
-    if p.compressed_indices is not None:
+    if p.compressed is None:
+        pass
+    elif p.compressed_indices is not None:
         _listed("compressed", p.compressed_indices, p.compressed_lengths, caches.pool_size(p.compressed))
-    elif p.block_table is not None:
+    elif p.block_table is not None and p.compressed_lengths is not None:
         checks.in_range("compressed_lengths", p.compressed_lengths, 0, p.compressed_capacity)
         page = caches.pool_page(p.compressed)
         pages = caches.pool_size(p.compressed) // page
@@ -208,7 +210,7 @@ def check_values(p: V4Problem) -> None:
             r, j = (int(e) for e in bad.nonzero()[0])
             accepted = f"page numbers from 0 to {pages - 1} in the pages that compressed_lengths reaches"
             checks.fail("compressed_block_table", f"{int(p.block_table[r, j])} at [{r}, {j}]", accepted)
-    if p.positions is not None:
+    if p.positions is not None and p.cos_sin is not None:
         checks.in_range("inverse_rope[1] (positions)", p.positions, 0, p.cos_sin.shape[0] - 1)
 
 

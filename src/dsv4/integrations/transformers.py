@@ -156,7 +156,7 @@ def attention(
             options["compressed_block_table"] = start[:, None] + numbers  # pages of one row
             options["compressed_lengths"] = seen.reshape(-1).int()
             options["request_starts"] = torch.arange(b + 1, device=query.device, dtype=torch.int32) * s
-    out = v4_attention(
+    out: Any = v4_attention(
         q,
         pool,
         _in_pool(window, start),
@@ -185,7 +185,7 @@ def _padded(x: Tensor) -> Tensor:
 def _wrap(cls: type, make: Callable) -> None:
     original = cls.forward  # type: ignore[attr-defined]
     if not hasattr(original, "_dsv4"):
-        wrapper = functools.wraps(original)(make(original))
+        wrapper: Any = functools.wraps(original)(make(original))
         wrapper._dsv4 = True
         cls.forward = wrapper  # type: ignore[attr-defined]
 
