@@ -236,7 +236,7 @@ def test_pair_of_ctas(sm100, BM):
     assert_matmul(out, a, b.t())
 
 
-# -- warp specialisation: loader, MMA and epilogue partitions ------------------------------------------------------------
+# -- warp specialisation: loader, MMA and epilogue partitions ---------------------------------------------------
 
 
 @gluon.jit

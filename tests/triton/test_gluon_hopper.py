@@ -103,7 +103,7 @@ def test_wgmma_from_registers(sm90):
     assert_matmul(out, a, b)
 
 
-# -- warp specialisation: a producer fills a ring of stages, a consumer empties it ---------------------------------------
+# -- warp specialisation: a producer fills a ring of stages, a consumer empties it ---------------------------
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def test_warp_specialised_matmul(sm90, stages):
     assert_matmul(out, a, b.t())
 
 
-# -- cp.async gather under warp specialisation, on both targets ---------------------------------------------------------
+# -- cp.async gather under warp specialisation, on both targets ---------------------------------------------
 
 
 @gluon.jit

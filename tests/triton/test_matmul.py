@@ -12,7 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, RELU: tl.constexpr):  # fmt: skip
+                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+                  RELU: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     blocks_m, blocks_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = pid // (GROUP * blocks_n) * GROUP

@@ -214,6 +214,8 @@ def integer_to_float(asm, ins, dtype, stype, rounding, sat, d, a):
 def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
     chain = float_source(asm, a, stype, flags["ftz"])
     narrows = FLOATS[dtype] < FLOATS[stype] or {dtype, stype} == {"f16", "bf16"}
+    if {dtype, stype} == {"f16", "bf16"} and not rounding:
+        rounding = "rn"  # Triton leaves it out; ptxas makes the same instruction of both spellings
     integral = rounding in ("rni", "rzi", "rmi", "rpi")
     if integral and dtype != stype:
         asm.refuse(ins, "rounding to an integral value keeps the type")
