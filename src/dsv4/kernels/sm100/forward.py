@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.tiles import PAGED, end_key, first_key, sequence, split_range
-from dsv4.kernels.sm90 import loads
+from dsv4.kernels.sm100 import loads
 
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)

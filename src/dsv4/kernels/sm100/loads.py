@@ -1,0 +1,112 @@
+"""Filling shared memory: the TMA warp's K/V tiles, the consumers' query rows.
+
+A K or V tile of BN keys and D columns lies in shared memory as D/64 panels of [BN, 64] elements with the 128-byte
+swizzle, which is what wgmma reads as one [BN, D] operand. TMA boxes are [ROWS, 64] pieces of a panel, ROWS = BN, or
+less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
+"""
+
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.shared.tiles import PAGED, VARLEN
+
+
+@gluon.jit
+def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.constexpr):
+    """Rows outside [seen_first, seen_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
+
+    One warp, 1 KB per step. tile: one ring slot; its row 0 is key first_row.
+    """
+    ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+    for group in range(0, BN // 8):
+        key = first_row + group * 8 + row
+        first = first_row + group * 8
+        if (first < seen_first) | (first + 8 > seen_end):
+            keep = (key >= seen_first) & (key < seen_end)
+            for panel in range(0, D // 64):
+                atom = atoms.index(panel * (BN // 8) + group)
+                x = gl.zeros([8, 64], tile.dtype, L)
+                if (first + 8 > seen_first) & (first < seen_end):
+                    x = gl.where(keep[:, None], atom.load(L), x)
+                atom.store(x)
+
+
+@gluon.jit
+def issue(desc, tile, ready, seq, k_start, first_row, keys, head, column, table_ptr, page_size,
+          BN: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
+    """TMA of one tile: boxes of [ROWS, 64] into the slot. Boxes past the last key of a paged sequence read zeros."""
+    ROWS: gl.constexpr = desc.block_shape[1]
+    BOXES: gl.constexpr = BN // ROWS
+    BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    boxes = reinterpret(tile, [BOXES * (D // 64), 1, ROWS, 1, 64], BOX)
+    for i in gl.static_range(BOXES):
+        row = first_row + i * ROWS
+        outer = seq
+        if KIND == VARLEN:
+            outer = 0
+            row = k_start + row
+        elif KIND == PAGED:
+            page = row // page_size
+            # Table entries past the length are not read; page -1 is out of bounds, which TMA fills with zeros.
+            outer = gl.load(table_ptr + page, mask=row < keys, other=-1)
+            row = row - page * page_size
+        for panel in gl.static_range(D // 64):
+            tma_load(desc, [outer, row, head, column + panel * 64], ready, boxes.index(panel * BOXES + i))
+
+
+@gluon.jit
+def fill(desc, tile, ready, landed, landed_phase, seq, k_start, first_row, keys, seen_first, head, column, table_ptr,
+         page_size, BN: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
+    """One ring slot [BN, D] from keys first_row on, columns from ``column`` on; ``ready`` completes when it may be read. Returns the next phase of ``landed``.
+
+    Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
+    ``landed`` first. In a dense tensor the descriptor's own bounds do this.
+    """
+    NBYTES: gl.constexpr = BN * D * 2
+    foreign = False
+    if KIND != 0:
+        foreign = (first_row < seen_first) | (first_row + BN > keys)
+    if foreign:
+        mbarrier.expect(landed, NBYTES)
+        issue(desc, tile, landed, seq, k_start, first_row, keys, head, column, table_ptr, page_size, BN, D, KIND)
+        mbarrier.wait(landed, landed_phase)
+        zero_unseen(tile, first_row, seen_first, keys, BN, D)
+        fence_async_shared()  # generic stores -> wgmma reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        mbarrier.expect(ready, NBYTES)
+        issue(desc, tile, ready, seq, k_start, first_row, keys, head, column, table_ptr, page_size, BN, D, KIND)
+    return landed_phase
+
+
+@gluon.jit
+def row_offsets(row, head, group, stride_token8, stride_head8):
+    """Element offset of packed row(s): strides come in units of 8 elements, so that 16-byte accesses are provable."""
+    token = row // group
+    q_head = head * group + (row - token * group)
+    return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
+
+
+@gluon.jit
+def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
+              N: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
+    smem.store(x)
+
+
+@gluon.jit
+def store_rows(out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
+               N: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    gl.store(out_ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows)[:, None])
