@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+from typing import NoReturn
+
 import typer
 
 from dsv4.commands import demo, doctor, support, verify
@@ -20,4 +25,22 @@ app.command("support")(support.support)
 
 
 def main() -> None:
-    app(prog_name="dsv4")
+    # Triton 3.9 warns that this default will change; kernels are tested with fusion on.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    status = 0
+    try:
+        app(prog_name="dsv4")
+    except SystemExit as done:
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
+    leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Exit. Once Triton has compiled a Gluon kernel its bindings end every program with a page about leaked functions;
+    so then the interpreter is not torn down: exit handlers run, buffers are flushed, and the process ends."""
+    if "triton._C.libtriton" in sys.modules:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

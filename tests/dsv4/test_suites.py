@@ -220,6 +220,17 @@ def test_an_exception_is_a_failure_not_a_crash(monkeypatch: pytest.MonkeyPatch) 
     assert not result.ok and result.why() == "RuntimeError: no such kernel"
 
 
+def test_a_long_error_is_shown_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_):
+        raise RuntimeError("at line 7\n" + "source\n" * 500 + "the reason")
+
+    monkeypatch.setattr(dsv4, "fmha", broken)
+    result = run_case(suites.seeds()[0], CPU, SEED)
+    why = result.why()
+    assert why.startswith("RuntimeError: at line 7 ") and why.endswith("the reason")
+    assert "\n" not in why and len(why) < 450 and len(result.error or "") > 3000
+
+
 def test_nan_is_never_within_a_bound() -> None:
     assert not Check("error", math.nan, 1.0).ok
     assert not Check("cosine", math.nan, 0.5, at_least=True).ok

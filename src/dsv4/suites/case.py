@@ -165,6 +165,12 @@ class Case:
         return zlib.crc32(f"{seed}/{self.suite}/{self.name}".encode())
 
 
+def brief(text: str, most: int = 400) -> str:
+    """One line; of a long text (a compiler quotes the kernel's source) the beginning and the end."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 3]} ... {text[-(most - most // 3) :]}"
+
+
 @dataclass(frozen=True)
 class Result:
     case: Case
@@ -184,7 +190,12 @@ class Result:
         return max(self.checks, key=lambda check: (not check.ok, check.used), default=None)
 
     def why(self) -> str:
-        return self.error if self.error is not None else "; ".join(str(c) for c in self.checks if not c.ok)
+        """What went wrong, on one line. `error` has the whole text."""
+        return (
+            brief(self.error)
+            if self.error is not None
+            else "; ".join(str(c) for c in self.checks if not c.ok)
+        )
 
 
 def run_case(case: Case, where: Where, seed: int) -> Result:
