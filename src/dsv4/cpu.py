@@ -149,8 +149,9 @@ def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: t
         )  # [A, G, 1, 1]
     for (o, lse), out_view, lse_view, sink in zip(results, outs, lses, sinks, strict=True):
         if sink is not None:
-            keep = torch.where(lse == NEG_INF, 0, torch.sigmoid(lse - sink[..., 0]))
-            o = o * keep[..., None]
+            # in fp64: the difference of an LSE and a large sink loses bits that the exponential multiplies
+            keep = torch.where(lse == NEG_INF, 0, torch.sigmoid(lse.double() - sink[..., 0]))
+            o = o * keep[..., None].to(lse.dtype)
         out_view.copy_(o)
         if lse_view is not None:
             lse_view.copy_(lse[..., None])
