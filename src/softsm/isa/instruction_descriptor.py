@@ -1,18 +1,18 @@
 """The 32-bit instruction descriptor of tcgen05.mma: types, shape, transposes, scale-factor ids; decoded and checked.
 
-    bits     f16 tf32 f8f6f4 i8        mxf8f6f4                 mxf4 mxf4nvf4
-    2        sparse                    sparse                   sparse
-    3        saturate (i8)             -                        -
-    4-5      D: f16 0, f32 1, s32 2    B scale id               B scale id (0, 2)
-    7-9      A type                    A type                   A type (e2m1 = 1)
-    10-12    B type                    B type                   B type (bits 10-11)
-    13, 14   negate A, B (not i8)      same                     same
-    15, 16   A, B are MN-major         same                     0
-    17-22    N >> 3                    same                     same
-    23       0                         scales ue8m0 = 1         ue8m0 = 1, ue4m3 = 0
-    24-28    M >> 4                    same                     same
-    29-30    -                         A scale id               A scale id (0, 2)
-    30-31    .ws: maximum shift        -                        bit 31: K = 96 (sm_103)
+bits     f16 tf32 f8f6f4 i8        mxf8f6f4                 mxf4 mxf4nvf4
+2        sparse                    sparse                   sparse
+3        saturate (i8)             -                        -
+4-5      D: f16 0, f32 1, s32 2    B scale id               B scale id (0, 2)
+7-9      A type                    A type                   A type (e2m1 = 1)
+10-12    B type                    B type                   B type (bits 10-11)
+13, 14   negate A, B (not i8)      same                     same
+15, 16   A, B are MN-major         same                     0
+17-22    N >> 3                    same                     same
+23       0                         scales ue8m0 = 1         ue8m0 = 1, ue4m3 = 0
+24-28    M >> 4                    same                     same
+29-30    -                         A scale id               A scale id (0, 2)
+30-31    .ws: maximum shift        -                        bit 31: K = 96 (sm_103)
 """
 
 from __future__ import annotations

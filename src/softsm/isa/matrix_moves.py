@@ -122,7 +122,9 @@ def do_stmatrix(w, mask, o):
         data = np.ascontiguousarray(halves.transpose(0, 2, 1) if o.trans else halves).view(np.uint8)
     else:
         quads = registers.view(np.uint8).reshape(-1, 8, 4, 2, 2)  # [matrix, t/4, t%4, e/2, e%2]
-        data = np.ascontiguousarray(quads.transpose(0, 2, 4, 3, 1))  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
+        data = np.ascontiguousarray(
+            quads.transpose(0, 2, 4, 3, 1)
+        )  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
     lines[offsets >> 4] = data.reshape(-1).view(np.complex128)
     w.machine.writes += 1

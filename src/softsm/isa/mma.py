@@ -110,7 +110,9 @@ def do_any(w, mask, o):
     if d == c:
         fresh = tensor_core.accumulate(old, product, d, True, 0, o.saturate)
     else:  # f16 and f32 accumulators mixed
-        wide = old.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) if c == "f16" else old
+        wide = (
+            old.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) if c == "f16" else old
+        )
         fresh = tensor_core.accumulate(wide, product, "f32", True)
         if d == "f16":
             fresh = tensor_core.accumulate(fresh, fresh.view(np.float32), "f16", False)

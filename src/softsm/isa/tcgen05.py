@@ -75,7 +75,9 @@ def scale_factors(
 ) -> np.ndarray:
     """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
     block = cells[column : column + -(-rows // 32)]  # [columns, 128]
-    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[..., first : first + count]  # [columns, 4, 32, count]
+    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[
+        ..., first : first + count
+    ]  # [columns, 4, 32, count]
     if not (data == data[:, :1]).all():
         c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
         raise Fault(
@@ -98,7 +100,9 @@ def operand_b(p: Product, ctas: list) -> np.ndarray:
             parts.append(tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.b, own, s.k, what))
         else:
             rows = own + shift
-            parts.append(tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what))
+            parts.append(
+                tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what)
+            )
     b = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if zero is not None:
         b = b[shift:].copy()
@@ -133,7 +137,9 @@ def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
     """A of one CTA by lanes. Tensor memory already holds it so: each lane multiplies the row it stores."""
     s = p.shape
     if p.a is None:
-        return tensor_core.tensor_lanes(cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4)
+        return tensor_core.tensor_lanes(
+            cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4
+        )
     what, rows = "operand A of tcgen05.mma", rows_of(p)
     if s.kind in FP4:
         values = tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.a, rows, s.k, what)
@@ -228,7 +234,9 @@ def lower_mma(asm, ins, modifiers) -> None:
         if (kind, vector) not in _SCALE_BLOCKS:
             asm.refuse(ins, f".{vector or 'scale_vec'} does not go with kind::{kind}")
         blocks = _SCALE_BLOCKS[kind, vector]
-    for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands: never changes the value
+    for buffer in (
+        ("a",) if not ws else ("b0", "b1", "b2", "b3")
+    ):  # reuse of operands: never changes the value
         isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
                  optional=True)  # fmt: skip
     isa.finish(asm, ins, modifiers)
@@ -275,7 +283,9 @@ def start(w, thread: int, ctas: list, o) -> None:
     address = int(w.R[o.d, thread])
     lane, column = address >> 16, address & 0xFFFF
     rows = shape.m // o.group
-    half = rows == 64 and o.group == 1 and not o.ws  # layout F uses 16 of each 32 lanes: the lower or the upper ones
+    half = (
+        rows == 64 and o.group == 1 and not o.ws
+    )  # layout F uses 16 of each 32 lanes: the lower or the upper ones
     if lane not in ((0, 16) if half else (0,)):
         accepted = "0 or 16" if half else "0"
         raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
@@ -286,7 +296,9 @@ def start(w, thread: int, ctas: list, o) -> None:
         if address >> 16 != lane:
             raise Fault("tmem-lane", f"A at lane {address >> 16} and D at lane {lane}; they must start alike")
         if not shape.a_k_major:
-            raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the instruction descriptor must be 0")
+            raise Fault(
+                "idesc", "A in tensor memory is K-major: bit 15 of the instruction descriptor must be 0"
+            )
     else:
         a = swizzle.decode(int(w.Q[o.a, thread]), True)
         check_major(a, shape.a, shape.a_k_major, "A")
@@ -335,7 +347,10 @@ def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
         for low, high in tensor_reads:
             cta.tmem.check(cta, low, high - low, "tcgen05.mma reads tensor memory and")
             reads.append(("tmem", cta, low, high))
-        for descriptor, k_major, rows, name in ((p.a, s.a_k_major, rows_of(p), "A"), (p.b, s.b_k_major, own, "B")):
+        for descriptor, k_major, rows, name in (
+            (p.a, s.a_k_major, rows_of(p), "A"),
+            (p.b, s.b_k_major, own, "B"),
+        ):
             if descriptor is None:
                 continue
             bytes_k = 32  # of one row
@@ -350,4 +365,6 @@ def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
                 )
             reads.append(("shared", cta, low, high))
     accumulator = (p.lane, p.column, s.m, s.n, p.ws)
-    return tuple(reads), isa.Footprint("mma", accumulator, tuple(tensor_reads), ((p.column, p.column + wide),))
+    return tuple(reads), isa.Footprint(
+        "mma", accumulator, tuple(tensor_reads), ((p.column, p.column + wide),)
+    )

@@ -116,7 +116,9 @@ def same_address(w, mask: int, row: int, what: str) -> int:
     values = w.R[row]
     address = int(values[first_lane(mask)])
     if mask == pg.ALL and not (values == address).all():
-        raise w.fault("tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses")
+        raise w.fault(
+            "tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses"
+        )
     return address
 
 
@@ -144,7 +146,9 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
     return old.what == "shift" and new.what == "cp.4x256b"
 
 
-def issue(w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()) -> None:
+def issue(
+    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()
+) -> None:
     """Start an asynchronous operation of one thread."""
     machine = w.machine
     pending = [entry for entry in w.__dict__.setdefault("tensor_ops", []) if not entry[0].done]
@@ -182,7 +186,9 @@ def do_alloc(w, mask, o):
         column = located(w, allocate_pair, w, pair, columns)
     if column is None:
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")
-    owner, offset = shared_bytes(w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4)
+    owner, offset = shared_bytes(
+        w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4
+    )
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
@@ -237,7 +243,9 @@ def do_dealloc(w, mask, o):
     group_ctas(w, o.group)
     address = int(w.R[o.address, lane])
     if address >> 16:
-        raise w.fault("tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0")
+        raise w.fault(
+            "tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0"
+        )
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
 
 
@@ -423,11 +431,15 @@ def do_cp(w, mask, o):
         address = int(w.R[o.address, thread])
         lane, column = address >> 16, address & 0xFFFF
         if lane and (o.shape != "4x256b" or lane >= 32):
-            raise w.fault("tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0")
+            raise w.fault(
+                "tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0"
+            )
         descriptor = located(w, swizzle.decode, int(w.Q[o.descriptor, thread]), True)
         for cta in ctas:
             located(w, cta.tmem.check, cta, column, 4 * chunks, "tcgen05.cp")
-            located(w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp")
+            located(
+                w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp"
+            )
         low, high = swizzle.footprint(descriptor, True, rows, chunks)
 
         def effects(lane=lane, column=column, descriptor=descriptor) -> None:
@@ -497,7 +509,9 @@ def do_commit(w, mask, o):
             if members >> len(w.cta.cluster):
                 raise w.fault("out-of-bounds", f"multicast mask {members:#x} names CTAs outside the cluster")
             offset = address & ((1 << pg.RANK_SHIFT) - 1)
-            addresses = [cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1]
+            addresses = [
+                cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1
+            ]
         barriers = [barrier_at(w, x) for x in addresses]
         who = Issuer(w, "tcgen05.commit")
 
@@ -509,4 +523,3 @@ def do_commit(w, mask, o):
         after = tuple(op for op, lane, _ in pending if lane == thread and not op.done)
         op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
         w.machine.issue(op)
-

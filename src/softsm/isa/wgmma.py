@@ -68,7 +68,9 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, f"wgmma needs .target sm_90a, the module says {asm.module.target}")
     name, *modifiers = ins.modifiers
     if name == "fence":
-        finish(asm, ins, modifiers, collective=True)  # orders register accesses; registers are never touched early here
+        finish(
+            asm, ins, modifiers, collective=True
+        )  # orders register accesses; registers are never touched early here
     elif name == "commit_group":
         finish(asm, ins, modifiers, collective=True)
         asm.macro(do_commit, ins)
@@ -181,7 +183,9 @@ def state_of(w) -> State:
         if number not in groups:
             warps = cta.warps[4 * number : 4 * number + 4]
             if len(warps) < 4 or any(x.alive != pg.ALL for x in warps):
-                raise w.fault("warpgroup", f"wgmma needs four whole warps; warpgroup {number} of {cta} is incomplete")
+                raise w.fault(
+                    "warpgroup", f"wgmma needs four whole warps; warpgroup {number} of {cta} is incomplete"
+                )
             if not groups:
                 cta.exit_hooks.append(at_exit)
             groups[number] = Warpgroup(warps)
@@ -248,7 +252,9 @@ def start(w, group: Warpgroup, batch: Batch) -> None:
     """All four warps have committed: check that they mean the same products, and issue them."""
     columns = [batch.parts[warp.index] for warp in group.warps]
     if len({len(x) for x in columns}) != 1:
-        raise Fault("wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async")
+        raise Fault(
+            "wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async"
+        )
     batch.ops = []
     chain: list[tuple[Part, ...]] = []
     chains = [chain]
@@ -302,7 +308,9 @@ def check_footprints(cta, part: Part) -> None:
 
 
 def footprints(part: Part) -> list[tuple[int, int]]:
-    return [swizzle.footprint(source, k_major, rows, count) for source, k_major, rows, count, _ in tiles(part)]
+    return [
+        swizzle.footprint(source, k_major, rows, count) for source, k_major, rows, count, _ in tiles(part)
+    ]
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
@@ -313,7 +321,9 @@ def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
     s = parts[0].shape
     if isinstance(parts[0].a, Descriptor):
         what = "operand A of wgmma"
-        a = tensor_core.shared_lanes(cta.shared, pg.SHARED_START, parts[0].a, s.a_k_major, 64, s.k, s.a, ROWS, 2, what)
+        a = tensor_core.shared_lanes(
+            cta.shared, pg.SHARED_START, parts[0].a, s.a_k_major, 64, s.k, s.a, ROWS, 2, what
+        )
         return a[:-1]
     out = np.empty((s.k, 64), np.uint32)
     for i, part in enumerate(parts):

@@ -70,7 +70,8 @@ def decode(raw: int, blackwell: bool) -> Descriptor:
         mode &= 6  # bits 62-63 only
     if mode not in MODE_NAMES:
         raise Fault(
-            "descriptor", f"shared-memory descriptor 0x{raw:016x}: swizzle mode {mode} in bits 61-63 does not exist"
+            "descriptor",
+            f"shared-memory descriptor 0x{raw:016x}: swizzle mode {mode} in bits 61-63 does not exist",
         )
     return Descriptor(
         start=(raw & 0x3FFF) << 4,
@@ -82,9 +83,7 @@ def decode(raw: int, blackwell: bool) -> Descriptor:
     )
 
 
-def encode(
-    start: int, lbo: int, sbo: int, mode: int, *, blackwell: bool, base_offset: int = 0
-) -> int:
+def encode(start: int, lbo: int, sbo: int, mode: int, *, blackwell: bool, base_offset: int = 0) -> int:
     """The inverse of `decode`, for tests and for drawing layouts."""
     raw = (start & 0x3FFFF) >> 4 | (lbo >> 4 & 0x3FFF) << 16 | (sbo >> 4 & 0x3FFF) << 32
     return raw | (1 << 46 if blackwell else 0) | (base_offset & 7) << 49 | mode << 61
@@ -175,5 +174,7 @@ def read(
 ) -> np.ndarray:
     """The bytes of a tile, uint8 [rows, 16*count]; checks as `locate`."""
     index, window = locate(shared, floor, descriptor, k_major, rows, count, what)
-    lines = shared[window << 4 : shared.size & ~15].view(np.complex128)  # any 16-byte type: only bits are moved
+    lines = shared[window << 4 : shared.size & ~15].view(
+        np.complex128
+    )  # any 16-byte type: only bits are moved
     return lines.take(index).view(np.uint8)

@@ -99,7 +99,9 @@ class TensorMemory(Waitable):
         self.relinquished.add(id(cta))
 
     def describe(self, cta) -> str:
-        mine = [f"{a.column}..{a.column + a.columns - 1}" for a in self.allocations.values() if a.owner is cta]
+        mine = [
+            f"{a.column}..{a.column + a.columns - 1}" for a in self.allocations.values() if a.owner is cta
+        ]
         return f"{cta} holds columns {', '.join(mine)}" if mine else f"{cta} holds no columns"
 
     def at_exit(self, cta) -> None:
@@ -131,7 +133,9 @@ class TensorMemory(Waitable):
     def check(self, cta, column: int, columns: int, what: str) -> None:
         """Are columns [column, column+columns) allocated by this CTA?"""
         if column + columns > COLUMNS:
-            raise Fault("tmem-bounds", f"{what} touches columns {column}..{column + columns - 1}; there are {COLUMNS}")
+            raise Fault(
+                "tmem-bounds", f"{what} touches columns {column}..{column + columns - 1}; there are {COLUMNS}"
+            )
         end = column
         while end < column + columns:
             for a in self.allocations.values():
@@ -140,7 +144,9 @@ class TensorMemory(Waitable):
                     break
             else:
                 mine = self.describe(cta)
-                raise Fault("tmem-unallocated", f"{what} touches column {end}, which is not allocated; {mine}")
+                raise Fault(
+                    "tmem-unallocated", f"{what} touches column {end}, which is not allocated; {mine}"
+                )
 
 
 def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
@@ -218,7 +224,14 @@ def load(
 
 
 def store(
-    cells: np.ndarray, values: np.ndarray, shape: str, repeat: int, packed: bool, lane: int, column: int, split: int = 0
+    cells: np.ndarray,
+    values: np.ndarray,
+    shape: str,
+    repeat: int,
+    packed: bool,
+    lane: int,
+    column: int,
+    split: int = 0,
 ) -> None:
     """tcgen05.st: the inverse of `load`; unpacking writes each half of a register to the low half of its own cell."""
     if shape == "32x32b" and not packed:
@@ -235,7 +248,13 @@ def store(
 
 # ---- tcgen05.cp and tcgen05.shift --------------------------------------------------------------------------------
 
-COPY_SHAPES = {"128x256b": (128, 2), "128x128b": (128, 1), "4x256b": (4, 2), "64x128b": (64, 1), "32x128b": (32, 1)}
+COPY_SHAPES = {
+    "128x256b": (128, 2),
+    "128x128b": (128, 1),
+    "4x256b": (4, 2),
+    "64x128b": (64, 1),
+    "32x128b": (32, 1),
+}
 
 
 @cache

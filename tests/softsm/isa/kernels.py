@@ -34,12 +34,16 @@ def check(name, ptx, inputs, outputs, want, *, block=32, bound=None):
                 at = tuple(int(i) for i in np.argwhere(wrong)[0])
                 if engine == "device":
                     example = {"at": at, "device": str(got[at]), "expected": str(expected[at])}
-                    RECORD.disagreements.append({"instruction": name, "differ": int(wrong.sum()), "examples": [example]})
+                    RECORD.disagreements.append(
+                        {"instruction": name, "differ": int(wrong.sum()), "examples": [example]}
+                    )
                 raise AssertionError(f"{engine}: {name}: element {at} is {got[at]}, expected {expected[at]} "
                                      f"({int(wrong.sum())} of {wrong.size} differ{detail})")  # fmt: skip
 
 
-def text(body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_90a", version=None, doubles=0):
+def text(
+    body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_90a", version=None, doubles=0
+):
     """An entry `k`; pointers are loaded into %rd1, %rd2, ... in order; %r0 = tid, %r1 = address of `buf`."""
     if version is None:
         version = next((v for v, pattern in NEWER if re.search(pattern, body)), "8.0")
@@ -52,7 +56,8 @@ def text(body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_
 .address_size 64
 .visible .entry k({declared})
 {{
-.reg .b32 %r<{registers}>; .reg .b64 %rd<{wide}>; .reg .b16 %rs<{halves}>; .reg .pred %p<8>; .reg .f64 %fd<{doubles + 1}>;
+.reg .b32 %r<{registers}>; .reg .b64 %rd<{wide}>; .reg .b16 %rs<{halves}>; .reg .pred %p<8>;
+.reg .f64 %fd<{doubles + 1}>;
 {buffer}
 {loads}
 mov.u32 %r0, %tid.x;
@@ -64,7 +69,7 @@ ret;
 
 
 def fill_shared(source, size, threads, label="FILL"):
-    """Copy `size` bytes (a multiple of 4) from global memory at `source` into buf; leaves %r2, %r3, %rd20, %rd21 used."""
+    """Copy `size` bytes (a multiple of 4) from global memory at `source` into buf; uses %r2-%r4, %rd20, %rd21."""
     return f"""mov.u32 %r2, %r0;
 {label}: setp.ge.u32 %p7, %r2, {size // 4};
 @%p7 bra {label}_END;

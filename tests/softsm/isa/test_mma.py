@@ -1,6 +1,6 @@
-"""mma.sync: every shape and type against a plain matrix product. Elements are placed one by one by the fragment rules of
-the PTX ISA. Small multiples of 1/2 make every sum exact, so results must agree bit for bit; random numbers are held to a
-bound."""
+"""mma.sync: every shape and type against a plain matrix product. Elements are placed one by one by the fragment rules
+of the PTX ISA. Small multiples of 1/2 make every sum exact, so results must agree bit for bit; random numbers are held
+to a bound."""
 
 import kernels as kn
 import layouts
@@ -9,7 +9,15 @@ import numpy as np
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
 FLOATS = [("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)]
 FP8 = [("e4m3", 16), ("e5m2", 16), ("e4m3", 32), ("e5m2", 32)]
-INTEGERS = [(8, "s8", 16), (16, "s8", 16), (16, "s8", 32), (16, "u8", 32), (8, "s4", 32), (16, "u4", 32), (16, "s4", 64)]
+INTEGERS = [
+    (8, "s8", 16),
+    (16, "s8", 16),
+    (16, "s8", 32),
+    (16, "u8", 32),
+    (8, "s4", 32),
+    (16, "u4", 32),
+    (16, "s4", 64),
+]
 
 
 def codes(matrix, name):
@@ -105,7 +113,6 @@ def test_half_accumulators():
         text = f"mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16"
         run(text, a, b, "f16", "f16", c, np.float16, np.float16, a @ b.T + c)
 
-
     for k in (16, 32):
         a, b = layouts.values(rng, (16, k), "e4m3"), layouts.values(rng, (8, k), "e5m2")
         c = rng.choice(layouts.CHOICES, (16, 8))
@@ -175,8 +182,8 @@ def test_doubles():
 
 
 def test_random_numbers_stay_within_the_bound():
-    """PTX promises no order and no rounding: each of the k additions may lose half a unit of the largest partial sum, and
-    the tensor cores truncate, which loses a whole one."""
+    """PTX promises no order and no rounding: each of the k additions may lose half a unit of the largest partial sum,
+    and the tensor cores truncate, which loses a whole one."""
     rng = np.random.default_rng(7)
     for name, k in FLOATS:
         a, b, c = (rng.standard_normal(s).astype(np.float32) for s in ((16, k), (8, k), (16, 8)))

@@ -176,7 +176,9 @@ def test_disabled_lanes_and_negation():
     for d in ("f32", "f16"):
         cta.tmem.cells[:] = 7
         shape = idesc.decode(idesc.encode("f16", 128, 32, "f16", "f16", d, negate_b=True), "f16")
-        tcgen05.perform(tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, skipped), [cta])
+        tcgen05.perform(
+            tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, skipped), [cta]
+        )
         got = read_d(cta, 128, 32, d)
         for lane in range(128):
             if skipped[lane // 32] >> lane % 32 & 1:
@@ -224,7 +226,9 @@ def test_block_scaled_products(kind, a_type, b_type, blocks, scale, ids, wide):
             packed = (code[:, 0::2] | code[:, 1::2] << 4).astype(np.uint8)
             for r in range(len(tile)):
                 for i in range(32):
-                    cta.shared[layouts.element_address(layouts.SW128, True, at, 0, 1024, r, i, 1)] = packed[r, i]
+                    cta.shared[layouts.element_address(layouts.SW128, True, at, 0, 1024, r, i, 1)] = packed[
+                        r, i
+                    ]
             descs.append(swizzle.decode(layouts.descriptor(at, 0, 1024, layouts.SW128, True), True))
         a_desc, b_desc = descs
     else:
@@ -268,7 +272,11 @@ def test_scale_factors_must_be_in_all_lane_quarters():
         (128, ((0, 0, 0, 0), (0, 0, 0, 0), 0, 4, 3), ["0000000"]),
         (128, ((0, 0, 0, 0), (0, 0, 0, 0), 1, 2, 3), ["00001110000111"]),
         (64, ((0, 0, 0, 0), (1, 0, 0, 0), 1, 2, 3), ["11100001110000111", "00001110000111"]),
-        (32, ((0, 1, 2, 1), (1, 1, 0, 0), 1, 2, 3), ["1110000111", "110000111", "001110000111", "0001110000111"]),
+        (
+            32,
+            ((0, 1, 2, 1), (1, 1, 0, 0), 1, 2, 3),
+            ["1110000111", "110000111", "001110000111", "0001110000111"],
+        ),
     ],
 )
 def test_zero_column_masks(m, fields, want):
