@@ -1,0 +1,278 @@
+"""Corners of Triton's language: atomics, scans, sorting, printing, assertions, math functions, device functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from softsm.errors import Fault, SoftsmError
+
+
+@triton.jit
+def atomic_kernel(counts, total, largest, bits, x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < n, other=0)
+    tl.atomic_add(counts + v % 8, 1, mask=i < n)
+    tl.atomic_add(total, tl.sum(v.to(tl.float32), axis=0))
+    tl.atomic_max(largest + i * 0, v, mask=i < n)
+    tl.atomic_or(bits + i * 0, (1 << (v % 31)).to(tl.int32), mask=i < n)
+
+
+def test_atomics(sm):
+    x = torch.randint(0, 1000, (700,), dtype=torch.int32)
+    counts, total = torch.zeros(8, dtype=torch.int32), torch.zeros(1)
+    largest, bits = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    atomic_kernel[(3,)](counts, total, largest, bits, x, 700, BLOCK=256)
+    assert torch.equal(counts, torch.bincount(x % 8, minlength=8).int())
+    assert total.item() == x.sum().item() and largest.item() == x.max().item()
+    expected = 0
+    for v in x.tolist():
+        expected |= 1 << v % 31
+    assert bits.item() == expected
+
+
+def test_atomic_add_of_small_floats(sm):
+    @triton.jit
+    def kernel(x, half, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        tl.atomic_add(half + i % 4, tl.load(x + i))
+
+    for dtype in (torch.float16, torch.bfloat16):
+        x, half = torch.ones(64, dtype=dtype), torch.zeros(4, dtype=dtype)
+        kernel[(1,)](x, half, BLOCK=64)
+        assert half.tolist() == [16] * 4
+
+
+@triton.jit
+def scan_kernel(x, sums, products, highest, where, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    tl.store(sums + i, tl.cumsum(v, 0))
+    tl.store(products + i, tl.cumprod(v, 0, reverse=True))
+    tl.store(highest, tl.reduce(v.to(tl.int32), 0, larger))
+    tl.store(where, tl.argmax(v, 0))
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+def test_scans_and_reductions(sm):
+    x = torch.rand(128) + 0.5
+    sums, products, highest, where = torch.empty(128), torch.empty(128), torch.empty(1), torch.empty(1)
+    scan_kernel[(1,)](x, sums, products, highest, where, N=128)
+    torch.testing.assert_close(sums, x.cumsum(0))
+    torch.testing.assert_close(products, x.flip(0).cumprod(0).flip(0), rtol=1e-4, atol=1e-6)
+    assert highest.item() == int(x.max()) and where.item() == x.argmax().item()
+
+
+def test_sort_and_histogram(sm):
+    @triton.jit
+    def kernel(x, out, counts, N: tl.constexpr):
+        i = tl.arange(0, N)
+        v = tl.load(x + i)
+        tl.store(out + i, tl.sort(v))
+        tl.store(counts + tl.arange(0, 16), tl.histogram(v % 16, 16))
+
+    x = torch.randint(0, 10_000, (256,), dtype=torch.int32)
+    out, counts = torch.empty_like(x), torch.empty(16, dtype=torch.int32)
+    kernel[(1,)](x, out, counts, N=256)
+    assert torch.equal(out, x.sort().values) and torch.equal(
+        counts, torch.bincount(x % 16, minlength=16).int()
+    )
+
+
+def test_math_functions(sm):
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        v = tl.load(x + i)
+        tl.store(out + i, tl.sin(v))
+        tl.store(out + N + i, tl.exp(v))
+        tl.store(out + 2 * N + i, tl.log(v))
+        tl.store(out + 3 * N + i, tl.sqrt_rn(v))
+        tl.store(out + 4 * N + i, libdevice.tanh(v))
+        tl.store(out + 5 * N + i, libdevice.erf(v))
+        tl.store(out + 6 * N + i, libdevice.pow(v, 1.7))
+        tl.store(out + 7 * N + i, tl.rsqrt(v))
+        tl.store(out + 8 * N + i, tl.floor(v * 3) + tl.ceil(v))
+
+    n = 256
+    x = torch.rand(n) * 5 + 0.01
+    out = torch.empty(9, n)
+    kernel[(1,)](x, out, N=n)
+    y = x.double()
+    exact = [
+        y.sin(),
+        y.exp(),
+        y.log(),
+        y.sqrt(),
+        y.tanh(),
+        y.erf(),
+        y**1.7,
+        y.rsqrt(),
+        (x * 3).floor().double() + y.ceil(),
+    ]
+    for got, want in zip(out, exact):
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+
+
+def test_integer_arithmetic(sm):
+    @triton.jit
+    def kernel(a, b, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        x, y = tl.load(a + i), tl.load(b + i)
+        tl.store(out + i, x // y)
+        tl.store(out + N + i, x % y)
+        tl.store(out + 2 * N + i, (x >> 3) ^ (y << 2))
+        tl.store(
+            out + 3 * N + i,
+            tl.umulhi(x.to(tl.uint64, bitcast=True), y.to(tl.uint64, bitcast=True)).to(tl.int64),
+        )
+        tl.store(out + 4 * N + i, tl.where(x > y, x, -y))
+
+    a = torch.randint(-(2**40), 2**40, (64,))
+    b = torch.randint(1, 2**33, (64,)) * torch.tensor([1, -1]).repeat(32)
+    out = torch.empty(5, 64, dtype=torch.int64)
+    kernel[(1,)](a, b, out, N=64)
+    quotient = torch.div(a, b, rounding_mode="trunc")
+    assert torch.equal(out[0], quotient) and torch.equal(out[1], a - quotient * b)
+    assert torch.equal(out[2], (a >> 3) ^ (b << 2)) and torch.equal(out[4], torch.where(a > b, a, -b))
+    high = [((x % 2**64) * (y % 2**64)) >> 64 for x, y in zip(a.tolist(), b.tolist())]
+    assert [v % 2**64 for v in out[3].tolist()] == high
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
+def test_conversions_there_and_back(sm, name):
+    @triton.jit
+    def kernel(x, small, back, N: tl.constexpr):
+        i = tl.arange(0, N)
+        v = tl.load(x + i).to(small.dtype.element_ty)
+        tl.store(small + i, v)
+        tl.store(back + i, v.to(tl.float32))
+
+    x = torch.cat([torch.randn(250) * 100, torch.tensor([0.0, -0.0, 1e-3, 2.0**-9, 448.0, -3e-8])])
+    small, back = torch.empty(256, dtype=getattr(torch, name)), torch.empty(256)
+    kernel[(1,)](x, small, back, N=256)
+    expected = x.clamp(-448, 448).to(small.dtype) if name == "float8_e4m3fn" else x.to(small.dtype)
+    assert torch.equal(small.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(back, expected.float())
+
+
+def test_while_and_nested_branches(sm):
+    @triton.jit
+    def kernel(x, steps, n):
+        pid = tl.program_id(0)
+        v = tl.load(x + pid)
+        count = 0
+        while v != 1:
+            if v % 2 == 0:
+                v = v // 2
+            else:
+                v = 3 * v + 1
+            count += 1
+        tl.store(steps + pid, count)
+
+    def collatz(v):
+        count = 0
+        while v != 1:
+            v, count = (v // 2 if v % 2 == 0 else 3 * v + 1), count + 1
+        return count
+
+    x = torch.tensor([1, 6, 7, 27], dtype=torch.int32)
+    steps = torch.zeros_like(x)
+    kernel[(4,)](x, steps, 4)
+    assert steps.tolist() == [collatz(v) for v in x.tolist()]
+
+
+@triton.jit(noinline=True)
+def polynomial(x, a, b):
+    return x * x * a + x * b
+
+
+def test_functions_that_are_not_inlined(sm):
+    @triton.jit
+    def kernel(x, out, n):
+        for i in range(tl.program_id(0), n, tl.num_programs(0)):
+            v = tl.load(x + i)
+            tl.store(out + i, polynomial(v, 2.0, 3.0) + polynomial(v, -1.0, 1.0))
+
+    x, out = torch.randn(20), torch.empty(20)
+    compiled = kernel[(3,)](x, out, 20)
+    assert "call.uni" in compiled.asm["ptx"]
+    torch.testing.assert_close(out, x * x + x * 4, rtol=1e-6, atol=1e-6)
+
+
+def test_inline_assembly(sm):
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        v = tl.load(x + i)
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; add.s32 t, $1, 5; mul.lo.s32 $0, t, t; }",
+            "=r,r",
+            [v],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        tl.store(out + i, y)
+
+    x, out = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    kernel[(1,)](x, out, N=64)
+    assert torch.equal(out, (x + 5) ** 2)
+
+
+def test_print(sm, capfd):
+    @triton.jit
+    def kernel(x):
+        tl.device_print("value", tl.load(x))
+
+    kernel[(2,)](torch.tensor([42], dtype=torch.int32), num_warps=1)
+    printed = capfd.readouterr().out
+    assert "pid (0, 0, 0)" in printed and "pid (1, 0, 0)" in printed and "value: 42" in printed
+
+
+def test_assertion(sm):
+    @triton.jit
+    def kernel(x, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.device_assert(tl.load(x + i) >= 0, "a negative number")
+
+    kernel[(1,)](torch.ones(64), N=64, debug=True)
+    with pytest.raises(SoftsmError, match="a negative number"):
+        kernel[(1,)](torch.tensor([1.0] * 60 + [-1.0] * 4), N=64, debug=True)
+
+
+def test_out_of_bounds_names_argument_and_line(sm):
+    @triton.jit
+    def kernel(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(out + i, tl.load(x + i))
+
+    with pytest.raises(Fault, match="out-of-bounds.*argument x") as caught:
+        kernel[(1,)](torch.ones(100), torch.ones(256), N=256)
+    assert "test_language.py" in str(caught.value)
+
+
+def test_grid_barrier_by_atomics(sm):
+    """Programs that wait for each other: all of a small grid are resident at once."""
+
+    @triton.jit
+    def kernel(arrived, x, out, n):
+        pid = tl.program_id(0)
+        tl.store(x + pid, pid + 1)
+        tl.debug_barrier()
+        tl.atomic_add(arrived, 1)
+        while tl.atomic_add(arrived, 0) < n:
+            pass
+        tl.store(out + pid, tl.load(x + (pid + 1) % n, volatile=True))
+
+    n = 4
+    arrived, x, out = (torch.zeros(n, dtype=torch.int32) for _ in range(3))
+    kernel[(n,)](arrived, x, out, n)
+    assert out.tolist() == [2, 3, 4, 1]
