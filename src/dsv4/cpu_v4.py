@@ -14,17 +14,15 @@ from dsv4 import caches
 from dsv4.v4_problem import Pool, V4Problem, requests_of
 
 ROW_BLOCK = 512  # rows of one query in one step
-BLOCK_BYTES = (
-    16 << 20
-)  # gathered rows (fp32) in one step, all queries together; other buffers are of that order
+BLOCK_BYTES = 24 << 20  # gathered rows, scores and sums (fp32) of one step, all its queries together
 NEG_INF = float("-inf")
 
 
 def forward(p: V4Problem) -> None:
     """Fill p.out and p.lse."""
-    widest = max(p.window_indices.shape[1], p.compressed_capacity, 1)
-    per_query = min(widest, ROW_BLOCK) * p.head_dim * 4
-    block = max(1, BLOCK_BYTES // per_query)
+    rows = min(max(p.window_indices.shape[1], p.compressed_capacity, 1), ROW_BLOCK)
+    per_query = rows * p.head_dim + p.q_heads * (rows + 2 * p.head_dim)
+    block = max(1, BLOCK_BYTES // (4 * per_query))
     owner = requests_of(p) if p.block_table is not None else None
     for begin in range(0, p.batch, block):
         _query_block(p, slice(begin, min(begin + block, p.batch)), owner)

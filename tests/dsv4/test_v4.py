@@ -194,7 +194,7 @@ def test_many_blocks_give_what_one_gives(monkeypatch):
     args, options = layer("csa", torch.arange(600, 640), dtype=torch.bfloat16)
     once = dsv4.v4_attention(*args, **options)
     monkeypatch.setattr(cpu_v4, "ROW_BLOCK", 37)
-    monkeypatch.setattr(cpu_v4, "BLOCK_BYTES", 37 * 512 * 4 * 7)
+    monkeypatch.setattr(cpu_v4, "BLOCK_BYTES", 7 * 4 * (37 * 512 + 3 * (37 + 1024)))
     got, _ = compare(*args, **options)
     assert torch.allclose(got.float(), once.float(), atol=2e-2, rtol=1e-2)
     args, options = layer("hca", torch.arange(600, 640), dtype=torch.bfloat16, ratio=2)
