@@ -35,9 +35,10 @@ from softsm.engine.vec_ops import (
     vrint,
     vsqrt,
 )  # fmt: skip
-from softsm.engine.vec_types import sel
+from softsm.engine.vec_types import loaded, sel, spread
 
-_fn = njit(error_model="numpy")
+# Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.
+_fn = njit(error_model="numpy", forceinline=True)
 
 # ---------------------------------------------------------------- shifts: PTX clamps the amount
 
@@ -144,15 +145,13 @@ def prmt(a, b, c):
 @_fn
 def ftz(x):
     """Subnormal -> zero of the same sign. F."""
-    bits = asU(x)
-    return asF(sel((bits & 0x7F800000) == 0, bits & 0x80000000, bits))
+    return asF(sel(vabs(x) < 1.1754943508222875e-38, asU(x) & 0x80000000, asU(x)))
 
 
 @_fn
 def ftz2(x):
     """X."""
-    bits = asXU(x)
-    return asX(sel((bits & 0x7F800000) == 0, bits & 0x80000000, bits))
+    return asX(sel(vabs(x) < 1.1754943508222875e-38, asXU(x) & 0x80000000, asXU(x)))
 
 
 @_fn
@@ -197,8 +196,7 @@ def ex2_ftz(x):
     m = t + 12582912.0  # 1.5 * 2^23: the integer part moves into the low mantissa bits
     p = _exp2_polynomial(t - (m - 12582912.0))
     r = asF(asI(p) + (asI(m) << 23))
-    r = sel(x < -126.0, 0.0, r)
-    return canonical(sel(x == x, r, x))
+    return asF(sel(x == x, asU(sel(x < -126.0, 0.0, r)), loaded(0x7FFFFFFF)))
 
 
 @_fn
@@ -210,7 +208,7 @@ def ex2(x):
     i = asI(m) - 0x4B400000
     h = i >> 1
     r = p * asF((h + 127) << 23) * asF((i - h + 127) << 23)
-    return canonical(sel(x == x, r, x))
+    return asF(sel(x == x, asU(r), loaded(0x7FFFFFFF)))
 
 
 @_fn
@@ -378,21 +376,22 @@ def bf16_to_float(a):
 
 
 @_fn
-def float_to_bf16(x):
-    """Round to nearest even; NaN -> 0x7fff."""
+def _rounded_to_bf16(x):
+    """bf16 in the upper half, round to nearest even; NaN -> 0x7fff. The lower half is left over."""
     u = asU(x)
-    return sel(x == x, (u + 0x7FFF + ((u << 15) >> 31)) >> 16, 0x7FFF)
+    up = u + 0x7FFF - spread((u & 0x10000) != 0)  # + 1 where the kept part is odd
+    return sel(x == x, up, loaded(0x7FFF0000))
+
+
+@_fn
+def float_to_bf16(x):
+    return _rounded_to_bf16(x) >> 16
 
 
 @_fn
 def pack_bf16(high, low):
     """cvt.rn.bf16x2.f32."""
-    h = asU(canonical(high))
-    l = asU(canonical(low))  # noqa: E741
-    # Rounding 0x7fffffff up would carry into the sign: NaNs keep their bits.
-    h = sel(high == high, h + 0x7FFF + ((h << 15) >> 31), h)
-    l = sel(low == low, l + 0x7FFF + ((l << 15) >> 31), l)  # noqa: E741
-    return (h & 0xFFFF0000) | (l >> 16)
+    return (_rounded_to_bf16(high) & 0xFFFF0000) | (_rounded_to_bf16(low) >> 16)
 
 
 @_fn

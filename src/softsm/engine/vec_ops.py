@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 from llvmlite import ir
 from numba.extending import intrinsic
 
@@ -85,7 +87,10 @@ leading_zeros, trailing_zeros = _make_count_zeros("ctlz"), _make_count_zeros("ct
 
 
 def _float_to_int(b, x, source: V, target: V):
-    """Toward zero, saturating, NaN -> 0. LLVM's fpto*i.sat is scalarised by some targets: convert and select."""
+    """Toward zero, saturating, NaN -> 0."""
+    if platform.machine() == "aarch64":  # its conversions do exactly this; elsewhere LLVM would go lane by lane
+        name = f"llvm.fpto{'s' if target.signed else 'u'}i.sat.{_suffix(target.ir)}.{_suffix(x.type)}"
+        return b.call(_declare(b, name, target.ir, [x.type]), [x])
     width = target.element.bitwidth
     high = 2.0 ** (width - 1) if target.signed else 2.0**width
     low = -high if target.signed else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -299,3 +301,19 @@ def address_of(typingctx, array):
         return b.ptrtoint(make_array(sig.args[0])(context, b, args[0]).data, _I64)
 
     return types.int64(array), codegen
+
+
+@functools.cache
+def external_bank(symbol: str):
+    """For Numba code: call a bank (see engine/build.py) by its symbol. Seven uint32 and three addresses."""
+    arguments = [types.uint32] * 7 + [types.int64] * 3
+
+    def codegen(context, b, sig, args):
+        b.call(_declare(b, symbol, ir.VoidType(), [_I32] * 7 + [_I64] * 3), args)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def call(typingctx, op, rd, ra, rb, rc, rx, m, R, Q, P):
+        return types.void(*arguments), codegen
+
+    return call

@@ -347,8 +347,14 @@ def sel(typingctx, m, x, y):
     return v(mask_type, x, y), codegen
 
 
+@intrinsic
+def spread(typingctx, m):
+    """M -> U of all ones where set, 0 elsewhere."""
+    return U(m), lambda context, b, sig, args: b.sext(args[0], _U_IR)
+
+
 @intrinsic(prefer_literal=True)
-def opaque(typingctx, bits):
+def loaded(typingctx, bits):
     """A literal uint32 spread over 32 lanes, loaded from memory: for selects whose constant LLVM would otherwise
     take apart into more instructions than the select itself."""
     value = bits.literal_value
