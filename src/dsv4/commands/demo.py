@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from dsv4 import dispatch, suites
 from dsv4.suites import Case, Result, Where
 from dsv4.suites.fmha_cases import dense, paged, varlen, with_sink
 from dsv4.suites.v4_cases import batch, step
+from dsv4.suites.v4_layer_cases import layer
 
 from . import show
 
@@ -74,13 +75,22 @@ def machine(where: Where) -> str:
 def sections(where: Where) -> list[Section]:
     found = [
         Section("Fused multi-head attention", where, fmha_cases()),
-        Section("DeepSeek-V4 layers (64 heads, head dim 512)", where, v4_cases()),
+        Section("DeepSeek-V4 attention, head dim 512", where, v4_cases()),
     ]
     if emulator_reason() is None:
-        match = ("d64-t4-s256", "d128-t4-s256", "d256-t4-s256", "d512-t4-s256")
-        cases = [case for case in suites.seeds() if case.name in match]
-        found.append(Section("Blackwell kernel in softsm", Where("softsm", "sm_100a"), cases))
+        found.append(
+            Section("Blackwell FMHA kernel, emulated", Where("softsm", "sm_100a"), blackwell_cases())
+        )
     return found
+
+
+def blackwell_cases() -> list[Case]:
+    """One case of the suite `seeds` per head dim."""
+    cases = [case for case in suites.seeds() if case.name.endswith("-t4-s256")]
+    return [
+        replace(case, suite="demo", name=f"4 queries, 256 keys, 8 heads on 1, head dim {case.head_dim}")
+        for case in cases
+    ]
 
 
 def emulator_reason() -> str | None:
@@ -121,19 +131,20 @@ def fmha_cases() -> list[Case]:
 
 
 def v4_cases() -> list[Case]:
+    """A whole layer of each kind, prefill and then drafts; decode at the sizes of V4-Flash; a mixed batch."""
     names = {"swa": "window only", "csa": "window + top-k of ratio 4", "hca": "window + all of ratio 128"}
     found = []
     for kind, name in names.items():
-        # The chunk ends past 128, where the window starts to move and the first ratio-128 row is there.
-        prefill = partial(step, kind=kind, start=96, count=48, heads=64, topk=512)
-        found.append(Case("demo", f"{kind.upper()}, {name}: prefill, tokens 96 to 143", prefill))
+        # 120 + 1 + 2 + 3 + 4 tokens end past 128: the window moves on and the first ratio-128 row is there.
+        whole = partial(layer, kind=kind, steps=[120, 1, 2, 3, 4], heads=16)
+        found.append(Case("demo", f"{kind.upper()} layer, {name}: 120 tokens, then 1, 2, 3, 4", whole))
+    for kind in names:
         draft = partial(
             step, kind=kind, start=4093, count=4, heads=64, topk=512, store="fp8", table=kind == "hca"
         )
-        found.append(Case("demo", f"{kind.upper()}: 4 new tokens after 4093, FP8 rows", draft))
-    mixed = [(1, 1), (300, 2), (127, 3), (900, 4)]
-    steps = partial(batch, kind="hca", steps=mixed, heads=64)
-    return [*found, Case("demo", "HCA: four requests with 1 to 4 new tokens", steps)]
+        found.append(Case("demo", f"{kind.upper()} decode: 4 tokens after 4093, 64 heads, FP8 rows", draft))
+    mixed = partial(batch, kind="hca", steps=[(1, 1), (300, 2), (127, 3), (900, 4)], heads=64)
+    return [*found, Case("demo", "HCA decode: four requests with 1 to 4 tokens, 64 heads, FP8 rows", mixed)]
 
 
 def table(section: Section, results: list[Result]) -> Table:

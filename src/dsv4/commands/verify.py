@@ -50,6 +50,8 @@ def verify(
         refuse(
             f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else "")
         )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        refuse(f"--json {json_file}: there is no such folder")  # now, not after the cases have run
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
     out.print(f"{len(cases)} cases on {where}, seed {seed}")
