@@ -24,10 +24,11 @@ from . import show
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the demo: what it shows, on which backend, and the cases that it runs."""
+    """A table of the demo: what it shows, where and why not somewhere better, and the cases that it runs."""
 
     title: str
     where: Where
+    note: str
     cases: list[Case]
 
 
@@ -37,51 +38,45 @@ def demo(
     """Each kind of DeepSeek-V4 layer and the FMHA shapes on the best backend here, compared with the fp64 oracle."""
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
-    where, note = best()
-    out.print(
-        f"[bold]dsv4[/] on {machine(where)}, seed {seed}" + (f"\n[dim]{escape(note)}[/]" if note else "")
-    )
+    out.print(f"[bold]dsv4[/] on {machine()}, seed {seed}")
     results = []
-    for section in sections(where):
+    for section in sections():
         ran = show.run_with_progress(section.cases, section.where, seed, section.title)
         out.print(table(section, ran))
+        if section.note:
+            out.print(f"[dim]{escape(section.note)}[/]")
         results += ran
-    for note in missing():
-        out.print(f"[dim]{escape(note)}[/]")
+    reason = emulator_reason()
+    if reason is not None:
+        out.print(f"[dim]Not shown, the Blackwell kernel in softsm: {escape(reason)}[/]")
     raise typer.Exit(show.closing_line(results))
 
 
-def best() -> tuple[Where, str]:
-    """The best backend here, and what keeps a better one from being it."""
-    where = Where("auto").resolve()
-    if where.backend == "cpu":
-        if not torch.cuda.is_available():
-            return where, ""
-        return where, "This GPU is neither Hopper (9.0) nor datacentre Blackwell (10.0): using the CPU."
-    try:
-        for operation in ("fmha", "v4"):
-            dispatch.kernel_module(operation, torch.cuda.get_device_capability())
-    except RuntimeError as why:
-        return Where("cpu"), f"Using the CPU: {why}"
-    return where, ""
+def machine() -> str:
+    cpu = f"a CPU ({torch.get_num_threads()} threads)"
+    return f"{torch.cuda.get_device_name()} and {cpu}" if torch.cuda.is_available() else cpu
 
 
-def machine(where: Where) -> str:
-    if where.backend == "cuda":
-        return f"{torch.cuda.get_device_name()} ({where.arch})"
-    return f"the CPU ({torch.get_num_threads()} threads)"
-
-
-def sections(where: Where) -> list[Section]:
+def sections() -> list[Section]:
     found = [
-        Section("Fused multi-head attention", where, fmha_cases()),
-        Section("DeepSeek-V4 attention, head dim 512", where, v4_cases()),
+        Section("Fused multi-head attention", *best("fmha"), fmha_cases()),
+        Section("DeepSeek-V4 attention, head dim 512", *best("v4"), v4_cases()),
     ]
     if emulator_reason() is None:
-        found.append(
-            Section("Blackwell FMHA kernel, emulated", Where("softsm", "sm_100a"), blackwell_cases())
-        )
+        where = Where("softsm", "sm_100a")
+        found.append(Section("Blackwell FMHA kernel, emulated", where, "", blackwell_cases()))
     return found
+
+
+def best(operation: str) -> tuple[Where, str]:
+    """The best backend for this operation here, and what keeps a better one from being it."""
+    if not torch.cuda.is_available():
+        return Where("cpu"), ""
+    try:
+        dispatch.kernel_module(operation, torch.cuda.get_device_capability())
+    except RuntimeError as why:
+        return Where("cpu"), f"On the CPU, not on the GPU: {why}"
+    return Where("cuda").resolve(), ""
 
 
 def blackwell_cases() -> list[Case]:
@@ -101,11 +96,6 @@ def emulator_reason() -> str | None:
     except (RuntimeError, ImportError) as why:
         return str(why)
     return None
-
-
-def missing() -> list[str]:
-    reason = emulator_reason()
-    return [] if reason is None else [f"Not shown, the Blackwell kernel in softsm: {reason}"]
 
 
 def fmha_cases() -> list[Case]:
