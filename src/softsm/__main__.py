@@ -1,3 +1,6 @@
+"""`python -m softsm` is the console script `softsm`."""
+
 from softsm.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,138 @@
-"""The command line of softsm."""
+"""The command `softsm`."""
 
+from __future__ import annotations
+
+import os
 import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `run` a command of its own while it is the only one."""
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    file: Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line"
+        ),
+    ] = None,
+    arch: Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")] = "",
+    entry: Annotated[str | None, typer.Option(help="which kernel of the PTX file")] = None,
+    grid: Annotated[str, typer.Option(help="x,y,z")] = "1",
+    block: Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")] = "",
+    cluster: Annotated[str, typer.Option(help="x,y,z")] = "1",
+    shared: Annotated[int, typer.Option(help="bytes of dynamic shared memory")] = 0,
+    sms: Annotated[int, typer.Option(help="SMs played")] = 4,
+    order: Annotated[
+        str, typer.Option(help="completion of asynchronous operations: eager, latest, random")
+    ] = "eager",
+    seed: Annotated[int, typer.Option(help="of random order and random arguments")] = 0,
+    save: Annotated[
+        list[str] | None,
+        typer.Option(help="N=file.npy: write array argument N after the run; may be repeated"),
+    ] = None,
+) -> None:
+    """Run a kernel from PTX on arrays made here, or a whole Python program. Options come before the file."""
+    if not file.is_file():
+        _stop(f"there is no file {file}")
+    if file.suffix == ".py":
+        _program(file, arguments or [], arch, sms, order, seed)
+    else:
+        _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
+
+
+def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
+    """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
+    import runpy
+
+    if "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process plays without the GPU, if there is one
+    from softsm.engine.launch import options
+    from softsm.triton_driver.install import use
+
+    try:
+        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms)
+    except ValueError as problem:
+        _stop(str(problem))
+    sys.argv = [str(file), *arguments]
+    sys.path.insert(0, str(file.resolve().parent))
+    with softsm, options(order=order, seed=seed):
+        runpy.run_path(str(file), run_name="__main__")
+
+
+def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, seed, save) -> None:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from softsm.arguments import parse_argument
+    from softsm.engine.launch import load, triple
+    from softsm.errors import SoftsmError
+
+    try:
+        values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
+        targets = dict(_target(text, len(values)) for text in save)
+        kernel = load(file.read_text(), entry)
+        threads = (
+            _dims(block, "block")
+            if block
+            else triple(kernel.function.directives.get("reqntid", 32), "reqntid")
+        )
+        before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
+        kernel.launch(
+            _dims(grid, "grid"), threads, values, shared=shared, cluster=_dims(cluster, "cluster"),
+            sms=sms, order=order, seed=seed)  # fmt: skip
+    except (SoftsmError, ValueError) as problem:
+        _stop(f"{file}: {problem}")
+    table = Table("parameter", "argument", "changed", "first values")
+    for p, text, old, new in zip(kernel.function.params, arguments, before, values):
+        changed = str(int((_bits(old) != _bits(new)).sum())) if isinstance(new, np.ndarray) else ""
+        shown = ", ".join(f"{float(v):g}" for v in np.asarray(new).reshape(-1)[:8])
+        table.add_row(p.name, text, changed, shown)
+    Console().print(table)
+    for index, path in targets.items():
+        np.save(path, values[index])
+
+
+def _bits(array):
+    """One row of bytes per element: compares NaNs too."""
+    import numpy as np
+
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}")
+
+
+def _dims(text: str, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.replace("x", ",").split(","))
+    except ValueError:
+        raise ValueError(f"{name}: got {text!r}, accepted are up to three numbers such as 4,1,1") from None
+
+
+def _target(text: str, count: int) -> tuple[int, str]:
+    index, equals, path = text.partition("=")
+    if not equals or not index.isdigit() or int(index) >= count:
+        raise ValueError(f"save: got {text!r}, accepted is N=file.npy with N below {count}")
+    return int(index), path
+
+
+def _stop(message: str) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
 
 
 def main() -> None:
-    sys.exit("softsm: there is no command line yet")
+    app()

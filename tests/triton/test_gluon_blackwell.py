@@ -125,7 +125,7 @@ def attention_tile(q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN:
 def test_mma_with_the_left_operand_in_tensor_memory(sm100):
     q, k, v = (torch.randn(128, 64).half() for _ in range(3))
     out = torch.zeros(128, 64).half()
-    layout = TensorMemoryLayout([128, 128], col_stride=1)
+    layout = TensorMemoryLayout((128, 128), col_stride=1)
     attention_tile[(1,)](*(descriptor(t, [128, 64]) for t in (q, k, v)), out, 0.125, 128, 128, 64, layout)
     assert_attention(out, q, k, v, 0.125)
 

@@ -1,0 +1,130 @@
+"""`softsm run`: PTX files on arrays made on the command line, Python programs with softsm under Triton."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from softsm.arguments import parse_argument
+from softsm.cli import app
+
+SCALE = """
+.version 8.6
+.target sm_90
+.address_size 64
+.visible .entry scale(.param .u64 x, .param .f32 f, .param .u32 n) .reqntid 64
+{
+    .reg .pred %p<2>; .reg .b32 %r<6>; .reg .f32 %f<4>; .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [x];
+    ld.param.f32 %f1, [f];
+    ld.param.u32 %r1, [n];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.s32 %r5, %r2, %r3, %r4;
+    setp.ge.u32 %p1, %r5, %r1;
+    @%p1 ret;
+    mad.wide.u32 %rd2, %r5, 4, %rd1;
+    ld.global.f32 %f2, [%rd2];
+    mul.f32 %f3, %f2, %f1;
+    st.global.f32 [%rd2], %f3;
+    ret;
+}
+"""
+
+PROGRAM = """
+import sys
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+x, y = torch.randn(500, device="cuda"), torch.randn(500, device=DEVICE)
+assert x.is_cuda and x.device == DEVICE
+out = torch.empty_like(x)
+add[lambda meta: (triton.cdiv(500, meta["BLOCK"]),)](x, y, out, 500, BLOCK=128)
+print(sys.argv[1:], torch.cuda.get_device_capability(), torch.equal(out, x + y), __name__)
+"""
+
+
+@pytest.fixture
+def ptx(tmp_path):
+    path = tmp_path / "scale.ptx"
+    path.write_text(SCALE)
+    return path
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["run", *map(str, words)])
+
+
+def test_ptx_with_arguments(ptx, tmp_path):
+    saved = tmp_path / "out.npy"
+    done = run("--grid", 2, "--save", f"0={saved}", ptx, "f32[100]=arange", "f32=0.5", "u32=90")
+    assert done.exit_code == 0, done.output
+    assert "│ 89" in done.output  # element 0 stays zero
+    expected = np.arange(100, dtype=np.float32)
+    expected[:90] *= 0.5
+    assert np.array_equal(np.load(saved), expected)
+
+
+def test_out_of_bounds_is_reported_with_its_place(ptx):
+    done = run("--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90")
+    assert done.exit_code == 1 and "PTX line 18" in done.output and "argument x" in done.output
+
+
+@pytest.mark.parametrize("words, message", [
+    (["nowhere.ptx"], "there is no file nowhere.ptx"),
+    (["PTX", "f32[80]"], "scale takes 3"),
+    (["--block", "32", "PTX", "f32[80]", "f32=1", "u32=1"], "the kernel requires (64, 1, 1)"),
+    (["--entry", "other", "PTX"], "these entries: scale"),
+    (["--grid", "a", "PTX", "f32[80]", "f32=1", "u32=1"], "grid: got 'a'"),
+    (["PTX", "f33[80]", "f32=1", "u32=1"], "argument: got 'f33[80]'"),
+    (["--save", "7=x.npy", "PTX", "f32[80]", "f32=1", "u32=1"], "save: got '7=x.npy'"),
+])  # fmt: skip
+def test_mistakes_are_named(ptx, words, message):
+    done = run(*[ptx if w == "PTX" else w for w in words])
+    assert done.exit_code == 1 and message in done.output
+
+
+def test_bad_ptx_names_the_line(tmp_path):
+    path = tmp_path / "bad.ptx"
+    path.write_text(SCALE.replace("mul.f32 %f3", "mull.f32 %f3"))
+    done = run(path, "f32[80]", "f32=1", "u32=1")
+    assert done.exit_code == 1 and "PTX line 19" in done.output and "mull" in done.output
+
+
+@pytest.mark.parametrize("arch, capability", [("sm_90a", "(9, 0)"), ("sm_100a", "(10, 0)")])
+def test_program_with_its_own_arguments(tmp_path, arch, capability):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the shim is refused where CUDA is available")
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    done = run("--arch", arch, path, "--flag", 3)
+    assert done.exit_code == 0, done.output
+    assert f"['--flag', '3'] {capability} True __main__" in done.output
+
+
+def test_unknown_architecture(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("")
+    done = run("--arch", "sm_70", path)
+    assert done.exit_code == 1 and "arch: got 'sm_70'" in done.output
+
+
+def test_argument_forms(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones(3))
+    assert parse_argument(str(tmp_path / "x.npy")).tolist() == [1, 1, 1]
+    assert parse_argument("u8[2,3]=7").tolist() == [[7] * 3] * 2
+    assert parse_argument("bf16[2]=1.5").astype(float).tolist() == [1.5, 1.5]
+    assert parse_argument("s64=-0x10") == -16 and parse_argument("f32=1e-3").dtype == np.float32
+    first, second = parse_argument("f32[4]=random", 1), parse_argument("f32[4]=random", 1)
+    assert np.array_equal(first, second) and parse_argument("u32[4]=random", 1).dtype == np.uint32
