@@ -16,10 +16,11 @@ _HOME = {
     "use": "softsm.triton_driver.install",
     "active_arch": "softsm.triton_driver.install",
     "load": "softsm.engine.launch",
+    "checking": "softsm.checks.checking",
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "errors", "load", "use"]
+__all__ = ["active_arch", "checking", "errors", "load", "use"]
 
 
 def __getattr__(name: str):

@@ -53,8 +53,9 @@ def micro_numbers() -> dict[str, int]:
 
 
 class Assembler:
-    def __init__(self, module: Module, function: Function, numbers: dict[str, int]):
+    def __init__(self, module: Module, function: Function, numbers: dict[str, int], checking: bool = False):
         self.module, self.function, self.numbers = module, function, numbers
+        self.checking = checking  # the program is for the race checker
         self.records: list[list[int]] = []
         self.instructions: list[Instruction] = []
         self.macros: list[pg.MacroCall] = []

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 
 class Waitable:
-    """Something a warp can wait on. `waiters` holds the blocked fragments."""
+    """Something a warp can wait on. `waiters` holds the blocked fragments, `clock` what it passes on when races are
+    checked."""
 
-    __slots__ = ("waiters",)
+    __slots__ = ("clock", "waiters")
 
     def __init__(self) -> None:
         self.waiters: list = []
+        self.clock = None
 
     def wake(self) -> None:
         waiters, self.waiters = self.waiters, []
@@ -39,6 +41,10 @@ class Blocked:
     on: Waitable
     text: str
     done: bool = False
+    limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
+
+
+POLLED = object()  # returned by a macro-operation that asked whether something has happened, and it has not
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +58,12 @@ class AsyncOp:
     signals: tuple[Waitable, ...] = ()  # what its completion may wake
     reads: tuple = ()  # regions, for the checkers
     writes: tuple = ()
+    footprint: object = None  # of a tcgen05 operation: decides what the hardware keeps in order
     done: bool = False
+    # when races are checked:
+    number: int = 0
+    publishes: object = None  # what its completion tells who waits for it
+    instruction: object = None
 
 
 class AsyncEngine:
@@ -63,8 +74,11 @@ class AsyncEngine:
         self.random = random.Random(seed)
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
         self.completed = 0
+        self.checker = None
 
     def issue(self, op: AsyncOp) -> AsyncOp:
+        if self.checker is not None:
+            self.checker.issued(op)
         if self.order == "eager":
             self.perform(op)
         else:
@@ -81,7 +95,12 @@ class AsyncEngine:
         op.after = ()  # a long chain of finished operations would otherwise stay alive
         self.pending.pop(id(op), None)
         self.completed += 1
+        if self.checker is None:
+            op.effects()
+            return
+        outer, self.checker.performing = self.checker.performing, op
         op.effects()
+        self.checker.performing = outer
 
     require = perform
 

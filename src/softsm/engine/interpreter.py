@@ -93,7 +93,7 @@ def run(S, pc, mask_, stop, quantum, multi):
                 bad = store(R, Q, pool, S, 3, i8(rd), i8(ra), offset, i8(rc), m)
             if bad:
                 return {SLOW_MEMORY}, pc, i8(mask), i8(m), steps
-        elif op == u4({OP_CONVERGE}):
+{note_access}        elif op == u4({OP_CONVERGE}):
             need = missing(R, S, i8(ra), m)
             if need:
                 return {CONVERGE}, pc, i8(mask), need, steps
@@ -133,7 +133,7 @@ def run(S, pc, mask_, stop, quantum, multi):
             space = 1 if op == u4({OP_ATOM_S}) else 2 if rx else 0
             if atomic(R, Q, pool, S, space, i8(rd), i8(ra), offset, i8(rc), m):
                 return {SLOW_MEMORY}, pc, i8(mask), i8(m), steps
-        else:
+{note_atomic}        else:
             return {UNKNOWN}, pc, i8(mask), i8(m), steps
         pc += 1
     return {QUANTUM}, pc, i8(mask), i8(mask), steps
@@ -146,12 +146,22 @@ def _compiler(signature: str):
     return njit(signature, cache=True, nogil=True, error_model="numpy")
 
 
-def source() -> str:
-    """The text of the dispatch loop with every hot micro-operation spliced in."""
+_NOTE_ACCESS = '''            if op < u4({OP_LDL}):
+                stored = 1 if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST}) else 0
+                note(S, (i8(rc >> u4(4)) & 15) << i8(rc & u4(3)), m, stored, i8(rx), pc)
+'''
+_NOTE_ATOMIC = '''            note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
+'''
+
+
+def source(checking: bool) -> str:
+    """The text of the dispatch loop with every hot micro-operation spliced in; `checking` follows every access."""
     numbers = {k: v for k, v in vars(pg).items() if k.isupper()}
     hot = build.hot_cases(pg.FIRST_MICRO, 12)
     cold = build.bank_cases(pg.FIRST_MICRO, 12, ("R", "Q", "P"))
-    return _SOURCE.format(hot=hot, cold=cold, **numbers)
+    access = _NOTE_ACCESS.format(**numbers) if checking else ""
+    atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
+    return _SOURCE.format(hot=hot, cold=cold, note_access=access, note_atomic=atomic, **numbers)
 
 
 @functools.cache
@@ -161,7 +171,15 @@ def lanes_module():
 
 
 @functools.cache
-def interpreter():
+def checking_module():
+    """checks/shadow.py, compiled."""
+    path = _HERE.parent / "checks" / "shadow.py"
+    depends = (_HERE / "program.py", _HERE / "lanes.py")
+    return build.load("shadow", path.read_text(), depends, compiled=_compiler)
+
+
+@functools.cache
+def interpreter(checking: bool = False):
     """The compiled `run`; builds what this machine has not built yet."""
     assert MICROS, "load the instruction chapters first"
     lanes = lanes_module()
@@ -171,4 +189,7 @@ def interpreter():
                                              "rput", "sget", "load32", "store32")}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     bank_text = "".join(f"# {b.__name__}\n" for b in banks)  # a changed bank changes the name of this file
-    return build.load("interpreter", source() + bank_text, depends, **names).run
+    if checking:
+        names["note"] = checking_module().note
+        depends += (_HERE.parent / "checks" / "shadow.py",)
+    return build.load("checking" if checking else "interpreter", source(checking) + bank_text, depends, **names).run

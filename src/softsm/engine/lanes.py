@@ -13,8 +13,21 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from softsm.engine.program import (LOCAL_WINDOW, S_ALIVE, S_ALLOC, S_HIT, S_LOCAL, S_LOCAL_SIZE, S_NALLOC, S_SHARED,
-                                   S_SHARED_BASE, S_SHARED_SIZE, S_WRITES, SHARED_START, SHARED_WINDOW)
+from softsm.engine.program import (
+    LOCAL_WINDOW,
+    S_ALIVE,
+    S_ALLOC,
+    S_HIT,
+    S_LOCAL,
+    S_LOCAL_SIZE,
+    S_NALLOC,
+    S_SHARED,
+    S_SHARED_BASE,
+    S_SHARED_SIZE,
+    S_WRITES,
+    SHARED_START,
+    SHARED_WINDOW,
+)
 from softsm.engine.program import S_SCRATCH as SCRATCH
 
 GLOBAL, SHARED, GENERIC, LOCAL = 0, 1, 2, 3

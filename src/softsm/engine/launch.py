@@ -42,6 +42,7 @@ class Options:
     sms: int = 4
     budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
     arch: str = ""
+    checks: object = None  # softsm.checks.checking.Checks when the checkers are on
 
 
 _options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=Options())
@@ -77,13 +78,13 @@ def load(ptx: str, name: str | None = None) -> Kernel:
 
 
 class Kernel:
-    def __init__(self, module: Module, function: Function):
+    def __init__(self, module: Module, function: Function, checking: bool = False):
         from softsm.engine.interpreter import interpreter
 
         load_chapters()
-        self.module, self.function, self.name = module, function, function.name
-        self.program = Assembler(module, function, micro_numbers()).assemble()
-        self.interpreter = interpreter()
+        self.module, self.function, self.name, self.checking = module, function, function.name, checking
+        self.program = Assembler(module, function, micro_numbers(), checking).assemble()
+        self.interpreter = interpreter(checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
                          if r[0] == pg.OP_MACRO}
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
@@ -123,6 +124,8 @@ class Kernel:
                **changes) -> Machine:
         """Run the grid to its end. Returns the machine, for those who want to look into it."""
         chosen = replace(current_options(), arch=self.module.target, **changes)
+        if chosen.checks is not None and not self.checking:
+            return self.checked.launch(grid, block, args, shared=shared, cluster=cluster, memory=memory, **changes)
         grid, block = triple(grid, "grid"), triple(block, "block")
         cluster = triple(self.function.directives.get("reqnctapercluster", cluster), "cluster")
         threads = block[0] * block[1] * block[2]
@@ -142,6 +145,8 @@ class Kernel:
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
         memory.add(parameters.ctypes.data, parameters.nbytes, "the kernel's parameters", parameters)
         machine = Machine(self, grid, block, shared, cluster, memory, parameters, chosen)
+        if chosen.checks is not None:
+            chosen.checks.report.launches += 1
         if machine.left:
             machine.run()
         return machine
@@ -161,6 +166,13 @@ class Kernel:
             at = self.program.param_offsets[p.name]
             buffer[at : at + p.size] = np.frombuffer(data, np.uint8)
         return buffer
+
+    @functools.cached_property
+    def checked(self) -> Kernel:
+        """The same kernel, assembled for the race checker; module variables are shared."""
+        twin = Kernel(self.module, self.function, checking=True)
+        twin.variables = self.variables
+        return twin
 
     # ---- what the machine asks of its kernel -------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN = range(
 # Fields of the state vector shared with the interpreter (int64).
 (S_WRITES, S_ALIVE, S_SHARED, S_SHARED_SIZE, S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_R, S_Q,
  S_P, S_CODE, S_POOL) = range(15)
+# ... and, when races are checked:
+(S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
 S_SCRATCH = 32  # 32 lane addresses
 S_FIELDS = 64
 

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncEngine, AsyncOp, Blocked, Waitable
+from softsm.engine.asynchrony import POLLED, AsyncEngine, AsyncOp, Blocked, Waitable
 from softsm.errors import Deadlock, Fault, StepBudget
 
 QUANTUM = 20_000
@@ -20,17 +20,21 @@ TURN = 512
 
 
 class Fragment:
-    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "warp")
+    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "warp")
 
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
         self.blocked: Blocked | None = None
+        self.timed_out = False  # its wait has a time limit, which is over
         self.parked = 0  # lanes it waits for before a converging instruction
         self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
 
     def unblock(self) -> None:
         if self.blocked.done:
             self.pc += 1
+            checker = self.warp.cta.machine.checker
+            if checker is not None:
+                checker.acquire(self.warp, self.blocked.on)
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)
 
@@ -141,9 +145,12 @@ class Machine:
         self.steps = 0
         self.writes = 0
         self.seen_writes = -1
+        self.timed_out_at = -1
         self.live: list[Cta] = []
         self.output: list[str] = []
         self.left_in_flight: list[AsyncOp] = []
+        self.current: Warp | None = None
+        self.checker = None
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.launch_rows = kernel.launch_rows(self)
         self.macro_at = kernel.macro_at
@@ -153,6 +160,10 @@ class Machine:
         self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
         self.left = nx * ny * nz
         self.per_sm = kernel.occupancy(self)
+        if options.checks is not None and options.checks.races:
+            from softsm.checks.races import Checker
+
+            self.checker = self.engine.checker = Checker(self, options.checks.report, options.checks.strict)
 
     @property
     def cluster_size(self) -> int:
@@ -181,6 +192,8 @@ class Machine:
             cta = Cta(self, ctaid, rank, cluster, sm)
             cluster.append(cta)
             self.live.append(cta)
+            if self.checker is not None:
+                self.checker.enter(cta)
         for cta in cluster:
             for w in cta.warps:
                 self.make_ready(w)
@@ -213,6 +226,8 @@ class Machine:
                 if engine.pending:
                     engine.complete_awaited(self.awaited())
                     continue
+                if self.time_out():
+                    continue
                 self.deadlock("no warp can go on")
             if self.shuffle:
                 if engine.pending and self.random.random() < 0.25:
@@ -231,7 +246,8 @@ class Machine:
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
-        run_code, p = self.run_code, self.program
+        run_code, p, checker = self.run_code, self.program, self.checker
+        self.current = warp
         while True:
             fragment, stop = self.choose(warp)
             if fragment is None:
@@ -242,6 +258,8 @@ class Machine:
             self.steps += steps
             quantum -= steps
             fragment.pc, warp.pc = pc, pc
+            if checker is not None and checker.races[0]:
+                checker.collect(warp)
             if multi:
                 fragment.steps += steps
             if mask != fragment.mask:
@@ -250,7 +268,8 @@ class Machine:
                 fragment.mask = mask
                 self.unpark(warp)
             if status == pg.MACRO:
-                self.macro(warp, fragment, pc, lanes)
+                if self.macro(warp, fragment, pc, lanes):
+                    quantum = 0
             elif status == pg.EXITED:
                 warp.fragments.remove(fragment)
                 if not warp.fragments:
@@ -273,17 +292,22 @@ class Machine:
                 self.quantum_used(warp)
                 return
 
-    def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> None:
+    def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
+        """Execute a macro-operation. True if it only asked in vain: then it is the others' turn."""
         call = self.macro_at[pc]
         if call.aligned and lanes != warp.alive:
             missing = warp.alive & ~fragment.mask
             if missing:
-                return self.park(warp, fragment, warp.alive)
+                self.park(warp, fragment, warp.alive)
+                return False
             raise warp.fault("divergent", f"an .aligned instruction must be executed by all threads of the warp, but its "
                              f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}")
         result = call.function(warp, lanes, call.operands)
         if result is None:
             fragment.pc = pc + 1
+        elif result is POLLED:
+            fragment.pc = pc + 1
+            return True
         elif isinstance(result, int):
             fragment.pc = result
             if len(warp.fragments) > 1:
@@ -292,6 +316,7 @@ class Machine:
             fragment.blocked = result
             result.on.waiters.append(fragment)
         warp.spins = 0
+        return False
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
         """The fragment to run next, and the pc at which it meets another one."""
@@ -350,11 +375,28 @@ class Machine:
         if cta.live == 0 and all(c.live == 0 for c in cta.cluster):
             for c in cta.cluster:
                 self.kernel.cta_exit(self, c)
+                if self.checker is not None:
+                    self.checker.leave(c)
                 self.live.remove(c)
                 c.sm.resident -= 1
             self.admit()
 
     # ---- when nothing moves ------------------------------------------------------------------------------------
+
+    def time_out(self) -> bool:
+        """No warp can run and nothing is in flight. A wait with a time limit (try_wait) may answer no, and what the
+        program does then may change something; if it did not since the last time, this is a deadlock."""
+        changes = sum(int(w.S[pg.S_WRITES]) for c in self.live for w in c.warps)
+        changes += self.writes + self.engine.completed
+        late = [f for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None and f.blocked.limited]
+        if changes == self.timed_out_at or not late:
+            return False
+        self.timed_out_at = changes
+        for f in late:
+            f.blocked.on.waiters.remove(f)
+            f.timed_out = True
+            f.unblock()
+        return True
 
     def quantum_used(self, warp: Warp) -> None:
         if self.steps > self.options.budget:

@@ -115,6 +115,12 @@ def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writ
     return w.machine.issue(op)
 
 
+def observe(w, op: AsyncOp) -> None:
+    """The issuing thread has waited for op."""
+    if w.machine.checker is not None:
+        w.machine.checker.observe(w, op)
+
+
 def global_view(w, address: int, size: int, what: str) -> np.ndarray:
     """Bytes of global memory, checked when the copy is issued, so that a fault names the instruction."""
     return located(w, w.machine.global_memory.view, address, size, what)
@@ -249,7 +255,7 @@ def do_cp_async(w, mask, o):
             shared[targets] = data.view(unit)[:, 0]
 
     reads = (("global", low, high),) if read.any() else ()
-    writes = (("shared", cta, int(offset.min()), int(offset.max()) + size),)
+    writes = tuple(("shared", cta, int(at), int(at) + size) for at in offset) if w.machine.checker else ()
     op = start(w, on[0], "cp.async", effects, reads=reads, writes=writes)
     groups(w, "cp_async").add(mask, op)
 
@@ -262,6 +268,7 @@ def do_wait(w, mask, o):
     mine = groups(w, "cp_async")
     for op in mine.take_all(mask) if o.newest is None else mine.take(mask, o.newest):
         w.machine.require(op)
+        observe(w, op)
 
 
 def do_copy_arrive(w, mask, o):

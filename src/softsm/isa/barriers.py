@@ -87,6 +87,8 @@ class NamedBarrier(Arrivals):
                 f"barrier {self.number}: this warp says {count or 'all'} threads, earlier ones {self.count or 'all'}",
             )
         self.count = count
+        if self.clock is not None:
+            self.clock.gather()
         here = self.partial.get(w.index, 0) | mask
         if here & w.alive != w.alive:
             self.partial[w.index] = here
@@ -105,6 +107,8 @@ class NamedBarrier(Arrivals):
             self.results[self.generation] = self.popc, self.all, self.any
             self.results.pop(self.generation - 4, None)
             self.generation += 1
+            if self.clock is not None:
+                self.clock.complete()
             self.reset()
             self.cta.machine.writes += 1
             self.wake()
@@ -152,6 +156,8 @@ def named_barrier(w, row: int, mask: int) -> NamedBarrier:
         if not cta.named_barriers:
             cta.exit_hooks.append(_warp_exited)
         barrier = cta.named_barriers[number] = NamedBarrier(cta, number)
+        if w.machine.checker is not None:
+            w.machine.checker.clock_of(barrier)
     return barrier
 
 
@@ -224,6 +230,11 @@ def _split(w, over: int, mask: int) -> int:
     return w.pc + 1
 
 
+def _acquire(w, barrier) -> None:
+    if w.machine.checker is not None:
+        w.machine.checker.acquire(w, barrier)
+
+
 def do_sync(w, mask, o):
     barrier = named_barrier(w, o.number, mask)
     if mask == w.alive and w.index not in barrier.partial and not barrier.inside.get(w.index):
@@ -231,6 +242,7 @@ def do_sync(w, mask, o):
         generation = barrier.generation
         barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
         if barrier.generation != generation:
+            _acquire(w, barrier)
             return None
         return Blocked(barrier, Later(barrier), done=True)
     over, waiting = barrier.came(w.index, mask)
@@ -239,12 +251,14 @@ def do_sync(w, mask, o):
         barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
         over, waiting = barrier.came(w.index, mask)
     if over:
+        _acquire(w, barrier)
         barrier.leave(w.index, over)
         return None if over == mask else _split(w, over, mask)
     if waiting != mask:  # some lanes wait already, others have just come
         barrier.enter(w.index, mask & ~waiting)
         barrier.arrive(w, mask & ~waiting, barrier.count)
         if barrier.came(w.index, mask)[0]:
+            _acquire(w, barrier)
             barrier.leave(w.index, mask)
             return None
     return Blocked(barrier, Later(barrier))
@@ -269,6 +283,7 @@ def do_red(w, mask, o):
         over, waiting = barrier.came(w.index, mask)
     if not over:
         return Blocked(barrier, Later(barrier))
+    _acquire(w, barrier)
     popc, every, some = barrier.results[barrier.leave(w.index, over)]
     if o.op == "popc":
         w.R[o.dst, lanes(over)] = popc
@@ -295,6 +310,8 @@ class ClusterBarrier(Arrivals):
                 f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting",
             )
         self.here[w] = here | mask
+        if w.machine.checker is not None:
+            w.machine.checker.clock_of(self).gather()
         self.enter(id(w), mask)
         self.settle()
 
@@ -306,6 +323,8 @@ class ClusterBarrier(Arrivals):
         if self.here and not self.missing():
             self.here = {}
             self.generation += 1
+            if self.clock is not None:
+                self.clock.complete()
             self.cluster[0].machine.writes += 1
             self.wake()
 
@@ -334,6 +353,7 @@ def do_cluster_wait(w, mask, o):
         raise w.fault("barrier-phase", "barrier.cluster.wait without a barrier.cluster.arrive before it")
     if waiting:
         return Blocked(barrier, Later(barrier))
+    _acquire(w, barrier)
     barrier.leave(id(w), over)
     return None
 
@@ -382,9 +402,16 @@ def fence_kind(asm, ins) -> str:
 
 @lowers("fence", "membar")
 def fence(asm, ins):
-    fence_kind(asm, ins)
+    if fence_kind(asm, ins).startswith("proxy.async"):
+        asm.macro(do_fence_async, ins)
     for operand in ins.operands[:1]:  # fence.proxy.tensormap names the map
         asm.address(operand)
+
+
+def do_fence_async(w, mask, o):
+    """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
+    if w.machine.checker is not None:
+        w.machine.checker.fence_async(w)
 
 
 @lowers("griddepcontrol")

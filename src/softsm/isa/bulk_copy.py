@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from softsm.isa.async_copy import global_view, groups, start
+from softsm.isa.async_copy import global_view, groups, observe, start
 from softsm.isa.mbarriers import (
     Issuer,
     barrier_at,
@@ -272,11 +272,13 @@ def do_bulk_wait(w, mask, o):
     if not o.read:
         for op in mine.take(mask, o.newest):
             w.machine.require(op)
+            observe(w, op)
         return
     before = mine.closed
     for op in mine.take(mask, o.newest):
         if op.kind.endswith("(read)"):
             w.machine.require(op)
+            observe(w, op)
     mine.closed = before  # a later wait_group may ask for the writes
     while mine.closed and all(op.done for op in mine.closed[0][1]):
         mine.closed.pop(0)

@@ -35,6 +35,9 @@ def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[ob
         raise w.fault("misaligned", f"{what}: row address {at:#x} of lane {lane} is not a multiple of 16")
     for at in (int(offsets.min()), int(offsets.max())):
         located(w, cta.check_shared, at, 16, what)
+    if w.machine.checker is not None:
+        for at in offsets.tolist():
+            w.machine.checker.access(w, cta, at, at + 16, what == "stmatrix")
     return cta, offsets
 
 

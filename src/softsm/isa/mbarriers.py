@@ -8,7 +8,7 @@ answers at once.
 from __future__ import annotations
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import Blocked
+from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
 from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier, pending_count
@@ -218,7 +218,9 @@ def do_init(w, mask, o):
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")
         count = int(w.R[o.count, lane])
-        cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
+        barrier = cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
+        if w.machine.checker is not None:
+            w.machine.checker.clock_of(barrier)
     w.machine.writes += 1
 
 
@@ -259,6 +261,9 @@ def do_arrive(w, mask, o):
 def _arrive_together(w, on, o, who) -> None:
     """Plain arrivals of several lanes, one step per barrier as long as they fit into its phase."""
     total: dict[int, list[int]] = {}
+    if o.count is None and not o.at[1] and (w.R[o.at[0]] == w.R[o.at[0], 0]).all():
+        total[int(w.R[o.at[0], 0])] = [1] * len(on)
+        on = ()
     for lane in on:
         count = 1 if o.count is None else int(w.R[o.count, lane])
         total.setdefault(shared_address(w, o.at, lane), []).append(count)
@@ -296,7 +301,8 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
     on = lanes(mask)
     bits, waits = 0, set()
     known: dict[tuple[int, int], bool] = {}
-    for lane in on:
+    whole = len(on) > 1 and _uniform(w, o)  # then the first lane speaks for all
+    for lane in on[:1] if whole else on:
         address = shared_address(w, o.at, lane)
         what = int(w.R[o.what, lane]) if o.parity else int(w.Q[o.what, lane])
         passed = known.get((address, what))
@@ -309,24 +315,38 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
             known[address, what] = passed
             if not passed:
                 waits.add(barrier)
+            elif w.machine.checker is not None:
+                w.machine.checker.acquire(w, barrier)
         if passed:
-            bits |= 1 << lane
+            bits |= mask if whole else 1 << lane
     return bits, waits.pop() if len(waits) == 1 else None
 
 
+def _uniform(w, o) -> bool:
+    """Do all lanes, active or not, name the same barrier and phase?"""
+    row, generic = o.at
+    at = (w.Q if generic else w.R)[row]
+    what = (w.R if o.parity else w.Q)[o.what]
+    return bool((at == at[0]).all() and (what == what[0]).all())
+
+
 def do_test(w, mask, o):
-    set_predicate(w, o.dst, mask, _answers(w, mask, o)[0])
+    bits = _answers(w, mask, o)[0]
+    set_predicate(w, o.dst, mask, bits)
+    return None if bits == mask else POLLED
 
 
 def do_wait(w, mask, o):
     """Suspends while no lane can go on. Lanes that can must not wait for those that cannot: they may be the ones
-    whose arrival the others need."""
+    whose arrival the others need. When nothing else can happen any more the time limit is over and it answers no."""
     bits, barrier = _answers(w, mask, o)
-    if not bits and barrier is not None:
+    fragment = w.fragment
+    if not bits and barrier is not None and not fragment.timed_out:
         lane = lanes(mask)[0]
-        return Blocked(barrier, Waiting(barrier, int(w.R[o.what, lane]) if o.parity else None))
+        return Blocked(barrier, Waiting(barrier, int(w.R[o.what, lane]) if o.parity else None), limited=True)
+    fragment.timed_out = False
     set_predicate(w, o.dst, mask, bits)
-    return None
+    return None if bits == mask else POLLED
 
 
 def do_pending_count(w, mask, o):

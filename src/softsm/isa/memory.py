@@ -26,6 +26,9 @@ ORDERING = {"weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
 
 
+STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}  # such accesses do not race with each other
+
+
 def is_hint(modifier: str) -> bool:
     """Cache operators, eviction priorities and prefetch sizes: permissions that change no value."""
     return modifier in CACHE or modifier in ORDERING or modifier.startswith(("L1::", "L2::"))
@@ -120,7 +123,10 @@ def ld(asm, ins):
         total = asm.temp("q")  # a register holds the place within the param space
         asm.emit("add.u64", total, row, asm.param_base(), guard=None)
         row = total
-    asm.record(LOAD_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), ins=ins)
+    strong = not STRONG.isdisjoint(ins.modifiers)
+    asm.record(LOAD_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
+    if strong:
+        synchronises(asm, ins, space, row, offset)
 
 
 @lowers("st")
@@ -136,7 +142,22 @@ def st(asm, ins):
         space = ln.LOCAL
     rows, wide = rows_of(asm, ins.operands[1], count, type_, write=False)
     row, offset = address_of(asm, ins, ins.operands[0], space)
-    asm.record(STORE_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), ins=ins)
+    strong = not STRONG.isdisjoint(ins.modifiers)
+    if strong:
+        synchronises(asm, ins, space, row, offset)
+    asm.record(STORE_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
+
+
+def synchronises(asm, ins, space: int, row: int, offset: int) -> None:
+    """A strong access may release what came before it and acquire what others released: tell the race checker."""
+    if asm.checking:
+        asm.macro(do_synchronise, ins, aligned=False, space=space, row=row, offset=offset)
+
+
+def do_synchronise(w, mask, o):
+    bank = w.R if o.space == ln.SHARED else w.Q
+    for address in {int(bank[o.row, lane]) + o.offset for lane in range(32) if mask >> lane & 1}:
+        w.machine.checker.strong(w, (w.cta, address) if o.space == ln.SHARED else address)
 
 
 # ---- atomics ---------------------------------------------------------------------------------------------------------
@@ -184,7 +205,9 @@ def atom(asm, ins):
         op_code = pg.OP_ATOM_S if space == ln.SHARED else pg.OP_ATOM_G
         fmt = ATOMIC_OPS[op] | ATOMIC_TYPES[type_] << 8
         generic = 1 if space == ln.GENERIC else 0
+        synchronises(asm, ins, space, row, offset)
         asm.record(op_code, asm.pooled([rd, rb, rc]), row, offset, fmt, generic, ins=ins)
+        synchronises(asm, ins, space, row, offset)
         return
     wide = type_ == "b128"
     rows = [] if target is None else rows_of(asm, target, count, type_, write=True)[0]
@@ -252,6 +275,8 @@ def locate(w, lane: int, space: int, row: int, offset: int, size: int, access: s
         if space == ln.SHARED:
             cta, at = w.cta.resolve_shared(address)
             cta.check_shared(at, size, what)
+            if w.machine.checker is not None:
+                w.machine.checker.access(w, cta, at, at + size, access == "store")
             return cta.shared[at : at + size]
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:

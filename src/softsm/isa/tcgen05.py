@@ -317,7 +317,7 @@ def start(w, thread: int, ctas: list, o) -> None:
     )  # fmt: skip
     reads, footprint = regions(p, ctas)
     isa.issue(w, thread, "tcgen05.mma", footprint, lambda: perform(p, ctas), reads=reads,
-              writes=tuple(("tmem", cta, *footprint.writes[0]) for cta in ctas))  # fmt: skip
+              writes=tuple(("tmem", cta, *footprint.writes[0], accumulator_lanes(p)) for cta in ctas))  # fmt: skip
 
 
 def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:
@@ -328,6 +328,12 @@ def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) 
             f"MN-major {name} of type {element} with {swizzle.MODE_NAMES[descriptor.mode]}: 32-bit elements require "
             f"the 128B swizzle with 32B atoms, smaller ones forbid it; descriptor {descriptor}",
         )
+
+
+def accumulator_lanes(p: Product) -> int:
+    """Lanes of D (and of A in tensor memory) as a mask of groups of 16."""
+    half = rows_of(p) == 64 and not p.ws and not p.pair
+    return (0xAA if p.lane == 16 else 0x55) if half else 0xFF
 
 
 def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
@@ -346,7 +352,8 @@ def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
         cta.tmem.check(cta, p.column, wide, "D of tcgen05.mma")
         for low, high in tensor_reads:
             cta.tmem.check(cta, low, high - low, "tcgen05.mma reads tensor memory and")
-            reads.append(("tmem", cta, low, high))
+            whole = p.a is not None or (low, high) != tensor_reads[0]  # scale factors: all lanes
+            reads.append(("tmem", cta, low, high, 0xFF if whole else accumulator_lanes(p)))
         for descriptor, k_major, rows, name in (
             (p.a, s.a_k_major, rows_of(p), "A"),
             (p.b, s.b_k_major, own, "B"),

@@ -153,7 +153,8 @@ def issue(
     machine = w.machine
     pending = [entry for entry in w.__dict__.setdefault("tensor_ops", []) if not entry[0].done]
     after = tuple(op for op, _, other in pending if pipelined(other, footprint))
-    op = machine.issue(AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes))
+    op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
+    machine.issue(op)
     if not op.done:
         pending.append((op, lane, footprint))
     w.tensor_ops = pending
@@ -189,6 +190,8 @@ def do_alloc(w, mask, o):
     owner, offset = shared_bytes(
         w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4
     )
+    if w.machine.checker is not None:
+        w.machine.checker.access(w, owner, offset, offset + 4, True)
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
@@ -319,11 +322,20 @@ def lower_st(asm, ins, modifiers) -> None:
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
-    """(lane, column, region) of an access, after all its checks."""
+    """(lane, column, regions) of an access, after all its checks."""
     address = same_address(w, mask, o.address, what)
     lane, column = address >> 16, address & 0xFFFF
     width = located(w, check_access, w, o, lane, column, what)
-    return lane, column, ("tmem", w.cta, column, column + width)
+    regions = [("tmem", w.cta, column, column + width, lane_groups(lane, 32 if o.shape == "32x32b" else 16))]
+    if o.shape == "16x32bx2":
+        second, at = lane + (o.split >> 16), column + (o.split & 0xFFFF)
+        regions.append(("tmem", w.cta, at, at + width, lane_groups(second, 16)))
+    return lane, column, tuple(regions)
+
+
+def lane_groups(lane: int, count: int) -> int:
+    """Lanes as a mask of groups of 16."""
+    return ((1 << count // 16) - 1) << lane // 16
 
 
 def check_access(w, o, lane: int, column: int, what: str) -> int:
@@ -344,20 +356,22 @@ def check_access(w, o, lane: int, column: int, what: str) -> int:
 
 
 def do_ld(w, mask, o):
-    lane, column, region = locate(w, mask, o, "tcgen05.ld")
+    lane, column, regions = locate(w, mask, o, "tcgen05.ld")
     cells, registers = w.cta.tmem.cells, w.R
 
     def effects() -> None:
         registers[o.rows] = tm.load(cells, o.shape, o.repeat, o.packed, lane, column, o.split)
 
     stores = w.__dict__.setdefault("pending_tmem_stores", [])
-    op = w.machine.issue(AsyncOp("tcgen05.ld", w, 0, w.line(), effects, tuple(stores), reads=(region,)))
+    op = w.machine.issue(AsyncOp("tcgen05.ld", w, 0, w.line(), effects, tuple(stores), reads=regions))
+    if w.machine.checker is not None:
+        w.__dict__.setdefault("unwaited_loads", []).append(op)
     if not op.done:
         w.pending_tmem_loads.append(op)
 
 
 def do_st(w, mask, o):
-    lane, column, region = locate(w, mask, o, "tcgen05.st")
+    lane, column, regions = locate(w, mask, o, "tcgen05.st")
     cells = w.cta.tmem.cells
     values = w.R[o.rows].copy()  # registers are read when the instruction is issued
 
@@ -366,7 +380,9 @@ def do_st(w, mask, o):
 
     stores = w.__dict__.setdefault("pending_tmem_stores", [])
     after = (*stores, *w.pending_tmem_loads)
-    op = w.machine.issue(AsyncOp("tcgen05.st", w, 0, w.line(), effects, after, writes=(region,)))
+    op = w.machine.issue(AsyncOp("tcgen05.st", w, 0, w.line(), effects, after, writes=regions))
+    if w.machine.checker is not None:
+        w.__dict__.setdefault("unwaited_stores", []).append(op)
     if not op.done:
         stores.append(op)
 
@@ -378,7 +394,21 @@ def flush_tmem_loads(w, mask=0, o=None):
     w.pending_tmem_loads.clear()
 
 
+def do_wait_ld(w, mask, o):
+    flush_tmem_loads(w)
+    waited(w, "unwaited_loads")
+
+
+def waited(w, name: str) -> None:
+    """The race checker learns that these operations of the warp are complete."""
+    if w.machine.checker is not None:
+        for op in w.__dict__.get(name, ()):
+            w.machine.checker.observe(w, op)
+        w.__dict__[name] = []
+
+
 def do_wait_st(w, mask, o):
+    waited(w, "unwaited_stores")
     stores = w.__dict__.setdefault("pending_tmem_stores", [])
     for op in stores:
         w.machine.require(op)
@@ -389,7 +419,7 @@ def do_wait_st(w, mask, o):
 def lower_wait_ld(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, collective=True)
     asm.tmem_pending.clear()
-    asm.macro(flush_tmem_loads, ins)
+    asm.macro(do_wait_ld, ins)
 
 
 @form("wait::st")
@@ -498,11 +528,20 @@ def lower_commit(asm, ins, modifiers) -> None:
     asm.macro(do_commit, ins, group=group, address=place, ctas=ctas)
 
 
+def commit_address(w, place: tuple[int, bool], lane: int) -> int:
+    """Triton 3.6 puts a 32-bit shared address into the generic form's 64-bit register, and such kernels work on the
+    device: an address below 4 GB counts as a shared one here."""
+    row, generic = place
+    if generic and int(w.Q[row, lane]) < 1 << 32:
+        return int(w.Q[row, lane])
+    return shared_address(w, place, lane)
+
+
 def do_commit(w, mask, o):
     """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete."""
     group_ctas(w, o.group)
     for thread in lanes(mask):
-        address = shared_address(w, o.address, thread)
+        address = commit_address(w, o.address, thread)
         addresses = [address]
         if o.ctas is not None:  # the barrier at the same offset in each CTA of the mask
             members = int(w.R[o.ctas, thread]) & 0xFFFF

@@ -68,6 +68,8 @@ def do_replace(w, mask, o):
             cta, offset = shared_bytes(
                 w, shared_address(w, o.at, lane), NBYTES, "tensormap.replace", ALIGNMENT
             )
+            if w.machine.checker is not None:
+                w.machine.checker.access(w, cta, offset, offset + NBYTES, True)
             image = cta.shared[offset : offset + NBYTES]
         else:
             image = _global(w, int(w.Q[o.at, lane]))
@@ -88,5 +90,7 @@ def do_cp_fenceproxy(w, mask, o):
     """The warp copies one 128-byte map from shared to global memory and publishes it."""
     lane = lanes(mask)[0]
     cta, offset = shared_bytes(w, int(w.R[o.src, lane]), NBYTES, "tensormap.cp_fenceproxy", ALIGNMENT)
+    if w.machine.checker is not None:
+        w.machine.checker.access(w, cta, offset, offset + NBYTES, False)
     _global(w, int(w.Q[o.dst, lane]))[:] = cta.shared[offset : offset + NBYTES]
     w.machine.writes += 1

@@ -241,6 +241,8 @@ def do_wait(w, mask, o):
         batch = state.group.batches[number]
         for op in batch.ops:
             w.machine.require(op)
+            if w.machine.checker is not None:
+                w.machine.checker.observe(w, op)
         batch.waited += 1
         if batch.waited == 4:
             del state.group.batches[number]

@@ -74,6 +74,8 @@ class Mbarrier(Waitable):
             raise Fault(
                 "barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})"
             )
+        if self.clock is not None:
+            self.clock.gather()
         self._settle()
         return token
 
@@ -138,6 +140,8 @@ class Mbarrier(Waitable):
         self._check_tx(self.tx + delta, what, amount, who)
         self.tx += delta
         self._note(what, amount, who)
+        if self.clock is not None and delta < 0:
+            self.clock.gather()
         self._settle()
 
     def _check_tx(self, tx: int, what: str, amount: int, who: object) -> None:
@@ -152,6 +156,8 @@ class Mbarrier(Waitable):
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.expected = self.pending = self.next_expected
+            if self.clock is not None:
+                self.clock.complete()
             if self.waiters:
                 self.wake()
 

@@ -1,0 +1,68 @@
+"""What softsm says about a program: one `Diagnostic` per finding, collected in a `Report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Party:
+    """One side of a finding: the instruction, who executed it and what it touched."""
+
+    who: str  # 'warp 5 of CTA (0, 0, 0)', 'tcgen05.mma issued by warp 12 of ...'
+    ptx_line: int = 0
+    instruction: str = ""
+    source: str = ""  # 'kernel.py:120 in softmax_role'
+    what: str = ""  # 'wrote shared bytes 0x400 to 0x403'
+
+    def __str__(self) -> str:
+        place = f"PTX line {self.ptx_line}: {self.instruction}" if self.ptx_line else ""
+        return ", ".join(x for x in (self.who, self.what, place, self.source) if x)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    code: str  # 'race', 'uninitialised', 'in-flight', ...; `softsm explain CODE`
+    message: str  # one sentence of what
+    parties: tuple[Party, ...] = ()
+    mend: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.code}: {self.message}"]
+        lines += [f"  {name} {party}" for name, party in zip(("this  ", "other "), self.parties)]
+        if self.mend:
+            lines.append(f"  mend: {self.mend}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Report:
+    """Everything found while a `checking` block ran. Truthy when there is something to say."""
+
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    launches: int = 0
+    _seen: set = field(default_factory=set)
+
+    def add(self, diagnostic: Diagnostic) -> None:
+        """Each finding once: the same pair of program places says nothing new."""
+        key = (diagnostic.code, *((p.ptx_line, p.instruction, p.what.split(" 0x")[0]) for p in diagnostic.parties))
+        if key not in self._seen or not diagnostic.parties:
+            self._seen.add(key)
+            self.diagnostics.append(diagnostic)
+
+    def codes(self) -> list[str]:
+        return [d.code for d in self.diagnostics]
+
+    def __bool__(self) -> bool:
+        return bool(self.diagnostics)
+
+    def __iter__(self):
+        return iter(self.diagnostics)
+
+    def __len__(self) -> int:
+        return len(self.diagnostics)
+
+    def __str__(self) -> str:
+        if not self.diagnostics:
+            return f"nothing found in {self.launches} launch(es)"
+        return "\n".join(str(d) for d in self.diagnostics)
