@@ -43,7 +43,7 @@ class Sequences:
 
 
 def forward(p: FmhaProblem) -> None:
-    work = p.q.dtype if _native(p.q.dtype) else torch.float32
+    work = p.q.dtype if native(p.q.dtype) else torch.float32
     if p.kind == "varlen":
         p.out.zero_()  # rows of no sequence
         if p.lse is not None:
@@ -56,7 +56,7 @@ def forward(p: FmhaProblem) -> None:
 
 
 @cache
-def _native(dtype: torch.dtype) -> bool:
+def native(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of this dtype faster than by way of fp32."""
     if dtype == torch.float32:
         return True
