@@ -44,14 +44,15 @@ setup: $(VENV)/.installed
 clean:
 	rm -rf $(VENV) $(VENV36) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# A stamp per step: a step runs again only when what it depends on has changed.
+# A stamp per step: a step runs again only when what it depends on has changed. Byte code is left to the first import:
+# compiling all of torch and transformers takes longer than unpacking them.
 $(VENV)/.torch $(VENV36)/.torch: %/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
 	  || { echo "$(PYTHON) is not Python 3.11, for which constraints.txt is made; set PYTHON="; exit 1; }
 	test -x $*/bin/python || $(PYTHON) -m venv $*
 	@cp constraints.txt $*/constraints.txt
 	@if [ "$*" = "$(VENV36)" ]; then sed -i 's/^triton==.*/triton==3.6.0/' $*/constraints.txt; fi
-	@pip="$*/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION)"; \
+	@pip="$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION)"; \
 	 echo "installing torch for a CPU into $*"; \
 	 if ! $$pip -c $*/constraints.txt 'torch==2.13.0+cpu' 2>$*/pip.log \
 	   && ! $$pip --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) \
@@ -64,5 +65,5 @@ $(VENV)/.torch $(VENV36)/.torch: %/.torch: constraints.txt
 
 $(VENV)/.installed $(VENV36)/.installed: %/.installed: %/.torch pyproject.toml
 	@echo "installing dsv4, softsm and their tools into $*"
-	@$*/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) -c $*/constraints.txt -e '.[$(EXTRAS)]'
+	@$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) -c $*/constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

@@ -1,12 +1,19 @@
 """Attention for DeepSeek-V4-class and wide-head models: Hopper and Blackwell kernels in Python, and a CPU path."""
 
-from dsv4.caches import Fp8Cache
-from dsv4.compressor import compress
-from dsv4.fmha import fmha, fmha_paged, fmha_varlen
-from dsv4.indexer import index_topk
-from dsv4.merge import merge_states
-from dsv4.plan import Plan, plan, warmup
-from dsv4.v4 import v4_attention
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+# Imported with the package, so that torch.ops.dsv4 is complete; without torch only when a name is used, so that a
+# bare installation can still be looked at.
+if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
+    from dsv4.caches import Fp8Cache
+    from dsv4.compressor import compress
+    from dsv4.fmha import fmha, fmha_paged, fmha_varlen
+    from dsv4.indexer import index_topk
+    from dsv4.merge import merge_states
+    from dsv4.plan import Plan, plan, warmup
+    from dsv4.v4 import v4_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,3 +29,9 @@ __all__ = [
     "v4_attention",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        raise ImportError(f"dsv4.{name} needs torch, which is not installed")
+    raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
