@@ -91,6 +91,7 @@ class Cta(Waitable):
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
         self.named_barriers: dict[int, object] = {}
         self.exit_hooks: list = []  # called with the warp when one has exited
+        self.lane_hooks: list = []  # called with the warp when lanes of it have exited and others live on
         self.threads = machine.block[0] * machine.block[1] * machine.block[2]
         self.warps: list[Warp] = []
         n = -(-self.threads // 32)
@@ -267,6 +268,9 @@ class Machine:
                 warp.S[pg.S_ALIVE] = warp.alive
                 fragment.mask = mask
                 self.unpark(warp)
+                if warp.alive:
+                    for hook in warp.cta.lane_hooks:
+                        hook(warp)
             if status == pg.MACRO:
                 if self.macro(warp, fragment, pc, lanes):
                     quantum = 0

@@ -73,7 +73,7 @@ class NamedBarrier(Arrivals):
     def expected(self) -> int:
         if self.count is not None:
             return self.count
-        return 32 * sum(1 for warp in self.cta.warps if warp.fragments)
+        return 32 * self.cta.live
 
     def arrive(self, w, mask: int, count: int | None) -> None:
         """Count the lanes in; ends the generation when the last one came."""
@@ -89,11 +89,14 @@ class NamedBarrier(Arrivals):
         self.count = count
         if self.clock is not None:
             self.clock.gather()
-        here = self.partial.get(w.index, 0) | mask
-        if here & w.alive != w.alive:
-            self.partial[w.index] = here
+        self.partial[w.index] = self.partial.get(w.index, 0) | mask
+        self.whole_warp(w)
+
+    def whole_warp(self, w) -> None:
+        """Once all living lanes of a warp have come it counts, as 32 threads."""
+        if w.alive & ~self.partial.get(w.index, 0):
             return
-        self.partial.pop(w.index, None)
+        del self.partial[w.index]
         self.arrived += 32
         if self.arrived > self.expected():
             raise w.fault(
@@ -105,7 +108,7 @@ class NamedBarrier(Arrivals):
     def settle(self) -> None:
         if self.arrived and self.arrived == self.expected():
             self.results[self.generation] = self.popc, self.all, self.any
-            self.results.pop(self.generation - 4, None)
+            self.results.pop(self.generation - 64, None)
             self.generation += 1
             if self.clock is not None:
                 self.clock.complete()
@@ -155,6 +158,7 @@ def named_barrier(w, row: int, mask: int) -> NamedBarrier:
             raise w.fault("barrier-number", f"barrier {number}; a CTA has barriers 0 to {COUNT - 1}")
         if not cta.named_barriers:
             cta.exit_hooks.append(_warp_exited)
+            cta.lane_hooks.append(_lanes_exited)
         barrier = cta.named_barriers[number] = NamedBarrier(cta, number)
         if w.machine.checker is not None:
             w.machine.checker.clock_of(barrier)
@@ -165,6 +169,13 @@ def _warp_exited(w) -> None:
     """An exited warp is no longer expected where no thread count was given."""
     for barrier in w.cta.named_barriers.values():
         barrier.settle()
+
+
+def _lanes_exited(w) -> None:
+    """The lanes that live on may be all there already."""
+    for barrier in w.cta.named_barriers.values():
+        if w.index in barrier.partial:
+            barrier.whole_warp(w)
 
 
 # -- lowering ----------------------------------------------------------------------------------------------------------
@@ -301,6 +312,7 @@ class ClusterBarrier(Arrivals):
         self.here: dict[object, int] = {}  # warp -> lanes that arrived in this generation
         for cta in cluster:
             cta.exit_hooks.append(lambda _: self.settle())
+            cta.lane_hooks.append(lambda _: self.settle())
 
     def arrive(self, w, mask: int) -> None:
         here = self.here.get(w, 0)

@@ -410,6 +410,20 @@ MET:"""
     np.testing.assert_array_equal(run(text, [words(64)], block=64), np.arange(64) ^ 32)
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        "@%p2 bra WAIT;\nexit;\nWAIT:\nbarrier.sync 1;",  # the even lanes leave, then the odd ones come
+        "@!%p2 bra GONE;\nbarrier.sync 1;\nbra MET;\nGONE:\nexit;\nMET:",  # the odd ones wait already
+    ],
+)
+def test_lanes_that_exit_are_not_waited_for_without_aligned(order):
+    sync = "and.b32 %r3, %r1, 1;\nsetp.eq.u32 %p2, %r3, 1;\n" + order
+    text = ptx(exchange(sync), shared=".shared .align 4 .b8 data[256];")
+    wanted = np.where(np.arange(64) % 2, np.arange(64) ^ 32, 0)
+    np.testing.assert_array_equal(run(text, [words(64)], block=64), wanted)
+
+
 def test_bar_warp_sync_brings_lanes_together():
     text = ptx(
         """mov.u32 %r10, data;
@@ -522,3 +536,54 @@ DONE:
     shared = BARRIER + " .shared .align 16 .b8 answer[16]; .reg .b128 %answer;"
     text = ptx(body, shared=shared, target="sm_100a", version="8.6")
     np.testing.assert_array_equal(run(text, [words(200)], grid=200), 1)
+
+
+# -- waits that give up --------------------------------------------------------------------------------------------
+
+
+def test_try_wait_answers_no_when_nothing_else_can_happen():
+    """Warp 0 looks at barrier A first, then at B; only what it does after B completes A."""
+    body = """mov.u32 %r2, bar;
+@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+@%p1 mbarrier.init.shared::cta.b64 [%r2+8], 1;
+bar.sync 0;
+mov.u32 %r3, 0;
+setp.ge.u32 %p2, %r1, 32;
+@%p2 bra OTHER;
+LOOK:
+mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r2], 0;
+@%p3 bra DONE;
+mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2+8], 0;
+@!%p4 bra LOOK;
+@%p1 mbarrier.arrive.shared::cta.b64 _, [%r2];
+mov.u32 %r3, 1;
+bra LOOK;
+OTHER:
+setp.eq.u32 %p5, %r1, 32;
+@%p5 mbarrier.arrive.shared::cta.b64 _, [%r2+8];
+DONE:
+"""
+    got = run(ptx(body + store("%r3"), shared=BARRIER), [words(64)], block=64)
+    np.testing.assert_array_equal(got, np.repeat([1, 0], 32))
+
+
+def test_polling_a_barrier_that_never_completes_is_a_deadlock():
+    body = "mov.u32 %r2, bar;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;\nbar.sync 0;\n"
+    body += "W:\nmbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], 0;\n@!%p2 bra W;\n"
+    fails(ptx(body, shared=BARRIER), "deadlock", "only polls", error=Deadlock, block=64)
+
+
+def test_polling_lets_late_copies_complete():
+    body = """mov.u32 %r2, bar;
+@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+bar.sync 0;
+@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16;
+@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2+16], [%rd2], 16, [%r2];
+W:
+mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], 0;
+@!%p2 bra W;
+ld.shared.u32 %r3, [%r2+16];
+"""
+    text = ptx(body + store("%r3"), "out src", shared=BARRIER.replace("align 8", "align 16"))
+    got = run(text, [words(32), words(4, 77)])[0]
+    np.testing.assert_array_equal(got, 77)
