@@ -69,8 +69,7 @@ def lower(asm, ins) -> None:
         per = fragments.PER_REGISTER[a]
         rows = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
         tables = [kernel_table(x) for x in (a, b)]
-        scratch = np.zeros((24, k), np.uint32)
-        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), per=per, tables=tables, scratch=scratch)
+        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), per=per, tables=tables)
     else:
         asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,
                   saturate=saturate)  # fmt: skip
@@ -89,8 +88,7 @@ def kernel_table(name: str) -> np.ndarray:
 
 
 def do_float(w, mask, o):
-    values = o.scratch.view(np.float32)
-    kernels().warp_product(w.R, o.rows, o.a_count, o.per, *o.tables, o.scratch, values)
+    kernels().warp_product(w.R, o.rows, o.a_count, o.per, *o.tables)
 
 
 def do_any(w, mask, o):

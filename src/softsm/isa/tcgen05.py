@@ -149,7 +149,7 @@ def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
             cta.shared, pg.SHARED_START, p.a, s.a_k_major, rows, s.k, s.a, plan.lanes, 4, what
         )
     if plan.copies:
-        by_lane = a[:-1].reshape(s.k, 128)
+        by_lane = a[:-2].reshape(s.k, 128)
         by_lane[:] = by_lane[:, plan.lanes[plan.rows]]
     return a
 
@@ -186,7 +186,7 @@ def scale_operands(p: Product, cells: np.ndarray, a: np.ndarray, b: np.ndarray, 
     b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
     a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
     a_scales = np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows])  # [128, blocks]
-    values = tensor_core.scaled(a[:-1].reshape(s.k, 128).view(np.float32).T, a_scales)
+    values = tensor_core.scaled(a[:-2].reshape(s.k, 128).view(np.float32).T, a_scales)
     b = tensor_core.scaled(b, b_scales)
     if np.float64 in (values.dtype, b.dtype):
         return values.astype(np.float64).T, b.astype(np.float64)

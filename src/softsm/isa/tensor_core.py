@@ -5,8 +5,9 @@ one of the orders PTX allows ("at least single precision"). tf32 operands lose t
 exact: a sum of 32 products stays below 2**24.
 
 Operands come in two shapes, as isa/tensor_kernels.py wants them: B as float32 [n, k]; A "by lanes", the bits of
-float32 as uint32 [k * stride + 1, 32]: lane l of row stride*i + q holds element i of the operand row that lane 32*q + l
-of the accumulator needs, and the last row is zero. stride is 4 for tensor memory (128 lanes), 2 for a warpgroup.
+float32 as uint32 [k * stride + 2, 32]: lane l of row stride*i + q holds element i of the operand row that lane
+32*q + l of the accumulator needs; a row of zeros and one of NaNs follow. stride is 4 for tensor memory (128 lanes), 2
+for a warpgroup.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from softsm.memory.swizzle import Descriptor
 
 _WORD = {"f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32}
 _EMPTY = np.zeros(0, np.uint32)
+CANONICAL_NAN = 0x7FFFFFFF
 
 
 def element_bytes(name: str) -> int:
@@ -44,8 +46,10 @@ def _identity(count: int) -> np.ndarray:
 
 
 def lane_rows(k: int, stride: int) -> np.ndarray:
-    """An empty A by lanes: uint32 [k * stride + 1, 32] of zeros."""
-    return np.zeros((k * stride + 1, 32), np.uint32)
+    """An empty A by lanes: uint32 [k * stride + 2, 32] of zeros, the last row NaNs."""
+    rows = np.zeros((k * stride + 2, 32), np.uint32)
+    rows[-1] = CANONICAL_NAN
+    return rows
 
 
 def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_lanes, what) -> None:
@@ -93,7 +97,7 @@ def shared_lanes(
     """The operand a descriptor names, by lanes: row r in lane place[r]."""
     out = lane_rows(k, stride)
     _gather(
-        shared, floor, descriptor, k_major, rows, k, name, out[:-1].reshape(k, stride * 32), place, True, what
+        shared, floor, descriptor, k_major, rows, k, name, out[:-2].reshape(k, stride * 32), place, True, what
     )
     return out
 
@@ -102,7 +106,7 @@ def to_lanes(values: np.ndarray, place: np.ndarray, stride: int) -> np.ndarray:
     """float32 [rows, k] by lanes."""
     rows, k = values.shape
     out = lane_rows(k, stride)
-    out[:-1].reshape(k, stride * 32)[:, place[:rows]] = values.T.view(np.uint32)
+    out[:-2].reshape(k, stride * 32)[:, place[:rows]] = values.T.view(np.uint32)
     return out
 
 
@@ -119,12 +123,12 @@ def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.n
     if name == "tf32":
         k = cells.shape[0]
         out = lane_rows(k, 4)
-        out[:-1].reshape(k, 128)[:] = cells & 0xFFFFE000
+        out[:-2].reshape(k, 128)[:] = cells & 0xFFFFE000
         return out
     if name in ("f16", "bf16"):
         k = cells.shape[0] * 2
         out = lane_rows(k, 4)
-        target = out[:-1].reshape(k, 128)
+        target = out[:-2].reshape(k, 128)
         if name == "bf16":
             np.left_shift(cells, 16, out=target[0::2])
             np.bitwise_and(cells, 0xFFFF0000, out=target[1::2])
@@ -175,7 +179,9 @@ def accumulate(
             if add:
                 old = cells.astype(np.uint16).view(np.float16).astype(np.float32)
                 product = product + np.ldexp(old, -scale_exponent)
-            return product.astype(np.float16).view(np.uint16).astype(np.uint32)
+            fresh = product.astype(np.float16)
+            return np.where(np.isnan(fresh), 0x7FFF, fresh.view(np.uint16)).astype(np.uint32)
         if add:
             product = product + np.ldexp(cells.view(np.float32), -scale_exponent)
-        return product.astype(np.float32).view(np.uint32)
+        fresh = product.astype(np.float32)
+        return np.where(np.isnan(fresh), np.uint32(CANONICAL_NAN), fresh.view(np.uint32))

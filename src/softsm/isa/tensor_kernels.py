@@ -1,9 +1,10 @@
 """The inner loops of the tensor core, compiled: gather and decode an operand tile, multiply and accumulate.
 
 Everything happens in lane space: D is rows of 32 lanes (`cells`, uint32 [columns * stride, 32]; tensor memory has
-stride 4), A is [k * stride + 1, 32] with the operand row of each lane in its place, B is [n, k]. Results are written
-under lane masks, so half-filled layouts and disabled lanes cost nothing extra. Sums are fused multiply-adds in
-ascending k: the same bits on every machine.
+stride 4), A is [k * stride + 2, 32] with the operand row of each lane in its place, then a row of zeros and one of
+NaNs, B is [n, k]. Results are written under lane masks, so half-filled layouts and disabled lanes cost nothing extra.
+Sums are fused multiply-adds in ascending k: the same bits on every machine. A NaN comes out as 0x7fffffff, as tensor
+cores make it.
 
 This file is compiled as text (see `kernels`); importing it gives the functions in plain Python.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 if "ldF" not in globals():
-    from softsm.engine.vec import fma, ldF, vst  # noqa: F401  (names of the compiled text)
+    from softsm.engine.vec import fma, ldF, sel, vst  # noqa: F401  (names of the compiled text)
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def kernels():
         return njit(signature, cache=True, nogil=True, error_model="numpy")
 
     path = pathlib.Path(__file__)
-    names = {name: getattr(vec, name) for name in ("fma", "ldF", "vst")}
+    names = {name: getattr(vec, name) for name in ("fma", "ldF", "sel", "vst")}
     return build.load("tensor_core", path.read_text(), compiled=compiler, **names)
 
 
@@ -42,7 +43,8 @@ def multiply_add(cells, row, plan, a, b, keep):
     are even."""
     stride = plan.shape[0]
     k = b.shape[1]
-    zero = ldF(a, np.uint32(a.shape[0] - 1))  # the caller leaves a row of zeros at the end
+    zero = ldF(a, np.uint32(a.shape[0] - 2))
+    nan = ldF(a, np.uint32(a.shape[0] - 1))
     for q in range(stride):
         mask = np.uint32(plan[q, 0])
         if mask == np.uint32(0):
@@ -60,8 +62,8 @@ def multiply_add(cells, row, plan, a, b, keep):
                 v = ldF(a, np.uint32(stride * i + q))
                 x = fma(v, b[first + n, i], x)
                 y = fma(v, b[first + n + 1, i], y)
-            vst(cells, r0, mask, x)
-            vst(cells, r1, mask, y)
+            vst(cells, r0, mask, sel(x != x, nan, x))
+            vst(cells, r1, mask, sel(y != y, nan, y))
 
 
 @compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
@@ -128,10 +130,13 @@ def fragments(matrix, stride, first, registers, rows, store):
                 matrix[at, lane + (t >> 2)] = registers[r, t]
 
 
-@compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1], u4[:,::1], f4[:,::1])")
-def warp_product(registers, rows, a_count, per, a_table, b_table, bits, values):
+@compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])")
+def warp_product(registers, rows, a_count, per, a_table, b_table):
     """mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in a register;
-    tables: float32 bits of every code, empty for bf16 and tf32. bits and values are one scratch array [16 + 8, k]."""
+    tables: float32 bits of every code, empty for bf16 and tf32."""
+    k = 2 * a_count * per
+    values = np.empty((24, k), np.float32)  # 16 rows of A, 8 columns of B
+    bits = values.view(np.uint32)
     width = 32 // per
     mask = np.uint32(0xFFFFFFFF) >> np.uint32(32 - width)
     b_count = a_count // 2
@@ -154,7 +159,6 @@ def warp_product(registers, rows, a_count, per, a_table, b_table, bits, values):
                     value = np.uint32(code << np.uint32(16))
                 bits[base + (t >> 2), at + e] = value
     c = a_count + b_count
-    k = values.shape[1]
     result = np.empty((4, 32), np.float32)  # D may use C's registers in another order
     for v in range(4):
         old = registers[rows[c + v]].view(np.float32)
@@ -165,5 +169,8 @@ def warp_product(registers, rows, a_count, per, a_table, b_table, bits, values):
             for i in range(k):
                 total += x[i] * y[i]
             result[v, t] = total
+    words = result.view(np.uint32)
     for v in range(4):
-        registers[rows[c + 4 + v]].view(np.float32)[:] = result[v]
+        r = rows[c + 4 + v]
+        for t in range(32):
+            registers[r, t] = words[v, t] if result[v, t] == result[v, t] else np.uint32(0x7FFFFFFF)

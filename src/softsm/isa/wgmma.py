@@ -289,7 +289,9 @@ def continues(old: tuple[Part, ...], new: tuple[Part, ...]) -> bool:
     """Does the product go on accumulating into the same registers, so that both can be one with a longer k?"""
     a, b = old[0].shape, new[0].shape
     same = (a.n, a.d, a.negate) == (b.n, b.d, b.negate) and a.d == "f32"
-    return same and new[0].add and all(np.array_equal(x.d_rows, y.d_rows) for x, y in zip(old, new))
+    return (
+        same and new[0].add and np.array_equal(old[0].d_rows, new[0].d_rows)
+    )  # all warps run the same lines
 
 
 def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
@@ -319,14 +321,14 @@ def footprints(part: Part) -> list[tuple[int, int]]:
 
 
 def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
-    """A of the warpgroup by lanes (stride 2), without the closing row of zeros."""
+    """A of the warpgroup by lanes (stride 2), without the two closing rows."""
     s = parts[0].shape
     if isinstance(parts[0].a, Descriptor):
         what = "operand A of wgmma"
         a = tensor_core.shared_lanes(
             cta.shared, pg.SHARED_START, parts[0].a, s.a_k_major, 64, s.k, s.a, ROWS, 2, what
         )
-        return a[:-1]
+        return a[:-2]
     out = np.empty((s.k, 64), np.uint32)
     for i, part in enumerate(parts):
         out[:, 16 * i : 16 * i + 16] = fragments.left(part.warp.R[part.a], s.a).T.view(np.uint32)
@@ -338,7 +340,7 @@ def perform(chain: list[tuple[Part, ...]]) -> None:
     first = chain[0][0]
     s, cta = first.shape, first.warp.cta
     blocks = [operand_a(parts, cta) for parts in chain]
-    a = np.concatenate([*blocks, np.zeros((1, 32), np.uint32)])
+    a = np.concatenate([*blocks, tensor_core.lane_rows(0, 2)])
     what = "operand B of wgmma"
     right = [
         tensor_core.shared_rows(

@@ -196,3 +196,21 @@ def test_random_numbers_stay_within_the_bound():
         bound = (np.abs(wide[0]) @ np.abs(wide[1]).T + np.abs(wide[2])) * (k + 1) * 2.0**-23
         text = f"mma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32"
         run(text, a, b, name, name, c, np.float32, np.float32, want, bound)
+
+
+def test_nan_and_infinity():
+    """NaN comes out as 0x7fffffff whatever its payload was; infinities as usual; zero times inf is NaN."""
+    for name, k in (("bf16", 16), ("tf32", 8)):
+        a, b = np.ones((16, k), np.float32), np.ones((8, k), np.float32)
+        c = np.ones((16, 8), np.float32)
+        a[1, 0] = np.inf
+        a[2, 0], a[2, 1] = np.inf, -np.inf
+        a[3, 0] = np.array(0xFFA10000, np.uint32).view(np.float32)
+        a[4, 0], b[3, 0] = np.inf, 0
+        c[5, 1] = np.array(0x7FC12345, np.uint32).view(np.float32)
+        c[6, 1] = -np.inf
+        with np.errstate(invalid="ignore"):
+            want = (a @ b.T + c).astype(np.float32)
+        bits = np.where(np.isnan(want), np.uint32(0x7FFFFFFF), want.view(np.uint32))
+        text = f"mma.sync.aligned.m16n8k{k}.row.col.f32.{name}.{name}.f32"
+        run(text, a, b, name, name, c, np.float32, np.uint32, bits)

@@ -9,6 +9,7 @@ from launching import ORDERS, run
 from softsm.engine.launch import load
 from softsm.errors import Deadlock, Fault, Unsupported
 from softsm.isa import instruction_descriptor as idesc
+from softsm.isa.tensor_memory import Footprint, pipelined
 from softsm.memory import tensor_memory as tm
 
 HEAD = """.version 8.7
@@ -326,6 +327,129 @@ def test_every_thread_that_reaches_it_issues_a_product():
     np.testing.assert_array_equal(out, 32 * (a @ b.T))
 
 
+def one_product(instruction, m, n, image, *, load="32x32b.x32", count=32, before=""):
+    """One mma by thread 0 between two loads of the same columns; returns what the second load saw."""
+    body = words_in(count) if not before else before
+    body += (
+        f"tcgen05.st.sync.aligned.{load}.b32 [%r9], {names(100, count)};\ntcgen05.wait::st.sync.aligned;\n"
+    )
+    body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n@!%p1 bra ISSUED;\n"
+    a_desc = layouts.descriptor(0, 0, 1024, layouts.SW128, True)
+    b_desc = layouts.descriptor(m * 128, 0, 1024, layouts.SW128, True)
+    body += f"add.s64 %rd7, %rd3, {a_desc};\nadd.s64 %rd8, %rd3, {b_desc};\nsetp.eq.u32 %p6, 0, 0;\n"
+    body += f"mov.u32 %r20, {idesc.encode('f16', m, n, 'bf16', 'bf16')};\n{instruction}\n{COMMIT}ISSUED:\n"
+    body += WAIT.format(n=0, parity=0)
+    body += (
+        f"tcgen05.ld.sync.aligned.{load}.b32 {names(100, count)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
+    )
+    text = kernel(body + words_out(count), size=image.size, words=image.size // 4)
+    return run(text, [image, np.zeros((128, count), np.float32)], block=128)[1]
+
+
+def fill(value, count):
+    bits = int(np.float32(value).view(np.uint32))
+    return "".join(f"mov.u32 %r{100 + i}, {bits};\n" for i in range(count))
+
+
+def test_scale_input_d():
+    a, b, image = mma_image(128, 32, 16)
+    text = "tcgen05.mma.cta_group::1.kind::f16 [%r8], %rd7, %rd8, %r20, %p6, 3;"
+    out = one_product(text, 128, 32, image, before=fill(16, 32))
+    np.testing.assert_array_equal(out, a @ b.T + 2)
+
+
+def test_disabled_output_lanes():
+    a, b, image = mma_image(128, 32, 16)
+    text = "mov.u32 %r30, 0xFFFF;\nmov.u32 %r31, 0;\nmov.u32 %r32, 0x80000000;\nmov.u32 %r33, -1;\n"
+    text += "tcgen05.mma.cta_group::1.kind::f16 [%r8], %rd7, %rd8, %r20, {%r30, %r31, %r32, %r33}, %p6;"
+    out = one_product(text, 128, 32, image, before=fill(16, 32))
+    want = a @ b.T + 16
+    want[:16] = want[95] = want[96:] = 16
+    np.testing.assert_array_equal(out, want)
+
+
+def test_weight_stationary_form():
+    """M = 32: the four quarters of D's columns lie in the four lane quarters."""
+    a, b, image = mma_image(32, 128, 16)
+    text = "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b1::fill [%r8], %rd7, %rd8, %r20, %p6;"
+    out = one_product(text, 32, 128, image, before=fill(0, 32))
+    want = (a @ b.T).reshape(32, 4, 32).transpose(1, 0, 2).reshape(128, 32)
+    np.testing.assert_array_equal(out, want)
+
+
+def test_zero_column_mask():
+    """.ws can treat columns of B as zero: here every fourth one, and it starts reading B two columns later."""
+    rng = np.random.default_rng(8)
+    a, b = layouts.values(rng, (128, 16), "bf16"), layouts.values(rng, (66, 16), "bf16")
+    image = np.zeros((128 + 72) * 128, np.uint8)
+    layouts.place(image, a, "bf16", layouts.SW128, True, 0)
+    layouts.place(image, b, "bf16", layouts.SW128, True, 128 * 128)
+    mask = 1 << 39 | 0 << 40 | 2 << 48 | 2 << 56  # runs of three used columns, then one zero; shifted by two
+    text = (
+        f"mov.u64 %rd10, {mask};\ntcgen05.mma.ws.cta_group::1.kind::f16 [%r8], %rd7, %rd8, %r20, %p6, %rd10;"
+    )
+    out = one_product(text, 128, 64, image, load="32x32b.x64", count=64, before=fill(1, 64))
+    shifted = b[2:66].copy()
+    shifted[3::4] = 0
+    np.testing.assert_array_equal(out, a @ shifted.T + 1)
+
+
+# ---- order --------------------------------------------------------------------------------------------------------
+
+
+def footprint(what, accumulator=(), reads=(), writes=()):
+    return Footprint(what, accumulator, reads, writes)
+
+
+ONE, OTHER = (0, 0, 128, 64, False), (0, 64, 128, 64, False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ordered"),
+    [
+        (footprint("mma", ONE), footprint("mma", ONE), True),  # same accumulator and shape
+        (footprint("mma", ONE), footprint("mma", OTHER), False),
+        (
+            footprint("mma", ONE),
+            footprint("mma", (0, 0, 64, 64, False)),
+            False,
+        ),  # same address, another shape
+        (footprint("mma", ONE, ((64, 72),)), footprint("mma", OTHER), True),  # reads A, then D is written
+        (footprint("mma", ONE), footprint("mma", OTHER, ((0, 8),)), False),  # D is written, then read as A
+        (footprint("cp", (), (), ((64, 68),)), footprint("mma", ONE, ((64, 68),)), True),
+        (footprint("cp", (), (), ((96, 100),)), footprint("mma", ONE, ((64, 68),)), False),
+        (footprint("cp.4x256b", (), (), ((96, 104),)), footprint("mma", ONE), True),
+        (footprint("shift", (), (), ((64, 72),)), footprint("mma", ONE), True),
+        (footprint("shift", (), (), ((64, 72),)), footprint("cp.4x256b"), True),
+        (footprint("shift", (), (), ((64, 72),)), footprint("cp"), False),
+        (footprint("mma", ONE, ((64, 72),)), footprint("cp"), True),
+        (footprint("mma", ONE), footprint("cp"), False),
+        (footprint("mma", ONE, ((64, 72),)), footprint("shift"), True),
+        (footprint("cp"), footprint("cp"), False),
+    ],
+)
+def test_pipelined_pairs(old, new, ordered):
+    """The pairs PTX 9.4 orders within one warp; all others are unordered."""
+    assert pipelined(old, new) == ordered
+
+
+def test_a_product_nobody_waited_for_is_late():
+    """mma -> ld is not an ordered pair: without commit and wait, 'latest' reads the old D."""
+    a, b, image = mma_image(128, 64, 64)
+    zero = "".join(f"mov.u32 %r{100 + i}, 0;\n" for i in range(64))
+    zero += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {names(100, 64)};\n"
+    zero += "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
+    body = zero + "@!%p1 bra ISSUED;\n" + mma_steps(128, 64, "%rd7") + "ISSUED:\nbar.sync 0;\n"
+    body += (
+        f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(100, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
+    )
+    text = kernel(body + words_out(64, 100), size=image.size, words=image.size // 4)
+    for order, want in (("eager", a @ b.T), ("latest", np.zeros((128, 64)))):
+        out = np.zeros((128, 64), np.float32)
+        load(text).launch(1, 128, [image, out], order=order)
+        np.testing.assert_array_equal(out, want)
+
+
 # ---- allocation ---------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +515,12 @@ def test_operands_of_products_are_checked():
     faults("tmem-unallocated", start + beyond + "ISSUED:\n", "D of tcgen05.mma", size=32768)
     lane = steps.replace("[ %r8 + 0 ]", "[ %r8 + 1048576 ]")
     faults("tmem-lane", start + lane + "ISSUED:\n", "accepts lane 0", size=32768)
+
+
+def test_waiting_for_columns_forever_is_a_deadlock():
+    more = "@!%p2 bra B;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 512;\nB:\n"
+    with pytest.raises(Deadlock, match="512 columns of tensor memory .held: 0..127 by CTA"):
+        launch(kernel(more), np.zeros(4, np.uint32), np.zeros(4, np.uint32))
 
 
 def test_a_missing_commit_is_a_deadlock():

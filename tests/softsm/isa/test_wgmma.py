@@ -188,3 +188,24 @@ def test_random_numbers_stay_within_the_bound():
     for name in ("f16", "bf16", "tf32"):
         run(64, name, name, random=True, seed=11)
         run(64, name, name, random=True, seed=12, from_registers=True)
+
+
+def test_nan_and_infinity():
+    """NaN comes out as 0x7fffffff whatever its payload was; zero times inf is NaN."""
+    a, b, c = np.ones((64, 16), np.float32), np.ones((16, 16), np.float32), np.ones((64, 16), np.float32)
+    a[1, 0] = np.inf
+    a[2, 0], a[2, 1] = np.inf, -np.inf
+    a[3, 0] = np.array(0xFFA10000, np.uint32).view(np.float32)
+    a[20, 0], b[3, 0] = np.inf, 0
+    c[5, 1] = np.array(0x7FC12345, np.uint32).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = (a @ b.T + c).astype(np.float32)
+    bits = np.where(np.isnan(want), np.uint32(0x7FFFFFFF), want.view(np.uint32))
+    image = np.zeros(SIZE, np.uint8)
+    a_desc = layouts.descriptor(A_AT, *layouts.place(image, a, "bf16", SW128, True, A_AT), SW128, False)
+    b_desc = layouts.descriptor(B_AT, *layouts.place(image, b, "bf16", SW128, True, B_AT), SW128, False)
+    name = "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"
+    ptx = kernel(name, 8, [(a_desc, b_desc)], from_registers=False, immediates=", 1, 1, 0, 0")
+    inputs = [image, np.zeros((128, 4), np.uint32), d_registers(c, np.float32)]
+    expected = d_registers(bits, np.uint32)
+    kn.check(f"{name} NaN", ptx, inputs, [np.zeros_like(expected)], [expected], block=128)
