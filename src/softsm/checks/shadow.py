@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
+from softsm.engine.lanes import i8, load8, load16, load32, load64, store32, store64, u4
 from softsm.engine.program import (S_ALLOC, S_CLOCK, S_GLOBAL_SHADOW, S_HIT, S_INDEX, S_KNOWN, S_NEXT_OP, S_RACES, S_SCRATCH,
                                    S_SHADOW, S_SHARED, S_SHARED_SIZE, S_SLOT, S_SLOT0, S_WARPS)
 
@@ -27,6 +27,7 @@ compiled = globals().get("compiled") or (lambda signature: lambda function: func
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
+QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
 FIXED = 6  # fields before the readers
 GLOBAL_RECORD = 8
 OPS = 16384  # asynchronous operations told apart; older ones count as complete
@@ -90,7 +91,8 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     if agent == 0:
         if not write:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-    elif (touched & theirs & 15) and not strong and not ordered(agent, epoch, me, clock, known, newest):
+    elif (touched & theirs & 15) and not strong and not ordered(agent, epoch, me, clock, known, newest) and not (
+            touched & QUIET and i8(load32(at + 8)) == pc):
         report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         store32(at + 4 * (FIXED + 2 * index), u4(load32(clock + 4 * (me - 1))))
@@ -107,7 +109,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     store32(at, u4(me))
     store32(at + 4, load32(clock + 4 * (me - 1)))
     store32(at + 8, u4(pc))
-    store32(at + 12, u4(touched | (theirs & 15 if agent == me else 0)))
+    store32(at + 12, u4((touched & 31) | (theirs & 15 if agent == me else 0)))
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -123,7 +125,7 @@ def global_word(S, address, touched, write, pc, lane, clock, known):
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     if agent and (touched & theirs & 15) and not touched & theirs & STRONG:
-        if not ordered(agent, epoch, me, clock, known, newest):
+        if not ordered(agent, epoch, me, clock, known, newest) and not (touched & QUIET and i8(load32(at + 8)) == pc):
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         store32(at + 16, u4(me))
@@ -137,18 +139,41 @@ def global_word(S, address, touched, write, pc, lane, clock, known):
     store32(at, u4(me))
     store32(at + 4, load32(clock + 4 * (me - 1)))
     store32(at + 8, u4(pc))
-    store32(at + 12, u4(touched | (theirs & 15 if agent == me else 0)))
+    store32(at + 12, u4((touched & 31) | (theirs & 15 if agent == me else 0)))
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
+def quiet(R, Q, pool, S, rows, fmt, m):
+    """Would the store whose host addresses are in S[SCRATCH:] change nothing?"""
+    log, count, wide = fmt & 3, (fmt >> 4) & 15, fmt & 512
+    for k in range(count):
+        row = i8(np.int32(load32(pool + 4 * (rows + k))))
+        for lane in range(32):
+            if (m >> u4(lane)) & u4(1):
+                a = sget(S, S_SCRATCH + lane) + (i8(k) << log)
+                new = load64(Q + (row * 32 + lane) * 8) if wide else np.uint64(load32(R + (row * 32 + lane) * 4))
+                if log == 0:
+                    same = np.uint64(load8(a)) == new & np.uint64(0xFF)
+                elif log == 1:
+                    same = np.uint64(load16(a)) == new & np.uint64(0xFFFF)
+                elif log == 2:
+                    same = np.uint64(load32(a)) == new & np.uint64(0xFFFFFFFF)
+                else:
+                    same = load64(a) == new
+                if not same:
+                    return 0
+    return QUIET
 
 
 @compiled("void(i8, i8, u4, i8, i8, i8)")
-def note(S, size, m, write, strong, pc):
-    """The access whose host addresses are in S[SCRATCH:] has been made by the lanes of m."""
+def note(S, size, m, write, flags, pc):
+    """The access whose host addresses are in S[SCRATCH:] is made by the lanes of m. flags: 1 = strong, QUIET."""
     if sget(S, S_RACES) == 0:
         return
     clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)
     base = sget(S, S_SHARED)
     end = base + sget(S, S_SHARED_SIZE)
-    flag = STRONG if strong else 0
+    flag = (STRONG if flags & 1 else 0) | (flags & QUIET)
     for lane in range(32):
         if (m >> u4(lane)) & u4(1):
             a = sget(S, S_SCRATCH + lane)

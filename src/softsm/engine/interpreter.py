@@ -75,7 +75,7 @@ def run(S, pc, mask_, stop, quantum, multi):
             return {MACRO}, pc, i8(mask), i8(m), steps
         offset = i8(np.int32(rb))
         if op <= u4({OP_STL}):
-            if op == u4({OP_LDG}):
+{note_store}            if op == u4({OP_LDG}):
                 bad = load(R, Q, pool, S, 0, i8(rd), i8(ra), offset, i8(rc), m)
             elif op == u4({OP_STG}):
                 bad = store(R, Q, pool, S, 0, i8(rd), i8(ra), offset, i8(rc), m)
@@ -93,7 +93,7 @@ def run(S, pc, mask_, stop, quantum, multi):
                 bad = store(R, Q, pool, S, 3, i8(rd), i8(ra), offset, i8(rc), m)
             if bad:
                 return {SLOW_MEMORY}, pc, i8(mask), i8(m), steps
-{note_access}        elif op == u4({OP_CONVERGE}):
+{note_load}        elif op == u4({OP_CONVERGE}):
             need = missing(R, S, i8(ra), m)
             if need:
                 return {CONVERGE}, pc, i8(mask), need, steps
@@ -146,9 +146,15 @@ def _compiler(signature: str):
     return njit(signature, cache=True, nogil=True, error_model="numpy")
 
 
-_NOTE_ACCESS = '''            if op < u4({OP_LDL}):
-                stored = 1 if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST}) else 0
-                note(S, (i8(rc >> u4(4)) & 15) << i8(rc & u4(3)), m, stored, i8(rx), pc)
+_NOTE_LOAD = '''            if op == u4({OP_LDG}) or op == u4({OP_LDS}) or op == u4({OP_LD}):
+                note(S, (i8(rc >> u4(4)) & 15) << i8(rc & u4(3)), m, 0, i8(rx), pc)
+'''
+# Before the store is made: only then can it be seen whether it changes anything.
+_NOTE_STORE = '''            if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST}):
+                size = (i8(rc >> u4(4)) & 15) << i8(rc & u4(3))
+                space = 0 if op == u4({OP_STG}) else 1 if op == u4({OP_STS}) else 2
+                if locate(R, Q, S, space, i8(ra), offset, size, m) == 0:
+                    note(S, size, m, 1, i8(rx) | quiet(R, Q, pool, S, i8(rd), i8(rc), m), pc)
 '''
 _NOTE_ATOMIC = '''            note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
 '''
@@ -159,9 +165,10 @@ def source(checking: bool) -> str:
     numbers = {k: v for k, v in vars(pg).items() if k.isupper()}
     hot = build.hot_cases(pg.FIRST_MICRO, 12)
     cold = build.bank_cases(pg.FIRST_MICRO, 12, ("R", "Q", "P"))
-    access = _NOTE_ACCESS.format(**numbers) if checking else ""
+    store = _NOTE_STORE.format(**numbers) if checking else ""
+    access = _NOTE_LOAD.format(**numbers) if checking else ""
     atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
-    return _SOURCE.format(hot=hot, cold=cold, note_access=access, note_atomic=atomic, **numbers)
+    return _SOURCE.format(hot=hot, cold=cold, note_load=access, note_store=store, note_atomic=atomic, **numbers)
 
 
 @functools.cache
@@ -190,6 +197,6 @@ def interpreter(checking: bool = False):
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     bank_text = "".join(f"# {b.__name__}\n" for b in banks)  # a changed bank changes the name of this file
     if checking:
-        names["note"] = checking_module().note
+        names |= {"note": checking_module().note, "quiet": checking_module().quiet, "locate": lanes.locate}
         depends += (_HERE.parent / "checks" / "shadow.py",)
     return build.load("checking" if checking else "interpreter", source(checking) + bank_text, depends, **names).run
