@@ -141,7 +141,6 @@ def ceilings() -> dict[str, float]:
     x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     copy = 2 * x.numel() * 2 / time_call(lambda: y.copy_(x), 10) / 1e6
-    del x, y
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     c = torch.empty_like(a)
     product = 2 * 8192**3 / time_call(lambda: torch.mm(a, b, out=c), 20) / 1e6

@@ -15,7 +15,7 @@ from dsv4 import checks
 
 OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention")
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
-KEYS_PER_SPLIT = 256  # fewer keys than this do not pay for the merge
+STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
 MAX_SPLITS = 256
 
 
@@ -137,15 +137,16 @@ def _multiprocessors(device: torch.device) -> int:
 def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
     """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
 
-    The fewest splits that fill the multiprocessors nearly as well as any number would: with n splits, tiles * n blocks
-    run in whole rounds, and the last round may be almost empty. No split so short that merging costs more than it saves.
+    Time in units of STEP keys: tiles * n blocks run in rounds, each block costs its steps and one more to start and
+    finish; merging costs one, and a little per split.
     """
-    most = max(1, min(keys // KEYS_PER_SPLIT, MAX_SPLITS))
-    filled = []
-    for n in range(1, most + 1):
-        rounds = tiles * n / multiprocessors
-        filled.append(rounds / -(-tiles * n // multiprocessors))
-    return next(n for n, f in enumerate(filled, 1) if f >= 0.85 * max(filled))
+    steps = -(-keys // STEP)
+
+    def cost(n: int) -> float:
+        rounds = -(-tiles * n // multiprocessors)
+        return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
+
+    return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
 
 
 def _splits(

@@ -14,10 +14,13 @@ from dsv4.kernels.shared.softmax import LN2, LOG2E
 ])  # fmt: skip
 def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
             last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-            D: gl.constexpr, COLUMNS: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D]."""
-    SPLITS: gl.constexpr = 16  # at a time
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+    """One program: one row (token, head) and 64 of its columns. part: [num_splits, total_rows, D].
+
+    SPLITS are added at a time, in an order that depends on SPLITS alone.
+    """
+    COLUMNS: gl.constexpr = 64
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))

@@ -73,10 +73,11 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
         KIND=KINDS[p.kind], SPLIT=splits > 1, num_warps=4, **c.options,
     )  # fmt: skip
     if splits > 1:
-        columns = min(p.head_dim, 128)
-        combine[(total_q * p.q_heads, p.head_dim // columns)](
+        # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
+        at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64
+        combine[(total_q * p.q_heads, p.head_dim // 64)](
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
-            want_lse, *strides_o, *strides_l, D=p.head_dim, COLUMNS=columns, VARLEN=p.kind == "varlen", num_warps=4,
+            want_lse, *strides_o, *strides_l, D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen", num_warps=4,
         )  # fmt: skip
     elif p.kind == "varlen":
         clear_rest[(p.q_heads, 4)](

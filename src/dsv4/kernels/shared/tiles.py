@@ -8,7 +8,8 @@ from dsv4.kernels.compat import gl, gluon
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
 DENSE, VARLEN, PAGED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-KINDS = {"dense": 0, "varlen": 1, "paged": 2}
+SMALL_PAGES = gl.constexpr(3)  # paged, with pages that no TMA box of 8 or more rows tiles: rows are read one by one
+KINDS = {"dense": 0, "varlen": 1, "paged": 2, "small pages": 3}
 
 
 @gluon.jit
@@ -23,7 +24,7 @@ def sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_pt
         k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
         tokens = q_end - q_start
         keys = k_end - k_start
-    elif KIND == PAGED:
+    elif KIND >= PAGED:
         keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
     return q_start, tokens, k_start, keys
 

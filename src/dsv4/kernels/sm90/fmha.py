@@ -38,7 +38,9 @@ def config(head_dim: int, rows: int) -> Config:
         return Config(128, 64, 1, dict(RIGHT_REGS=232, PRODUCER_REGS=40))
     if rows <= 64:
         # Registers: the consumer gets 2 * maxnreg - PRODUCER_REGS; with 128, two CTAs share a multiprocessor.
-        keys, stages, maxnreg, producer = {64: (128, 3, 128, 40), 128: (64, 3, 128, 40), 256: (64, 2, 168, 96)}[head_dim]
+        keys, stages, maxnreg, producer = {
+            64: (128, 3, 128, 40), 128: (64, 3, 128, 40), 256: (64, 2, 168, 96)
+        }[head_dim]  # fmt: skip
         return Config(keys, keys, 1, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=1, CONSUMER_REGS=0,
                                           PRODUCER_REGS=producer, maxnreg=maxnreg))  # fmt: skip
     keys, stages = {64: (128, 3), 128: (128, 2), 256: (64, 2)}[head_dim]
@@ -48,8 +50,6 @@ def config(head_dim: int, rows: int) -> Config:
 
 def supports(p: FmhaProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
-    if p.kind == "paged" and _box_rows(p.page_size, 64) < 8:
-        return f"page size {p.page_size} is not a multiple of 8"
     if p.batch > 65535:
         return f"batch {p.batch} is over 65535"
     return None
@@ -62,9 +62,15 @@ def forward(p: FmhaProblem) -> None:
     splits, tiles_per_split = _splits(p, c, row_tiles)
     same_kv = _same(p.k, p.v)
     q = _rows_aligned(p.q if p.softmax_scale >= 0 else -p.q)
-    box = _box_rows(p.page_size, c.box) if p.kind == "paged" else c.box
-    k_desc = _descriptor(p.k, box)
-    v_desc = k_desc if same_kv else _descriptor(p.v, box)
+    kind, box = p.kind, c.box
+    if p.kind == "paged":
+        box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
+        if box < 8:
+            kind, box = "small pages", 8
+    k = _addressable(p.k)
+    v = k if same_kv else _addressable(p.v)
+    k_desc = _descriptor(k, box)
+    v_desc = k_desc if same_kv else _descriptor(v, box)
     out = p.out if _is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
     placeholder = _placeholder(p.q.device)
     sink = p.sink if p.sink is not None else _no_sink(p.q_heads, p.q.device)
@@ -83,18 +89,20 @@ def forward(p: FmhaProblem) -> None:
     strides_o, strides_l = _row_strides(out), _lse_strides(p, lse)
     kernel = fmha_wide if p.head_dim == 512 else fmha_rows
     kernel[(row_tiles, p.kv_heads * splits, p.batch)](
-        q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse,
+        q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse, k, v,
         float(abs(p.softmax_scale) * LOG2E.value), want_lse, total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group,
         p.page_size if p.kind == "paged" else 1, table_stride,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
         splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l,
-        KIND=KINDS[p.kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options,
+        *_row_strides(k), *_row_strides(v),
+        KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options,
     )  # fmt: skip
     if splits > 1:
-        columns = min(p.head_dim, 128)
-        combine[(total_q * p.q_heads, p.head_dim // columns)](
+        # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
+        at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64
+        combine[(total_q * p.q_heads, p.head_dim // 64)](
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
-            want_lse, *strides_o, *strides_l, D=p.head_dim, COLUMNS=columns, VARLEN=p.kind == "varlen", num_warps=4,
+            want_lse, *strides_o, *strides_l, D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen", num_warps=4,
         )  # fmt: skip
     elif p.kind == "varlen":
         clear_rest[(p.q_heads, 4)](
@@ -110,6 +118,8 @@ def _splits(p: FmhaProblem, c: Config, row_tiles: int) -> tuple[int, int]:
     longest = min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
     tiles = -(-longest // c.keys) + 1  # a paged range may start within a tile
     if p.deterministic:
+        if p.kind != "varlen" and p.max_seqlen_q * p.group >= 1024:
+            return 1, 0  # enough rows without; T is the same for all sequences, so the choice is too
         fixed = DETERMINISTIC_KEYS // c.keys
         return -(-tiles // fixed), fixed
     if p.num_splits > 0:
@@ -124,11 +134,6 @@ def _scratch(p: FmhaProblem, splits: int, rows: int) -> tuple[Tensor, Tensor]:
     if scratch is None or scratch.numel() < size:
         scratch = torch.empty(size, dtype=torch.float32, device=p.q.device)
     return scratch[: splits * rows * p.head_dim], scratch[splits * rows * p.head_dim :]
-
-
-def _box_rows(page_size: int, at_most: int) -> int:
-    """The largest power of two that divides a page and a tile."""
-    return min(page_size & -page_size, at_most)
 
 
 def _same(k: Tensor, v: Tensor) -> bool:
@@ -159,12 +164,16 @@ def _lse_strides(p: FmhaProblem, lse: Tensor) -> tuple[int, int, int]:
     return lse.stride(0), lse.stride(2), lse.stride(1)
 
 
-def _descriptor(x: Tensor, box: int) -> TensorDescriptor:
-    """TMA descriptor of K or V as [sequence or page, row, head, column]; what TMA cannot address is copied."""
+def _addressable(x: Tensor) -> Tensor:
+    """K or V as [sequence or page, row, head, column]; what TMA cannot address is copied."""
     if x.dim() == 3:
         x = x[None]
     if not _is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
         x = x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _descriptor(x: Tensor, box: int) -> TensorDescriptor:
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], BOX)
 

@@ -6,7 +6,7 @@ less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 
 """
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
-from dsv4.kernels.shared.tiles import PAGED, VARLEN
+from dsv4.kernels.shared.tiles import DENSE, PAGED, SMALL_PAGES, VARLEN
 
 
 @gluon.jit
@@ -33,9 +33,9 @@ def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.c
 
 
 @gluon.jit
-def issue(desc, tile, ready, seq, k_start, first_row, keys, head, column, table_ptr, page_size,
-          BN: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
+def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
     """TMA of one tile: boxes of [ROWS, 64] into the slot. Boxes past the last key of a paged sequence read zeros."""
+    seq, head, k_start, keys, seen_first, table_ptr, page_size = where
     ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // ROWS
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -56,28 +56,57 @@ def issue(desc, tile, ready, seq, k_start, first_row, keys, head, column, table_
 
 
 @gluon.jit
-def fill(desc, tile, ready, landed, landed_phase, seq, k_start, first_row, keys, seen_first, head, column, table_ptr,
-         page_size, BN: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
-    """One ring slot [BN, D] from keys first_row on, columns from ``column`` on; ``ready`` completes when it may be read. Returns the next phase of ``landed``.
+def copy_rows(rows, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
+    """A tile through registers, 1 KB per step, rows outside [seen_first, keys) as 0: any page size, slow.
+
+    rows: (pointer, pages, page stride, row stride, head stride), strides in units of 8 elements.
+    """
+    seq, head, k_start, keys, seen_first, table_ptr, page_size = where
+    ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
+    col = column + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    for group in range(0, BN // 8):
+        key = first_row + group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+        seen = (key >= seen_first) & (key < keys)
+        page = gl.load(table_ptr + key // page_size, mask=seen, other=-1)
+        seen = seen & (page >= 0) & (page < rows[1])
+        offset = page.to(gl.int64) * rows[2] + (key % page_size).to(gl.int64) * rows[3] + head.to(gl.int64) * rows[4]
+        for panel in range(0, D // 64):
+            x = gl.load(rows[0] + offset[:, None] * 8 + (col + panel * 64)[None, :], mask=seen[:, None], other=0.0)
+            atoms.index(panel * (BN // 8) + group).store(x)
+
+
+@gluon.jit
+def fill(desc, rows, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr, D: gl.constexpr,
+         KIND: gl.constexpr):  # fmt: skip
+    """One ring slot [BN, D]: keys from first_row on, columns from ``column`` on; ``ready`` says that it may be read.
 
     Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
-    ``landed`` first. In a dense tensor the descriptor's own bounds do this.
+    ``landed`` first, whose next phase is returned. In a dense tensor the descriptor's own bounds do this.
+    where: (sequence, KV head, first row of the sequence, keys, first key that any query sees, its table row, page size)
     """
+    seq, head, k_start, keys, seen_first, table_ptr, page_size = where
     NBYTES: gl.constexpr = BN * D * 2
-    foreign = False
-    if KIND != 0:
-        foreign = (first_row < seen_first) | (first_row + BN > keys)
-    if foreign:
-        mbarrier.expect(landed, NBYTES)
-        issue(desc, tile, landed, seq, k_start, first_row, keys, head, column, table_ptr, page_size, BN, D, KIND)
-        mbarrier.wait(landed, landed_phase)
-        zero_unseen(tile, first_row, seen_first, keys, BN, D)
+    if KIND == SMALL_PAGES:
+        copy_rows(rows, tile, where, first_row, column, BN, D)
         fence_async_shared()  # generic stores -> wgmma reads
         mbarrier.arrive(ready, count=1)
-        landed_phase = landed_phase ^ 1
     else:
-        mbarrier.expect(ready, NBYTES)
-        issue(desc, tile, ready, seq, k_start, first_row, keys, head, column, table_ptr, page_size, BN, D, KIND)
+        foreign = False
+        if KIND != DENSE:
+            foreign = (first_row < seen_first) | (first_row + BN > keys)
+        if foreign:
+            mbarrier.expect(landed, NBYTES)
+            issue(desc, tile, landed, where, first_row, column, BN, D, KIND)
+            mbarrier.wait(landed, landed_phase)
+            zero_unseen(tile, first_row, seen_first, keys, BN, D)
+            fence_async_shared()
+            mbarrier.arrive(ready, count=1)
+            landed_phase = landed_phase ^ 1
+        else:
+            mbarrier.expect(ready, NBYTES)
+            issue(desc, tile, ready, where, first_row, column, BN, D, KIND)
     return landed_phase
 
 

@@ -26,22 +26,23 @@ from dsv4.kernels.sm90 import loads
 
 
 @gluon.jit
-def producer(k_desc, v_desc, k, v, k_ready, k_free, v_ready, v_free, landed, seq, head, k_start, keys, first, seen_first,
-             tile_begin, tile_end, table_ptr, page_size,
-             BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+def producer(source, ring, landed, work, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
              SAME_KV: gl.constexpr):  # fmt: skip
+    k_desc, v_desc, k_rows, v_rows, where = source
+    k, v, k_ready, k_free, v_ready, v_free = ring
+    first, tile_begin, tile_end, part_row = work
     slot = 0
     phase = 1  # the first wait on an untouched barrier passes
     landed_phase = 0
     for tile in range(tile_begin, tile_end):
         row = first + tile * BN
         mbarrier.wait(k_free.index(slot), phase)
-        landed_phase = loads.fill(k_desc, k.index(slot), k_ready.index(slot), landed, landed_phase, seq, k_start, row,
-                                  keys, seen_first, head, 0, table_ptr, page_size, BN, D, KIND)  # fmt: skip
+        landed_phase = loads.fill(k_desc, k_rows, k.index(slot), k_ready.index(slot), landed, landed_phase, where, row,
+                                  0, BN, D, KIND)  # fmt: skip
         if not SAME_KV:
             mbarrier.wait(v_free.index(slot), phase)
-            landed_phase = loads.fill(v_desc, v.index(slot), v_ready.index(slot), landed, landed_phase, seq, k_start,
-                                      row, keys, seen_first, head, 0, table_ptr, page_size, BN, D, KIND)  # fmt: skip
+            landed_phase = loads.fill(v_desc, v_rows, v.index(slot), v_ready.index(slot), landed, landed_phase,
+                                      where, row, 0, BN, D, KIND)  # fmt: skip
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -49,11 +50,14 @@ def producer(k_desc, v_desc, k, v, k_ready, k_free, v_ready, v_free, landed, seq
 
 
 @gluon.jit
-def consumer(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, k, v, k_ready, k_free, v_ready, v_free,
-             tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
-             tokens, keys, left, right, first, tile_begin, tile_end, scale, want_lse, part_row, q_heads,
-             BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SAME_KV: gl.constexpr,
-             SPLIT: gl.constexpr):  # fmt: skip
+def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The 64 query rows from tile_row on; the tuples are made in fmha_rows."""
+    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
+    k, v, k_ready, k_free, v_ready, v_free = ring
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
+    head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
+    first, tile_begin, tile_end, part_row = work
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -155,12 +159,14 @@ def consumer(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, k, v,
 @gluon.jit(do_not_specialize=[
     "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "left",
     "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
-    "stride_oh", "stride_lb", "stride_lt", "stride_lh",
+    "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kp", "stride_kr", "stride_kh", "stride_vp", "stride_vr",
+    "stride_vh",
 ])  # fmt: skip
 def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-              part_lse_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride,
-              left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob, stride_ot,
-              stride_oh, stride_lb, stride_lt, stride_lh,
+              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
+              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh, stride_vp,
+              stride_vr, stride_vh,
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr,
               SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
@@ -168,7 +174,8 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, KIND)
+    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr,
+                                              KIND)  # fmt: skip
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
     if tile_row < rows:
@@ -184,7 +191,7 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
 
         Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], k_desc.dtype)
         KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], k_desc.dtype)
-        q = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 64, D], Q)
+        q = gl.allocate_shared_memory(k_desc.dtype, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
         k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], KV)
         v = k
         if not SAME_KV:
@@ -207,31 +214,40 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
         table_ptr += seq.to(gl.int64) * table_stride
         q_heads = kv_heads * group
+        k_rows = (k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+        v_rows = (v_ptr, total_k, stride_vp, stride_vr, stride_vh)
         # Row of the partial results: split-major, then as the rows of q (token, head).
         part_row = split.to(gl.int64) * total_q + q_start
         if KIND != 1:
             part_row += seq.to(gl.int64) * tokens
-        if CONSUMERS == 2:
+        tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+        ring = (k, v, k_ready, k_free, v_ready, v_free)
+        strides = (stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh)
+        problem = (head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse)
+        work = (first, tile_begin, tile_end, part_row)
+        where = (seq, head, k_start, keys, seen_first, table_ptr, page_size)
+        source = (k_desc, v_desc, k_rows, v_rows, where)
+        if CONSUMERS == 1:
             gl.warp_specialize([
-                (consumer, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q.index(0), k, v, k_ready, k_free,
-                            v_ready, v_free, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh,
-                            stride_lt, stride_lh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
-                            want_lse, part_row, q_heads, BN, D, STAGES, SAME_KV, SPLIT)),
-                (consumer, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q.index(1), k, v, k_ready, k_free,
-                            v_ready, v_free, tile_row + 64, rows, head, group, stride_qt, stride_qh, stride_ot,
-                            stride_oh, stride_lt, stride_lh, tokens, keys, left, right, first, tile_begin, tile_end,
-                            scale, want_lse, part_row, q_heads, BN, D, STAGES, SAME_KV, SPLIT)),
-                (producer, (k_desc, v_desc, k, v, k_ready, k_free, v_ready, v_free, landed, seq, head, k_start, keys,
-                            first, seen_first, tile_begin, tile_end, table_ptr, page_size, BN, D, STAGES, KIND,
-                            SAME_KV)),
+                (consumer, (q.index(0), tile_row, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (producer, (source, ring, landed, work, BN, D, STAGES, KIND, SAME_KV)),
+            ], [1], [PRODUCER_REGS])  # fmt: skip
+        elif CONSUMERS == 2:
+            gl.warp_specialize([
+                (consumer, (q.index(0), tile_row, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (consumer, (q.index(1), tile_row + 64, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (producer, (source, ring, landed, work, BN, D, STAGES, KIND, SAME_KV)),
             ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (consumer, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q.index(0), k, v, k_ready, k_free,
-                            v_ready, v_free, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh,
-                            stride_lt, stride_lh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
-                            want_lse, part_row, q_heads, BN, D, STAGES, SAME_KV, SPLIT)),
-                (producer, (k_desc, v_desc, k, v, k_ready, k_free, v_ready, v_free, landed, seq, head, k_start, keys,
-                            first, seen_first, tile_begin, tile_end, table_ptr, page_size, BN, D, STAGES, KIND,
-                            SAME_KV)),
-            ], [1], [PRODUCER_REGS])  # fmt: skip
+                (consumer, (q.index(0), tile_row, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (consumer, (q.index(1), tile_row + 64, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (consumer, (q.index(2), tile_row + 128, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+                            SPLIT)),
+                (producer, (source, ring, landed, work, BN, D, STAGES, KIND, SAME_KV)),
+            ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -19,20 +19,20 @@ Shared memory: q     2 x [64, 256], columns 0-255 and 256-511 (the output rows l
 
 barrier         arrives                     waits          means
 q_ready         left, right                 both           both halves of Q are in q
-ready[b]        TMA bytes, or the TMA warp  both           (k is v) block b is in its slot
-free[b]         left, right                 TMA warp       (k is v) S and both halves of O have used block b: refill
-ready[0]        as above                    the block's    (k, v) K is in its slot
-free[0]         the block's owner           TMA warp       (k, v) S is computed: refill K
-ready[2 + h]    as above                    owner of h     (k, v) half h of V is in its slot
-free[2 + h]     owner of half h             TMA warp       (k, v) O half h is updated: refill it
+ready[i]        TMA bytes, or the TMA warp  its users      slot i of kv is filled
+free[2b + h]    owner of half h             TMA warp       (k is v) O half h has used block b: refill its half h
+free[0, 1]      the block's owner           TMA warp       (k, v) S has used this half of K: refill it
+free[2 + h]     owner of half h             TMA warp       (k, v) O half h is updated: refill its half of V
 p_ready[b]      the block's owner           the other      P, maximum and factor of block b are written
 sum_ready[h]    owner of half h             the other      its row sums are written; it no longer reads q
 landed          TMA bytes                   TMA warp       a tile with foreign rows is there, to be zeroed in part
 
-P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: (k is v) free[0] says so through
-ready[0]; (k, v) right waits for it before p_ready[1]. P1 is overwritten after p_ready[0] of the next step, before which
-left has waited for O_L += P1 V1_L. ready[0] of (k, v) alternates between left and right, one phase each: neither can
-ask for its next phase before the other has seen the one between, since P passes from one to the other.
+(k is v) The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner
+has computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: (k is
+v) free[1] says so through ready[1]; (k, v) right waits for it before p_ready[1]. P1 is overwritten after p_ready[0] of
+the next step, before which left has waited for O_L += P1 V1_L. ready[0, 1] of (k, v) alternate between left and right,
+one phase each: neither can ask for its next phase before the other has seen the one between, since P passes from one to
+the other.
 """
 
 from dsv4.kernels.compat import (
@@ -40,7 +40,6 @@ from dsv4.kernels.compat import (
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -50,50 +49,50 @@ from dsv4.kernels.sm90 import loads
 
 
 @gluon.jit
-def producer(k_desc, v_desc, kv, ready, free, landed, seq, head, k_start, keys, first, seen_first, step_begin, step_end,
-             table_ptr, page_size, KIND: gl.constexpr, SAME_KV: gl.constexpr):  # fmt: skip
-    FULL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], k_desc.dtype)
-    blocks = reinterpret(kv, [2, 64, 512], FULL)
+def producer(source, ring, landed, work, KIND: gl.constexpr, SAME_KV: gl.constexpr):
+    k_desc, v_desc, k_rows, v_rows, where = source
+    kv, ready, free = ring
+    first, step_begin, step_end, part_row = work
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
     for step in range(step_begin, step_end):
         for b in gl.static_range(2):
             row = first + step * 128 + b * 64
-            if SAME_KV:
-                mbarrier.wait(free.index(b), phase)
-                landed_phase = loads.fill(k_desc, blocks.index(b), ready.index(b), landed, landed_phase, seq, k_start,
-                                          row, keys, seen_first, head, 0, table_ptr, page_size, 64, 512,
-                                          KIND)  # fmt: skip
-            else:
-                mbarrier.wait(free.index(0), phase)
-                landed_phase = loads.fill(k_desc, blocks.index(0), ready.index(0), landed, landed_phase, seq, k_start,
-                                          row, keys, seen_first, head, 0, table_ptr, page_size, 64, 512,
-                                          KIND)  # fmt: skip
+            for h in gl.static_range(2):
+                slot = 2 * b + h if SAME_KV else h
+                mbarrier.wait(free.index(slot), phase)
+                landed_phase = loads.fill(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
+                                          where, row, h * 256, 64, 256, KIND)  # fmt: skip
+            if not SAME_KV:
                 for h in gl.static_range(2):
                     mbarrier.wait(free.index(2 + h), phase)
-                    landed_phase = loads.fill(v_desc, kv.index(2 + h), ready.index(2 + h), landed, landed_phase, seq,
-                                              k_start, row, keys, seen_first, head, h * 256, table_ptr, page_size, 64,
-                                              256, KIND)  # fmt: skip
+                    landed_phase = loads.fill(v_desc, v_rows, kv.index(2 + h), ready.index(2 + h), landed, landed_phase,
+                                              where, row, h * 256, 64, 256, KIND)  # fmt: skip
                 phase = phase ^ 1
         if SAME_KV:
             phase = phase ^ 1
 
 
 @gluon.jit
-def scores(q, kv, slot, step, LS: gl.constexpr):
-    """S [64, 64] of the block in slots slot, slot + 1 (the halves of the head dim): issued, not waited for."""
+def scores(q, kv, ready, slot, phase, step, LS: gl.constexpr):
+    """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for."""
     # 0, but the compiler cannot know: it would keep all 64 wgmma descriptors of a fixed slot in registers, and spill.
     opaque = gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
     s = gl.zeros([64, 64], gl.float32, LS)
+    mbarrier.wait(ready.index(slot), phase)
     s = warpgroup_mma(q.index(opaque), kv.index(opaque + slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(ready.index(slot + 1), phase)
     return warpgroup_mma(q.index(opaque + 1), kv.index(opaque + slot + 1).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def write_half(o, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, stat, sum_ready, tile_row, rows, head, group,
-               stride_ot, stride_oh, stride_lt, stride_lh, want_lse, part_row, q_heads, any_key, HALF: gl.constexpr,
+def write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, HALF: gl.constexpr,
                SPLIT: gl.constexpr):  # fmt: skip
     """Add up the row sums of both warpgroups, normalise this half of O, write it; left also writes the LSE."""
+    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
+    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
+    first, step_begin, step_end, part_row = work
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
@@ -109,7 +108,7 @@ def write_half(o, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, s
         part = (part_row + token.to(gl.int64)) * q_heads + q_head
         if HALF == 0:
             gl.store(part_lse_ptr + part, lse, mask=row < rows)
-        if any_key:
+        if step_begin < step_end:
             o = o * gl.convert_layout(factor, RO)[:, None]
             column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
             gl.store(part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
@@ -126,11 +125,14 @@ def write_half(o, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, s
 
 
 @gluon.jit
-def left(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_smem, stat, q_ready, ready, free, p_ready,
-         sum_ready, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
-         tokens, keys, window_left, window_right, first, step_begin, step_end, scale, want_lse, part_row, q_heads,
+def left(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
          SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Block 0 of each step and O[:, :256]."""
+    kv, ready, free = ring
+    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
+    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
+    first, step_begin, step_end, part_row = work
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -152,12 +154,11 @@ def left(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_sme
     mbarrier.wait(q_ready, 0)
     phase = 0
     for step in range(step_begin, step_end):
-        k_phase = phase if SAME_KV else 0
-        mbarrier.wait(ready.index(0), k_phase)
-        s = scores(q, kv, 0, step, LS)
+        s = scores(q, kv, ready, 0, phase if SAME_KV else 0, step, LS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(free.index(0), count=1)
+            mbarrier.arrive(free.index(1), count=1)
         column = first + step * 128
         if (column < full_first) | (column + 64 > full_end):
             s = softmax.see(s, column, row_first, row_end, LS)
@@ -170,38 +171,33 @@ def left(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_sme
         fence_async_shared()
         mbarrier.arrive(p_ready.index(0), count=1)
         o = o * gl.convert_layout(a0, RO)[:, None]
-        if SAME_KV:
-            o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0), o, is_async=True)
-        else:
+        if not SAME_KV:
             mbarrier.wait(ready.index(2), 0)
-            o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(2), o, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0 if SAME_KV else 2), o, is_async=True)
         mbarrier.wait(p_ready.index(1), phase)
         m = stat.index(1).load(RS)
         a1 = stat.index(3).load(RS)
         l = l * a1
-        if SAME_KV:
-            mbarrier.wait(ready.index(1), phase)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        if SAME_KV:
-            mbarrier.arrive(free.index(0), count=1)
-        else:
-            mbarrier.arrive(free.index(2), count=1)
-            mbarrier.wait(ready.index(2), 1)
+        mbarrier.arrive(free.index(0 if SAME_KV else 2), count=1)
+        mbarrier.wait(ready.index(2), phase if SAME_KV else 1)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(p_smem.index(1), kv.index(2), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(1 if SAME_KV else 2), count=1)
+        mbarrier.arrive(free.index(2), count=1)
         phase = phase ^ 1
-    write_half(o, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, stat, sum_ready, tile_row, rows, head, group,
-               stride_ot, stride_oh, stride_lt, stride_lh, want_lse, part_row, q_heads, step_begin < step_end, 0, SPLIT)
+    write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, 0, SPLIT)
 
 
 @gluon.jit
-def right(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_smem, stat, q_ready, ready, free, p_ready,
-          sum_ready, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh,
-          tokens, keys, window_left, window_right, first, step_begin, step_end, scale, want_lse, part_row, q_heads,
+def right(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
           SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Block 1 of each step and O[:, 256:]."""
+    kv, ready, free = ring
+    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
+    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
+    first, step_begin, step_end, part_row = work
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -224,68 +220,64 @@ def right(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_sm
     phase = 0
     for step in range(step_begin, step_end):
         if SAME_KV:
-            mbarrier.wait(ready.index(1), phase)
-            s = scores(q, kv, 2, step, LS)
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            mbarrier.wait(p_ready.index(0), phase)
-            m0 = stat.index(0).load(RS)
-            a0 = stat.index(2).load(RS)
+            s = scores(q, kv, ready, 2, phase, step, LS)
+        mbarrier.wait(p_ready.index(0), phase)
+        m0 = stat.index(0).load(RS)
+        a0 = stat.index(2).load(RS)
+        o = o * gl.convert_layout(a0, RO)[:, None]
+        mbarrier.wait(ready.index(1 if SAME_KV else 3), phase if SAME_KV else 0)
+        o = warpgroup_mma(p_smem.index(0), kv.index(1 if SAME_KV else 3), o, is_async=True)
+        if SAME_KV:
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         else:
-            mbarrier.wait(p_ready.index(0), phase)
-            m0 = stat.index(0).load(RS)
-            a0 = stat.index(2).load(RS)
-            o = o * gl.convert_layout(a0, RO)[:, None]
-            mbarrier.wait(ready.index(3), 0)
-            o = warpgroup_mma(p_smem.index(0), kv.index(3), o, is_async=True)
-            mbarrier.wait(ready.index(0), 1)
-            s = scores(q, kv, 0, step, LS)
-            o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
+            s = scores(q, kv, ready, 0, 1, step, LS)
+            o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
             mbarrier.arrive(free.index(3), count=1)
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             mbarrier.arrive(free.index(0), count=1)
+            mbarrier.arrive(free.index(1), count=1)
         column = first + step * 128 + 64
         if (column < full_first) | (column + 64 > full_end):
             s = softmax.see(s, column, row_first, row_end, LS)
         p, m, a1 = softmax.step(s, m0, scale)
-        l = l * (a0 * a1) + gl.sum(p, 1)
+        l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
         pb = p.to(q.dtype)
         p_smem.index(1).store(pb)
         stat.index(1).store(m)
         stat.index(3).store(a1)
         fence_async_shared()
+        mbarrier.arrive(p_ready.index(1), count=1)
         if SAME_KV:
-            o = o * gl.convert_layout(a0, RO)[:, None]
-            o = warpgroup_mma(p_smem.index(0), kv.index(1), o, is_async=True)
-            mbarrier.arrive(p_ready.index(1), count=1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(0), count=1)
+            mbarrier.arrive(free.index(1), count=1)
         else:
-            mbarrier.arrive(p_ready.index(1), count=1)
             mbarrier.wait(ready.index(3), 1)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(3), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(1 if SAME_KV else 3), count=1)
+        mbarrier.arrive(free.index(3), count=1)
         phase = phase ^ 1
-    write_half(o, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, stat, sum_ready, tile_row, rows, head, group,
-               stride_ot, stride_oh, stride_lt, stride_lh, want_lse, part_row, q_heads, step_begin < step_end, 1, SPLIT)
+    write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, 1, SPLIT)
 
 
 @gluon.jit(do_not_specialize=[
     "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "window_left",
     "window_right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
-    "stride_oh", "stride_lb", "stride_lt", "stride_lh",
+    "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kp", "stride_kr", "stride_kh", "stride_vp", "stride_vr",
+    "stride_vh",
 ])  # fmt: skip
 def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-              part_lse_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride,
-              window_left, window_right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob,
-              stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
+              table_stride, window_left, window_right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh, stride_vp,
+              stride_vr, stride_vh,
               KIND: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, RIGHT_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, KIND)
+    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr,
+                                              KIND)  # fmt: skip
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * 64  # causal: the longest tiles start first
     if tile_row < rows:
@@ -314,7 +306,7 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         mbarrier.init(landed, count=1)
         for i in gl.static_range(4):
             mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=2 if SAME_KV else 1)
+            mbarrier.init(free.index(i), count=1)
         for i in gl.static_range(2):
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(sum_ready.index(i), count=1)
@@ -325,19 +317,23 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
         table_ptr += seq.to(gl.int64) * table_stride
         q_heads = kv_heads * group
+        k_rows = (k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+        v_rows = (v_ptr, total_k, stride_vp, stride_vr, stride_vh)
         # Row of the partial results: split-major, then as the rows of q (token, head).
         part_row = split.to(gl.int64) * total_q + q_start
         if KIND != 1:
             part_row += seq.to(gl.int64) * tokens
+        tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+        ring = (kv, ready, free)
+        strides = (stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh)
+        problem = (head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse)
+        work = (first, step_begin, step_end, part_row)
+        where = (seq, head, k_start, keys, seen_first, table_ptr, page_size)
+        source = (k_desc, v_desc, k_rows, v_rows, where)
         gl.warp_specialize([
-            (left, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_smem, stat, q_ready, ready, free,
-                    p_ready, sum_ready, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh,
-                    stride_lt, stride_lh, tokens, keys, window_left, window_right, first, step_begin, step_end, scale,
-                    want_lse, part_row, q_heads, SAME_KV, SPLIT)),
-            (right, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, q, kv, p_smem, stat, q_ready, ready, free,
-                     p_ready, sum_ready, tile_row, rows, head, group, stride_qt, stride_qh, stride_ot, stride_oh,
-                     stride_lt, stride_lh, tokens, keys, window_left, window_right, first, step_begin, step_end, scale,
-                     want_lse, part_row, q_heads, SAME_KV, SPLIT)),
-            (producer, (k_desc, v_desc, kv, ready, free, landed, seq, head, k_start, keys, first, seen_first, step_begin,
-                        step_end, table_ptr, page_size, KIND, SAME_KV)),
+            (left, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
+                    SAME_KV, SPLIT)),
+            (right, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
+                     SAME_KV, SPLIT)),
+            (producer, (source, ring, landed, work, KIND, SAME_KV)),
         ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -1,0 +1,134 @@
+"""The FMHA operations on the GPU: the suites, and what only a GPU shows (graphs, allocation, bits, big shapes)."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import suites
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(suites.gpu_arch() is None, reason="needs a GPU that dsv4 has kernels for"),
+]
+SEED = int(os.environ.get("DSV4_SEED", int.from_bytes(os.urandom(3), "big")))
+NAN = float("nan")
+
+
+def draw(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def plan_with(splits: int, operation, **capacities) -> dsv4.Plan:
+    """A plan with a given number of splits and NaN in its buffers."""
+    made = dsv4.plan(operation, **capacities)
+    scratch = torch.full((splits * made.rows * (made.head_dim + 1),), NAN, device="cuda")
+    return replace(made, num_splits=splits, scratch=scratch)
+
+
+@pytest.mark.parametrize("case", suites.seeds() + suites.fmha(), ids=str)
+def test_suites(case):
+    result = suites.run_case(case, suites.Where("cuda").resolve(), SEED)
+    assert result.ok, f"seed {SEED}: {result.why()}"
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7, 40])
+@pytest.mark.parametrize("d, same_kv", [(64, False), (128, False), (256, False), (512, False), (512, True)])
+def test_any_number_of_splits(d, same_kv, splits):
+    """More splits than tiles leave splits without keys, whose buffers hold NaN."""
+    q, k = draw(2, 1, 8, d), draw(2, 1500, 1, d)
+    v = k if same_kv else draw(2, 1500, 1, d)
+    sink = torch.randn(8, device="cuda")
+    plan = plan_with(splits, dsv4.fmha, batch=2, q_heads=8, kv_heads=1, head_dim=d, max_seqlen_k=1500)
+    one, one_lse = dsv4.fmha(q, k, v, sink=sink, return_lse=True, deterministic=True)
+    many, many_lse = dsv4.fmha(q, k, v, sink=sink, return_lse=True, plan=plan)
+    assert float((many - one).float().norm() / one.float().norm()) < 5e-3
+    torch.testing.assert_close(many_lse, one_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_same_bits_every_run_and_in_every_batch(d):
+    """deterministic=True: a sequence gives the same bits alone, in a batch, and with a wider block table."""
+    page, batch = 64, 5
+    lengths = torch.tensor([5000, 1, 64, 4097, 2300], dtype=torch.int32, device="cuda")
+    pages = 80
+    table = torch.randperm(batch * pages, device="cuda").to(torch.int32).view(batch, pages)
+    k, v, q = draw(batch * pages, page, 2, d), draw(batch * pages, page, 2, d), draw(batch, 1, 8, d)
+    runs = [dsv4.fmha_paged(q, k, v, table, lengths, deterministic=True) for _ in range(3)]
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    wide = torch.cat([table, torch.zeros(batch, 300, dtype=torch.int32, device="cuda")], 1).contiguous()
+    for n in range(batch):
+        one = slice(n, n + 1)
+        assert torch.equal(runs[0][one], dsv4.fmha_paged(q[one], k, v, table[one], lengths[one], deterministic=True))
+        assert torch.equal(runs[0][one], dsv4.fmha_paged(q[one], k, v, wide[one], lengths[one], deterministic=True))
+    split = [dsv4.fmha_paged(q, k, v, table, lengths) for _ in range(3)]
+    assert torch.equal(split[0], split[1]) and torch.equal(split[0], split[2])
+
+
+@pytest.mark.parametrize("d, kv_heads", [(128, 2), (512, 1)])
+def test_a_cuda_graph_follows_changing_lengths(d, kv_heads):
+    page, batch, pages, heads = 32, 4, 100, 16
+    k = draw(batch * pages, page, kv_heads, d)
+    v = k if d == 512 else draw(batch * pages, page, kv_heads, d)
+    q, out = draw(batch, 1, heads, d), torch.empty(batch, 1, heads, d, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(batch * pages, device="cuda").to(torch.int32).view(batch, pages)
+    lengths = torch.full((batch,), page * pages, dtype=torch.int32, device="cuda")
+    plan = dsv4.warmup(dsv4.fmha_paged, batch=batch, q_heads=heads, kv_heads=kv_heads, head_dim=d,
+                       max_seqlen_k=page * pages)  # fmt: skip
+
+    def run() -> None:
+        dsv4.fmha_paged(q, k, v, table, lengths, out=out, plan=plan)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for new in ([1, 2, 3, 3200], [0, 700, 31, 32], [3199, 64, 65, 1000]):
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        q.copy_(draw(*q.shape))
+        out.fill_(NAN)
+        graph.replay()
+        want = dsv4.fmha_paged(q, k, v, table, lengths, deterministic=True)
+        error = float((out - want).float().norm() / want.float().norm())
+        assert error < 5e-3, f"lengths {new}: {error}"
+        assert new[0] > 0 or not out[0].any()
+
+
+def test_run_with_a_plan_allocates_nothing():
+    q, k, v = draw(2, 1, 16, 128), draw(2, 6000, 2, 128), draw(2, 6000, 2, 128)
+    out = torch.empty_like(q)
+    plan = dsv4.plan(dsv4.fmha, batch=2, q_heads=16, kv_heads=2, head_dim=128, max_seqlen_k=6000)
+    assert plan.num_splits > 1
+    dsv4.fmha(q, k, v, out=out, plan=plan)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    dsv4.fmha(q, k, v, out=out, plan=plan)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_large_prefill_against_torch(d, causal):
+    """Thousands of thread blocks, GQA rows packed, odd sizes; torch in fp32 is the reference."""
+    q, k, v = draw(2, 1111, 8, d), draw(2, 2345, 2, d), draw(2, 2345, 2, d)
+    got = torch.full_like(q, NAN)
+    dsv4.fmha(q, k, v, causal=causal, out=got)
+    qf, kf, vf = (x.float().transpose(1, 2) for x in (q, k, v))
+    s = (qf.view(2, 2, 4, 1111, d) @ kf[:, :, None].mT) * d**-0.5
+    if causal:
+        s.masked_fill_(torch.ones(1111, 2345, dtype=torch.bool, device="cuda").triu(2345 - 1111 + 1), float("-inf"))
+    want = (torch.softmax(s, -1) @ vf[:, :, None]).view(2, 8, 1111, d).transpose(1, 2)
+    assert float((got.float() - want).norm() / want.norm()) < 5e-3
+
+
+def test_lengths_and_pages_out_of_range_read_nothing_outside():
+    """Without DSV4_CHECK lengths are clamped and absent pages read as zeros; compute-sanitizer watches this test."""
+    k, q = draw(4, 16, 1, 512), draw(2, 1, 8, 512)
+    table = torch.tensor([[0, 99], [-5, 3]], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([1 << 30, -7], dtype=torch.int32, device="cuda")
+    out, lse = dsv4.fmha_paged(q, k, k, table, lengths, return_lse=True)
+    torch.cuda.synchronize()
+    assert torch.isfinite(out).all() and not out[1].any() and torch.isneginf(lse[1]).all()
