@@ -39,7 +39,8 @@ def run(problem, backend: str) -> None:
             problem.lse.fill_(float("-inf"))
         return
     if backend == "cpu":
-        importlib.import_module(CPU_MODULES[problem.operation]).forward(problem)
+        with torch.autocast("cpu", enabled=False):  # an fp32 product inside stays one
+            importlib.import_module(CPU_MODULES[problem.operation]).forward(problem)
     elif backend == "cuda":
         with torch.cuda.device(problem.q.device):
             _run_kernel(problem, torch.cuda.get_device_capability(problem.q.device), backend)

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4 import checks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-BLOCK_BYTES = 32 << 20  # per-head scores (fp32) held at once
+BLOCK_BYTES = 32 << 20  # scores held at once
 
 
 def index_topk(
@@ -56,15 +56,16 @@ def index_topk(
     factor = checks.scale(scale, d) if scale is not None else d**-0.5 * max(h, 1) ** -0.5
     indices = torch.full((b, t, topk), -1, dtype=torch.int32, device=q.device)
     scores = torch.full((b, t, topk), float("-inf"), dtype=torch.float32, device=q.device)
-    step = max(1, BLOCK_BYTES // max(1, h * m * 4))
-    for n in range(b):
+    step = max(1, BLOCK_BYTES // max(1, (h + 8) * m * 4))  # 8: sums, comparisons, counts
+    for n in range(b if m and topk else 0):
         keys = k[n].to(compute).T  # [D, M]
-        for begin in range(0, t if m and topk and h else 0, step):
+        for begin in range(0, t, step):
             some = slice(begin, begin + step)
             seen = visible[n, some]
-            per_head = (q[n, some].to(compute).flatten(0, 1) @ keys).relu_().view(-1, h, m)
-            w = weights[n, some].to(compute) * factor  # [t', H]
-            total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
+            with torch.autocast(q.device.type, enabled=False):  # bf16 scores would choose other rows
+                per_head = (q[n, some].to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
+                w = weights[n, some].to(compute) * factor  # [t', H]
+                total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
             hidden = torch.arange(m, device=q.device) >= seen[:, None]
             # NaN, from a query that means nothing, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))

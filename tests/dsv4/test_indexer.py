@@ -35,7 +35,7 @@ def whole_numbers(n, m, h, d, seed, size=2):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 9), st.integers(0, 30), st.integers(1, 4), st.integers(1, 6), st.integers(0, 34),
+    st.integers(0, 9), st.integers(0, 30), st.integers(0, 4), st.integers(1, 6), st.integers(0, 34),
     st.integers(1, 5), st.integers(0, 10**6),
 )  # fmt: skip
 def test_lists_are_those_of_the_loop(n, m, h, d, topk, ratio, seed):
@@ -94,8 +94,16 @@ def test_blocks_do_not_change_the_choice(monkeypatch):
     q, k, w = whole_numbers(37, 50, 4, 8, seed=1)
     lengths = torch.arange(37)
     once = dsv4.index_topk(q, k, w, 10, lengths=lengths)
-    monkeypatch.setattr(indexer, "BLOCK_BYTES", 5 * 4 * 50 * 4)
+    monkeypatch.setattr(indexer, "BLOCK_BYTES", 5 * (4 + 8) * 50 * 4)
     assert torch.equal(dsv4.index_topk(q, k, w, 10, lengths=lengths), once)
+
+
+def test_autocast_does_not_change_the_choice():
+    torch.manual_seed(0)
+    q, k, w = torch.randn(7, 64, 128), torch.randn(300, 128), torch.randn(7, 64)
+    want = dsv4.index_topk(q, k, w, 32, lengths=torch.full((7,), 300))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(dsv4.index_topk(q, k, w, 32, lengths=torch.full((7,), 300)), want)
 
 
 def test_a_batch_is_its_sequences():

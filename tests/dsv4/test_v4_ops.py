@@ -101,6 +101,13 @@ def test_torch_compile_in_one_graph(form):
         assert torch.equal(got, want)
 
 
+def test_autocast_changes_nothing():
+    a = arguments(q=GOOD["q"].float(), window=GOOD["window"].float(), compressed=GOOD["compressed"].float())
+    want = dsv4.v4_attention(**a)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(dsv4.v4_attention(**a), want)
+
+
 def test_plan_made_beforehand():
     a = arguments()
     plan = dsv4.plan(dsv4.v4_attention, batch=N, q_heads=H, kv_heads=1, head_dim=512, max_seqlen_k=8)
