@@ -93,7 +93,7 @@ def groups(w, kind: str) -> Groups:
 
 def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
     """Effects run later, elsewhere: what goes wrong in them is still this instruction's fault."""
-    ins, who = w.instruction(), str(w)
+    ins = w.instruction()
 
     def run() -> None:
         try:
@@ -103,9 +103,7 @@ def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
                 raise
             code = getattr(error, "code", "copy")
             text = str(error).split(": ", 1)[-1] if isinstance(error, Fault) else str(error)
-            raise Fault(
-                code, f"{text}; in the copy issued at PTX line {ins.line} (`{ins.text}`), {who}"
-            ) from None
+            raise Fault(code, f"{text}; in the copy issued at PTX line {ins.line} (`{ins.text}`), {w}") from None
 
     return run
 

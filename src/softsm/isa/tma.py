@@ -128,7 +128,8 @@ def tensor_map_at(w, address: int) -> TensorMap:
 
 def box_of(w, o, lane: int, offsets: tuple[int, ...] = ()) -> Box:
     m = tensor_map_at(w, int(w.Q[o.map, lane]))
-    coords = tuple(int(x) for x in w.R[o.coords, lane].view("i4"))
+    words = [w.R.item(row, lane) for row in o.coords]
+    coords = tuple(x - (x >> 31 << 32) for x in words)  # signed
     if m.rank != o.rank:
         raise w.fault("tensor-map", f"a {o.rank}-D copy with a map of {m.rank} dimensions: {m.describe()}")
     if o.mode.startswith("im2col") != (m.im2col is not None):

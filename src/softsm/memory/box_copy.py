@@ -82,7 +82,10 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
 
 def footprint(rows: int, row_bytes: int, m: TensorMap) -> int:
     """Bytes of shared memory from the start of the image to its end, padding included."""
-    return _placement(rows, row_bytes, m.swizzle, m.data_type, 0)[3]
+    found = m.tables.get(("footprint", rows))
+    if found is None:
+        found = m.tables["footprint", rows] = _placement(rows, row_bytes, m.swizzle, m.data_type, 0)[3]
+    return found
 
 
 def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, offset: int) -> None:
@@ -193,9 +196,12 @@ def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarra
         inside = inside and 0 <= coords[i] <= m.dims[i] - m.reach[i]
         address += coords[i] * m.strides[i - 1]
         span += m.strides[i - 1] * (m.reach[i] - 1)
-    if inside and not address % 16 and not _changes_bits(m):
-        strides = tuple(s * e for s, e in zip(reversed(m.strides), reversed(m.element_strides)))
-        table = _direct(shape, strides, m.swizzle, m.data_type, offset % 1024)
+    if inside and not address % 16:
+        table = m.tables.get(offset % 1024, False)
+        if table is False:
+            strides = tuple(s * e for s, e in zip(reversed(m.strides), reversed(m.element_strides)))
+            key = shape, strides, m.swizzle, m.data_type, offset % 1024
+            table = m.tables[offset % 1024] = None if _changes_bits(m) else _direct(*key)
         if table is not None:
             source = view(address, span).view(np.complex128)
             np.take(source, table, out=shared[offset : offset + m.box_bytes].view(np.complex128), mode="clip")

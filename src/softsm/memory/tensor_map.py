@@ -95,6 +95,7 @@ class TensorMap:
     rows: int = field(init=False, repr=False, compare=False)
     reach: tuple[int, ...] = field(init=False, repr=False, compare=False)
     box_bytes: int = field(init=False, repr=False, compare=False)
+    tables: dict = field(init=False, repr=False, compare=False)  # of box_copy, by address of the image mod 1024
 
     def __post_init__(self) -> None:
         # A tiled box moves ceil(box / traversal stride) elements per dimension; dimension 0 has no such stride.
@@ -110,6 +111,7 @@ class TensorMap:
         put(self, "rows", rows)
         put(self, "reach", tuple((count - 1) * step + 1 for count, step in zip(counts, steps)))  # elements
         put(self, "box_bytes", rows * row_bytes)  # what complete_tx counts, out-of-bounds elements included
+        put(self, "tables", {})
 
     @property
     def rank(self) -> int:
