@@ -163,20 +163,22 @@ class Layer:
 
     def check(self, got: Ran) -> list[Check]:
         checks = []
-        defined = torch.zeros(0, 512, dtype=torch.float64)
         if self.main is not None:
-            defined = self.main.defined()
-            checks += self.check_rows("compressed rows", self.main, got.rows, defined)
+            checks += self.check_rows("compressed rows", self.main, got.rows, self.main.defined())
         if self.index is not None:
             keys = self.index.defined()
             checks += self.check_rows("index keys", self.index, got.keys, keys)
             checks.append(Check("wrong index lists", self.wrong_lists(got.chosen, keys), 0.0))
+        if not all(check.ok for check in checks):
+            return checks  # the attention over wrong rows says nothing more
+        # The oracle gets the rows that were made, just found right to fp32: where one lies next to a rounding boundary
+        # of the storage format, the definition's own row may be stored as the neighbouring number.
         refs, lows, ref_lses = [], [], []
         start = 0
         for count in self.steps:
             tokens = slice(start, start + count)
             start += count
-            rows = defined[: start // RATIO.get(self.kind, 1)].to(self.q.device)
+            rows = got.rows[: start // RATIO.get(self.kind, 1)]
             args = self.arguments(tokens, rows, got.chosen[tokens])
             ref, ref_lse = reference.v4_attention(**args)
             low, _ = reference.v4_attention(**args, p_dtype=self.q.dtype)
