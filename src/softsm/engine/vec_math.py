@@ -434,9 +434,9 @@ def to_mini(x, mantissa, emin, top):
 
     In units of the last place at its exponent, |x| is rounded to an integer; the carry of a rounding up goes into the
     exponent by itself."""
-    u = asI(x) & 0x7FFFFFFF
+    u = smin(asI(x) & 0x7FFFFFFF, 0x7F7FFFFF)  # infinity saturates like the largest number
     e = smax((u >> 23) - 127, emin)
-    units = vabs(x) * asF((127 + mantissa - e) << 23)
+    units = asF(u) * asF((127 + mantissa - e) << 23)
     code = ((e - emin) << mantissa) + toi(vrint(units))
     return asU(smin(code, top))
 
@@ -515,8 +515,8 @@ def from_ue8m0(code):
 
 @_fn
 def odd_double(a):
-    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits shrink to one sticky bit, which tod then keeps."""
+    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits go; what they were makes the last kept bit odd."""
     kept = (a >> 11) << 11
-    sticky = sel(kept == a, a, kept | 0x400)
+    sticky = sel(kept == a, a, kept | 0x800)
     small = sel(a < 0, -a, a) < 0x20000000000000
     return tod(sel(small, a, sticky))

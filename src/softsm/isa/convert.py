@@ -28,6 +28,7 @@ micro("cvt.odd.f32.f64", "f=d", "narrow_to_odd(a)")
 micro("cvt.f64.f32", "d=f", "tod(a)", hot=True)
 micro("cvt.rn.f32.f64", "f=d", "canonical(tof(a))", hot=True)
 micro("sat.f64", "d=d", "saturate(a)")
+micro("canonical.f32", "f=f", "canonical(a)")
 micro("cvt.rz.f16.f32", "u=f", "float_to_f16_rz(a)")
 micro("cvt.rm.f16.f32", "u=f", "float_to_f16_rm(a)")
 micro("cvt.rp.f16.f32", "u=f", "float_to_f16_rp(a)")
@@ -240,6 +241,8 @@ def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
             chain.steps.clear()  # nothing but a move
         else:
             chain.then(f"cvt.{rounding if rounding in ROUNDINGS else 'rn'}.{dtype}.f32")
+    if dtype == stype == "f32":
+        chain.then("canonical.f32")
     if dtype == "f32" and flags["ftz"]:
         chain.then("ftz.f32")
     if flags["relu"]:

@@ -1,0 +1,426 @@
+"""Conversions and moves against integers and rational numbers."""
+
+from fractions import Fraction
+
+import exact
+import numpy as np
+from exact import BF16, F16, F32, FORMATS, flush, is_inf, is_nan
+from silicon import Case, check
+from values import floats, integers, ordinary_floats, random_bits, signed
+
+INTEGERS = {f"{s}{w}": (s, w) for w in (8, 16, 32, 64) for s in "us"}
+REGISTER = {8: "b16", 16: "b16", 32: "b32", 64: "b64"}
+
+
+def limits(t):
+    s, w = INTEGERS[t]
+    return (-(1 << (w - 1)), (1 << (w - 1)) - 1) if s == "s" else (0, (1 << w) - 1)
+
+
+def read(t, bits):
+    s, w = INTEGERS[t]
+    bits &= (1 << w) - 1
+    return signed(bits, w) if s == "s" else bits
+
+
+def clamp(t, x):
+    low, high = limits(t)
+    return max(low, min(high, x))
+
+
+def write(t, x):
+    """As the destination register holds it: a type narrower than its register is extended."""
+    s, w = INTEGERS[t]
+    x &= (1 << w) - 1
+    return signed(x, w) if s == "s" else x
+
+
+def test_integers_are_cut_extended_and_saturated():
+    for source in INTEGERS:
+        w = INTEGERS[source][1]
+        values = integers(max(w, 16), 1)[0]
+        cases = []
+        for target in INTEGERS:
+            result = REGISTER[INTEGERS[target][1]]
+            if source != target:
+                cases.append(Case(f"cvt.{target}.{source} {{d}}, {{a}};", result,
+                                  lambda a, t=target, s=source: write(t, read(s, a))))  # fmt: skip
+            (sl, sh), (tl, th) = limits(source), limits(target)
+            if sl < tl or sh > th:
+                cases.append(Case(f"cvt.sat.{target}.{source} {{d}}, {{a}};", result,
+                                  lambda a, t=target, s=source: write(t, clamp(t, read(s, a)))))  # fmt: skip
+        check({"a": (REGISTER[w], values)}, cases)
+
+
+def test_narrow_types_in_wide_registers():
+    (a,) = integers(32, 1)
+    (b,) = integers(64, 1)
+    n = min(len(a), len(b))
+    check({"a": ("b32", a[:n]), "b": ("b64", b[:n])}, [
+        Case("cvt.s8.s32 {d}, {a};", "b32", lambda a, b: write("s8", a)),
+        Case("cvt.u8.u32 {d}, {a};", "b32", lambda a, b: write("u8", a)),
+        Case("cvt.s16.s32 {d}, {a};", "b32", lambda a, b: write("s16", a)),
+        Case("cvt.u32.u8 {d}, {a};", "b32", lambda a, b: a & 0xFF),
+        Case("cvt.s64.s8 {d}, {a};", "b64", lambda a, b: read("s8", a)),
+        Case("cvt.s32.s64 {d}, {b};", "b64", lambda a, b: write("s32", b)),
+        Case("cvt.u64.u16 {d}, {b};", "b64", lambda a, b: b & 0xFFFF),
+    ])  # fmt: skip
+
+
+def float_inputs(t):
+    x = floats(t, 1)[0].tolist()
+    if t == "f32":
+        extra = [0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 128.0, 255.5, 32767.5, 65535.5, 2147483520.0, 2147483648.0,
+                 4294967040.0, 4294967296.0, -2147483648.0, -2147483904.0, 9.2e18, 9.3e18, 1.8e19, 1.9e19, -9.3e18]  # fmt: skip
+        x += [int(v) for v in np.array(extra, np.float32).view(np.uint32)]
+    if t == "f64":
+        extra = [0.5, 1.5, -2.5, 2147483647.5, 4294967295.5, -2147483648.5, 9223372036854775807.0, 1.8446744073709552e19,
+                 -9223372036854775808.0, 127.5, 255.5]  # fmt: skip
+        x += [int(v) for v in np.array(extra, np.float64).view(np.uint64)]
+    return x
+
+
+def to_integer(f, t, mode, bits):
+    if is_nan(f, bits):
+        return 0
+    if is_inf(f, bits):
+        return limits(t)[bits & f.sign == 0]
+    return clamp(t, exact.to_integer(f, bits, mode))
+
+
+def test_floats_become_integers_in_every_mode():
+    for source in ("f16", "bf16", "f32", "f64"):
+        f = FORMATS[source]
+        values = [x for x in float_inputs(source) if not is_nan(f, x)]
+        cases = []
+        for target in INTEGERS:
+            for mode in ("rni", "rzi", "rmi", "rpi"):
+                result = REGISTER[INTEGERS[target][1]]
+                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", result,
+                                  lambda a, f=f, t=target, m=mode: write(t, to_integer(f, t, m, a))))  # fmt: skip
+        check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
+
+
+def test_nan_becomes_the_integer_zero():
+    for source, nan in (("f32", 0x7FC00000), ("f16", 0x7E00)):
+        f = FORMATS[source]
+        check({"a": (REGISTER[f.width], [nan, nan | 1, f.sign | nan])},
+              [Case(f"cvt.rzi.{t}.{source} {{d}}, {{a}};", REGISTER[INTEGERS[t][1]], lambda a: 0) for t in ("s32", "u32", "s64")])  # fmt: skip
+
+
+def test_a_double_nan_becomes_the_integer():
+    check({"a": ("b64", [0x7FF8000000000000, 0xFFF8000000000000])}, [
+        Case("cvt.rzi.s32.f64 {d}, {a};", "b32", lambda a: 0),
+        Case("cvt.rzi.u32.f64 {d}, {a};", "b32", lambda a: 0),
+        Case("cvt.rzi.s64.f64 {d}, {a};", "b64", lambda a: 0),
+        Case("cvt.rzi.u64.f64 {d}, {a};", "b64", lambda a: 0),
+    ])  # fmt: skip
+
+
+def test_integers_become_floats_in_every_mode():
+    for source in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
+        s, w = INTEGERS[source]
+        values = integers(max(w, 16), 1)[0].tolist()
+        if w == 64:
+            values += [(1 << k) + d & (1 << 64) - 1 for k in (24, 25, 53, 54, 60, 63) for d in (-1, 1, 1 << 36, (1 << 36) + 1)]
+        cases = []
+        for target, f in FORMATS.items():
+            for mode in ("rn", "rz", "rm", "rp"):
+                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[f.width],
+                                  lambda a, f=f, s=source, m=mode: exact.rounded(f, Fraction(read(s, a)), m)))  # fmt: skip
+        check({"a": (REGISTER[w], values)}, cases, version="7.8")
+
+
+def test_floats_of_fewer_bits_in_every_mode():
+    for source, targets in (("f64", ("f32", "f16", "bf16")), ("f32", ("f16", "bf16")), ("f16", ("bf16",)), ("bf16", ("f16",))):
+        f = FORMATS[source]
+        values = float_inputs(source)
+        if source == "f64":  # around f32's and f16's limits and ties
+            values += [int(x) for x in np.array([1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50, 2.0**-149, 2.0**-150, 1e-45, 65519.999,
+                                                 65520.0, 1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-45]).view(np.uint64)]  # fmt: skip
+        cases = []
+        for target in targets:
+            modes = ("rn", "rz") if source == "f32" and target == "bf16" else ("rn", "rz", "rm", "rp")
+            for mode in modes:
+                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[FORMATS[target].width],
+                                  lambda a, f=f, g=FORMATS[target], m=mode: exact.convert(f, g, a, m)))  # fmt: skip
+        check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
+
+
+def test_floats_of_more_bits_are_exact():
+    for source, target in (("f16", "f32"), ("bf16", "f32"), ("f16", "f64"), ("bf16", "f64"), ("f32", "f64")):
+        f, g = FORMATS[source], FORMATS[target]
+        numbers = [x for x in float_inputs(source) if not is_nan(f, x)]
+        check({"a": (REGISTER[f.width], numbers)},
+              [Case(f"cvt.{target}.{source} {{d}}, {{a}};", REGISTER[g.width],
+                    lambda a, f=f, g=g: exact.convert(f, g, a))], version="7.8")  # fmt: skip
+
+
+def test_nans_of_halves_become_single_precision():
+    check({"a": ("b16", [0x7E00, 0xFE01, 0x7C01])}, [Case("cvt.f32.f16 {d}, {a};", "b32", lambda a: 0x7FFFFFFF)])
+    check({"a": ("b16", [0x7FC0, 0xFFC1, 0x7F81])}, [Case("cvt.f32.bf16 {d}, {a};", "b32", lambda a: a << 16)], version="7.8")
+
+
+def test_rounding_to_integral_values():
+    for t in ("f16", "f32", "f64"):
+        f = FORMATS[t]
+        numbers = [x for x in float_inputs(t) if not is_nan(f, x)]
+        check({"a": (REGISTER[f.width], numbers)},
+              [Case(f"cvt.{m}.{t}.{t} {{d}}, {{a}};", REGISTER[f.width], lambda a, f=f, m=m: exact.integral(f, a, m))
+               for m in ("rni", "rzi", "rmi", "rpi")])  # fmt: skip
+
+
+def saturated(f, bits):
+    one = exact.rounded(f, Fraction(1))
+    return 0 if is_nan(f, bits) or bits & f.sign else min(bits, one)
+
+
+def test_saturation_and_flushing():
+    check({"a": ("b32", float_inputs("f32"))}, [
+        Case("cvt.sat.f32.f32 {d}, {a};", "b32", lambda a: saturated(F32, a)),
+        Case("cvt.ftz.f32.f32 {d}, {a};", "b32", lambda a: F32.nan if is_nan(F32, a) else flush(F32, a)),
+        Case("cvt.rn.sat.f16.f32 {d}, {a};", "b16", lambda a: exact.convert(F32, F16, saturated(F32, a))),
+        Case("cvt.rpi.ftz.s32.f32 {d}, {a};", "b32",
+             lambda a: 0 if is_nan(F32, a) else to_integer(F32, "s32", "rpi", flush(F32, a))),
+    ])  # fmt: skip
+    numbers = [x for x in float_inputs("f32") if not is_nan(F32, x)]
+    check({"a": ("b32", numbers)}, [
+        Case("cvt.ftz.f64.f32 {d}, {a};", "b64", lambda a: exact.convert(F32, FORMATS["f64"], flush(F32, a)))])
+    check({"a": ("b64", float_inputs("f64"))}, [
+        Case("cvt.rn.ftz.f32.f64 {d}, {a};", "b32", lambda a: flush(F32, exact.convert(FORMATS["f64"], F32, a))),
+        Case("cvt.rn.sat.f32.f64 {d}, {a};", "b32", lambda a: saturated(F32, exact.convert(FORMATS["f64"], F32, a))),
+    ])  # fmt: skip
+
+
+# ---------------------------------------------------------------- packed halves, tf32
+
+
+def relu(f, bits):
+    return 0 if bits & f.sign and not is_nan(f, bits) else bits
+
+
+def finite(f, bits):
+    return bits - 1 if is_inf(f, bits) else bits
+
+
+def pair_inputs():
+    a, b = floats("f32", 2)
+    return {"a": ("b32", a), "b": ("b32", b)}
+
+
+def test_two_floats_into_packed_halves():
+    cases = []
+    for t, f in (("f16", F16), ("bf16", BF16)):
+        for m in ("rn", "rz"):
+            c = lambda x, f=f, m=m: exact.convert(F32, f, x, m)  # noqa: E731
+            cases += [
+                Case(f"cvt.{m}.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, c=c: c(a) << 16 | c(b)),
+                Case(f"cvt.{m}.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32",
+                     lambda a, b, c=c, f=f: relu(f, c(a)) << 16 | relu(f, c(b))),
+                Case(f"cvt.{m}.relu.{t}.f32 {{d}}, {{a}};", "b16", lambda a, b, c=c, f=f: relu(f, c(a))),
+            ]  # fmt: skip
+    check(pair_inputs(), cases)
+
+
+def test_finite_saturation_of_halves():
+    cases = []
+    for t, f in (("f16", F16), ("bf16", BF16)):
+        c = lambda x, f=f: finite(f, exact.convert(F32, f, x, "rn"))  # noqa: E731
+        cases += [
+            Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, c=c: c(a) << 16 | c(b)),
+            Case(f"cvt.rn.relu.satfinite.{t}.f32 {{d}}, {{a}};", "b16", lambda a, b, c=c, f=f: relu(f, c(a))),
+        ]
+    check(pair_inputs(), cases, version="8.1")
+
+
+TF32 = exact.Format(8, 10, 0x3FFFF)
+
+
+def tf32(mode):
+    return lambda a: F32.nan if is_nan(F32, a) else exact.convert(F32, TF32, a, mode) << 13
+
+
+def test_tf32():
+    (a,) = floats("f32", 1)
+    ties = [0x3F801000, 0x3F803000, 0x3F801001, 0xBF801000, 0x7F7FF000, 0x7F7FFFFF, 0x00001000]
+    check({"a": ("b32", a.tolist() + ties)}, [Case("cvt.rna.tf32.f32 {d}, {a};", "b32", tf32("rna"))])
+    check({"a": ("b32", a.tolist() + ties)}, [
+        Case("cvt.rn.tf32.f32 {d}, {a};", "b32", tf32("rn")),
+        Case("cvt.rz.tf32.f32 {d}, {a};", "b32", tf32("rz")),
+        Case("cvt.rn.relu.tf32.f32 {d}, {a};", "b32", lambda a: relu(F32, tf32("rn")(a))),
+    ])  # fmt: skip
+
+
+# ---------------------------------------------------------------- 8, 6 and 4 bits
+
+E4M3, E5M2 = exact.Format(4, 3, 0x7F), exact.Format(5, 2, 0x7F)
+SMALL = {"e2m3": (2, 3, 1, 0x1F), "e3m2": (3, 2, 3, 0x1F), "e2m1": (2, 1, 1, 7)}  # exponent, mantissa, bias, largest code
+
+
+def small_values(name):
+    """Value of every non-negative code of a format without infinities."""
+    if name == "e4m3":
+        e, m, bias, top = 4, 3, 7, 0x7E
+    elif name == "e5m2":
+        e, m, bias, top = 5, 2, 15, 0x7B
+    else:
+        e, m, bias, top = SMALL[name]
+    out = []
+    for code in range(top + 1):
+        exponent, mantissa = code >> m, code & ((1 << m) - 1)
+        significand = mantissa + ((1 << m) if exponent else 0)
+        out.append(Fraction(significand) * Fraction(2) ** (max(exponent, 1) - bias - m))
+    return out
+
+
+def to_small(name, x):
+    """Nearest code, ties to the even one; beyond the largest: the largest."""
+    values, sign = small_values(name), {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 8}.get(name, 0x20)
+    if is_nan(F32, x):
+        return 0x7F if name in ("e4m3", "e5m2") else len(values) - 1
+    s = sign if x & F32.sign else 0
+    if is_inf(F32, x):
+        return s | (len(values) - 1)
+    v = abs(exact.value(F32, x))
+    code = min(range(len(values)), key=lambda k: (abs(values[k] - v), k & 1))
+    return s | code
+
+
+def small_inputs():
+    rng = np.random.default_rng(11)
+    some = (rng.standard_normal(200) * 2.0 ** rng.integers(-12, 10, 200)).astype(np.float32)
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 7.25, 7.75, 0.0625, 0.03125, 464.0, 448.0, 480.0, 57344.0,
+                     61440.0, 28.0, 30.0, 2.0**-10, 2.0**-9, 2.0**-17, 1.5 * 2.0**-17], np.float32)  # fmt: skip
+    a = [int(v) for v in np.concatenate([some, ties, -ties]).view(np.uint32)] + floats("f32", 1)[0].tolist()
+    return {"a": ("b32", a), "b": ("b32", a[::-1])}
+
+
+def test_two_floats_into_eight_bits():
+    cases = []
+    for t in ("e4m3", "e5m2"):
+        cases += [
+            Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
+                 lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b)),
+            Case(f"cvt.rn.satfinite.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
+                 lambda a, b, t=t: to_small(t, relu(F32, a)) << 8 | to_small(t, relu(F32, b))),
+        ]  # fmt: skip
+    check(small_inputs(), cases, version="8.1")
+
+
+def test_packed_halves_into_eight_bits():
+    halves = ordinary_floats("f16", 100, 3) + random_bits(16, 100, 4)
+    wide = lambda h: exact.convert(F16, F32, h)  # noqa: E731
+    check({"a": ("b32", [x | y << 16 for x, y in zip(halves, halves[::-1])])}, [
+        Case(f"cvt.rn.satfinite.{t}x2.f16x2 {{d}}, {{a}};", "b16",
+             lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF))) for t in ("e4m3", "e5m2")
+    ], version="8.1")  # fmt: skip
+
+
+def from_small(name, code):
+    sign = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 8}.get(name, 0x20)
+    magnitude, negative = code & (sign - 1), bool(code & sign)
+    values = small_values(name)
+    if magnitude >= len(values):
+        if name == "e5m2" and magnitude == 0x7C:
+            return F16.inf | (0x8000 if negative else 0)
+        return F16.nan
+    v = values[magnitude]
+    return exact.rounded(F16, -v if negative else v, "rn", negative)
+
+
+def test_eight_bits_into_packed_halves():
+    codes = {"a": ("b16", [x | (255 - x) << 8 for x in range(256)])}
+    cases = []
+    for t in ("e4m3", "e5m2"):
+        g = lambda c, t=t: from_small(t, c)  # noqa: E731
+        cases += [
+            Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, g=g: g(a >> 8) << 16 | g(a & 255)),
+            Case(f"cvt.rn.relu.f16x2.{t}x2 {{d}}, {{a}};", "b32",
+                 lambda a, g=g: relu(F16, g(a >> 8)) << 16 | relu(F16, g(a & 255))),
+        ]  # fmt: skip
+    check(codes, cases, version="8.1")
+
+
+def test_six_and_four_bits_of_sm_100():
+    cases = []
+    for t in ("e2m3", "e3m2"):
+        cases.append(Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
+                          lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b), target="sm_100a"))  # fmt: skip
+    cases.append(Case("{{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, {a}, {b}; cvt.u16.u8 {d}, t; }}", "b16",
+                      lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b), target="sm_100a"))  # fmt: skip
+    check(small_inputs(), cases, version="8.6")
+    g = from_small
+    check({"a": ("b16", [x | (63 - x) << 8 for x in range(64)])}, [
+        Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63), target="sm_100a")
+        for t in ("e2m3", "e3m2")
+    ] + [Case("{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}", "b32",
+              lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15), target="sm_100a")], version="8.6")  # fmt: skip
+
+
+def test_exponents_of_sm_100():
+    def code(x, up):
+        if is_nan(F32, x):
+            return 0xFF
+        if is_inf(F32, x):
+            return 0xFE
+        v = abs(exact.value(F32, x))
+        k = 0
+        while k < 254 and (Fraction(2) ** (k - 127) < v if up else Fraction(2) ** (k + 1 - 127) <= v):
+            k += 1
+        return k
+
+    check(small_inputs(), [
+        Case(f"cvt.{m}.satfinite.ue8m0x2.f32 {{d}}, {{a}}, {{b}};", "b16",
+             lambda a, b, m=m: code(a, m == "rp") << 8 | code(b, m == "rp"), target="sm_100a") for m in ("rz", "rp")
+    ], version="8.6")  # fmt: skip
+    back = lambda k: 0x7FFF if k == 255 else exact.rounded(BF16, Fraction(2) ** (k - 127))  # noqa: E731
+    check({"a": ("b16", [x | (255 - x) << 8 for x in range(256)])},
+          [Case("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255), target="sm_100a")],
+          version="8.6")  # fmt: skip
+
+
+# ---------------------------------------------------------------- cvt.pack, mov
+
+
+def test_saturating_packs():
+    a, b, c = integers(32, 3)
+    cases = [Case(f"cvt.pack.sat.{t}.s32 {{d}}, {{a}}, {{b}};", "b32",
+                  lambda a, b, c, t=t: (clamp(t, signed(a, 32)) & 0xFFFF) << 16 | clamp(t, signed(b, 32)) & 0xFFFF)
+             for t in ("u16", "s16")]  # fmt: skip
+    cases += [Case(f"cvt.pack.sat.{t}.s32.b32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
+                   lambda a, b, c, t=t: c << 16 | (clamp(t, signed(a, 32)) & 0xFF) << 8 | clamp(t, signed(b, 32)) & 0xFF)
+              for t in ("u8", "s8")]  # fmt: skip
+    check({"a": ("b32", a), "b": ("b32", b), "c": ("b32", c)}, cases)
+
+
+def test_moves_pack_and_unpack():
+    a, b = integers(32, 2)
+    (q,) = integers(64, 1)
+    n = min(len(a), len(q))
+    check({"a": ("b32", a[:n]), "b": ("b32", b[:n]), "q": ("b64", q[:n])}, [
+        Case("mov.b64 {d}, {{{a}, {b}}};".replace("{{{a}, {b}}}", "{{ {a}, {b} }}"), "b64", lambda a, b, q: a | b << 32),
+        Case("{{ .reg .b32 t; mov.b64 {{ t, {d} }}, {q}; }}", "b32", lambda a, b, q: q >> 32),
+        Case("{{ .reg .b32 t; mov.b64 {{ {d}, t }}, {q}; }}", "b32", lambda a, b, q: q),
+        Case("mov.b64 {{ {d}, _ }}, {q};", "b32", lambda a, b, q: q),
+        Case("{{ .reg .b16 x, y; mov.b32 {{ x, y }}, {a}; mov.b32 {d}, {{ y, x }}; }}", "b32",
+             lambda a, b, q: a >> 16 | a << 16),
+        Case("{{ .reg .b16 w, x, y, z; mov.b64 {{ w, x, y, z }}, {q}; mov.b64 {d}, {{ z, y, x, w }}; }}", "b64",
+             lambda a, b, q: sum((q >> 16 * k & 0xFFFF) << 48 - 16 * k for k in range(4))),
+        Case("mov.u32 {d}, 0xdeadbeef;", "b32", lambda a, b, q: 0xDEADBEEF),
+        Case("mov.s64 {d}, -5;", "b64", lambda a, b, q: -5),
+        Case("mov.f32 {d}, 0f3F800000;", "b32", lambda a, b, q: 0x3F800000),
+        Case("mov.f64 {d}, 0d3FF8000000000000;", "b64", lambda a, b, q: 0x3FF8000000000000),
+        Case("mov.f32 {d}, 1.5;", "b32", lambda a, b, q: 0x3FC00000),
+        Case("mov.b16 {d}, -2;", "b16", lambda a, b, q: 0xFFFE),
+        Case("mov.u32 {d}, WARP_SZ;", "b32", lambda a, b, q: 32),
+    ])  # fmt: skip
+
+
+def test_pairs_of_128_bits():
+    (q,) = integers(64, 1)
+    check({"a": ("b64", q), "b": ("b64", q[::-1])}, [
+        Case("{{ .reg .b128 t, u; .reg .b64 x; mov.b128 t, {{ {a}, {b} }}; mov.b128 u, t; mov.b128 {{ x, {d} }}, u; }}",
+             "b64", lambda a, b: b),
+        Case("{{ .reg .b128 t; .reg .b64 x; mov.b128 t, {{ {a}, {b} }}; mov.b128 {{ {d}, x }}, t; }}", "b64",
+             lambda a, b: a),
+    ], version="8.3")  # fmt: skip
