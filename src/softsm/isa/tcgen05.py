@@ -15,7 +15,7 @@ import numpy as np
 from softsm import formats
 from softsm.engine import program as pg
 from softsm.errors import Fault
-from softsm.isa import tensor_core
+from softsm.isa import tensor_copy, tensor_core
 from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
@@ -316,7 +316,7 @@ def start(w, thread: int, ctas: list, o) -> None:
         zero_mask=0 if o.zero_mask is None else int(w.Q[o.zero_mask, thread]),
     )  # fmt: skip
     reads, footprint = regions(p, ctas)
-    isa.issue(w, thread, "tcgen05.mma", footprint, lambda: perform(p, ctas), reads=reads,
+    tensor_copy.issue(w, thread, "tcgen05.mma", footprint, lambda: perform(p, ctas), reads=reads,
               writes=tuple(("tmem", cta, *footprint.writes[0], accumulator_lanes(p)) for cta in ctas))  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def accumulator_lanes(p: Product) -> int:
     return (0xAA if p.lane == 16 else 0x55) if half else 0xFF
 
 
-def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
+def regions(p: Product, ctas: list) -> tuple[tuple, tensor_copy.Footprint]:
     """What the product touches; checks allocation and shared-memory footprints before it is started."""
     s = p.shape
     own = s.n // len(ctas)
@@ -372,6 +372,6 @@ def regions(p: Product, ctas: list) -> tuple[tuple, isa.Footprint]:
                 )
             reads.append(("shared", cta, low, high))
     accumulator = (p.lane, p.column, s.m, s.n, p.ws)
-    return tuple(reads), isa.Footprint(
+    return tuple(reads), tensor_copy.Footprint(
         "mma", accumulator, tuple(tensor_reads), ((p.column, p.column + wide),)
     )

@@ -1,35 +1,26 @@
-"""tcgen05: allocation, loads and stores of tensor memory, copies into it, commit and the waits.
+"""tcgen05: allocation, loads and stores of tensor memory, and their waits.
 
-All `tcgen05.*` instructions come through `lower` here; the matrix product itself is in isa/tcgen05.py.
-
-Loads, stores, copies, shifts and products are asynchronous and unordered, except for the pairs PTX 9.4 calls pipelined,
-within one warp: products on the same accumulator; a product that reads A after the copy or shift that made it, and a
-product, copy or shift that overwrites what an earlier product reads; st -> ld, st -> st, ld -> st.
-`issue` turns those pairs into the `after` of an operation; everything else is the program's own duty.
+All `tcgen05.*` instructions come through `lower` here; copies, shifts and commit are in isa/tensor_copy.py, the matrix
+product in isa/tcgen05.py. Loads and stores are asynchronous; within one warp st -> ld, st -> st and ld -> st keep their
+order (PTX 9.4), nothing else does. A load delivers its registers at their first use, or at wait::ld.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
-from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.errors import Fault
 from softsm.isa.mbarriers import (
-    Issuer,
-    barrier_at,
-    lanes,
     located,
     shared_address,
     shared_bytes,
     shared_operand,
 )
 from softsm.isa.registry import lowers
-from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.ptx.ast import Imm
 
@@ -120,44 +111,6 @@ def same_address(w, mask: int, row: int, what: str) -> int:
             "tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses"
         )
     return address
-
-
-class Footprint(NamedTuple):
-    """What an asynchronous tcgen05 operation does to tensor memory, as far as its order to others depends on it."""
-
-    what: str  # 'mma', 'cp', 'cp.4x256b', 'shift'
-    accumulator: tuple  # mma: address and shape
-    reads: tuple[tuple[int, int], ...]  # column ranges of A and scale factors
-    writes: tuple[tuple[int, int], ...]
-
-
-def overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> bool:
-    return any(x < v and u < y for x, y in a for u, v in b)
-
-
-def pipelined(old: Footprint, new: Footprint) -> bool:
-    """PTX 9.4: is `new` performed after `old` when one warp issues them in this order?"""
-    if new.what == "mma":
-        if old.what == "mma":
-            return old.accumulator == new.accumulator or bool(old.reads)
-        return old.what in ("shift", "cp.4x256b") or overlap(old.writes, new.reads)
-    if old.what == "mma":
-        return bool(old.reads)
-    return old.what == "shift" and new.what == "cp.4x256b"
-
-
-def issue(
-    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()
-) -> None:
-    """Start an asynchronous operation of one thread."""
-    machine = w.machine
-    pending = [entry for entry in w.__dict__.setdefault("tensor_ops", []) if not entry[0].done]
-    after = tuple(op for op, _, other in pending if pipelined(other, footprint))
-    op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
-    machine.issue(op)
-    if not op.done:
-        pending.append((op, lane, footprint))
-    w.tensor_ops = pending
 
 
 # ---- alloc, dealloc, relinquish -----------------------------------------------------------------------------------
@@ -433,132 +386,3 @@ def lower_wait_st(asm, ins, modifiers) -> None:
 def lower_fence(asm, ins, modifiers) -> None:
     """Orders tcgen05 operations against thread synchronisation; it has no effect of its own."""
     finish(asm, ins, modifiers)
-
-
-# ---- cp, shift, commit --------------------------------------------------------------------------------------------
-
-
-@form("cp")
-def lower_cp(asm, ins, modifiers) -> None:
-    group = take_group(asm, ins, modifiers)
-    shape = take(asm, ins, modifiers, *tm.COPY_SHAPES)
-    needed = {"64x128b": ("warpx2::02_13", "warpx2::01_23"), "32x128b": ("warpx4",)}.get(shape)
-    multicast = take(asm, ins, modifiers, *needed) if needed else ""
-    source = ""
-    if take(asm, ins, modifiers, "b8x16", optional=True):
-        source = take(asm, ins, modifiers, "b6x16_p32", "b4x16_p64")
-    finish(asm, ins, modifiers)
-    address, descriptor = ins.operands
-    row = asm.address_row(address, "u")
-    asm.macro(do_cp, ins, group=group, shape=shape, multicast=multicast, source=source, address=row,
-              descriptor=asm.src(descriptor, "q"))  # fmt: skip
-
-
-def do_cp(w, mask, o):
-    ctas = group_ctas(w, o.group)
-    rows, chunks = tm.COPY_SHAPES[o.shape]
-    for thread in lanes(mask):
-        address = int(w.R[o.address, thread])
-        lane, column = address >> 16, address & 0xFFFF
-        if lane and (o.shape != "4x256b" or lane >= 32):
-            raise w.fault(
-                "tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0"
-            )
-        descriptor = located(w, swizzle.decode, int(w.Q[o.descriptor, thread]), True)
-        for cta in ctas:
-            located(w, cta.tmem.check, cta, column, 4 * chunks, "tcgen05.cp")
-            located(
-                w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp"
-            )
-        low, high = swizzle.footprint(descriptor, True, rows, chunks)
-
-        def effects(lane=lane, column=column, descriptor=descriptor) -> None:
-            for cta in ctas:
-                data = swizzle.read(cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp")
-                if o.source == "b4x16_p64":
-                    data = formats.unpack_padded(data, "e2m1") << 2
-                elif o.source == "b6x16_p32":
-                    data = formats.unpack_padded(data, "e3m2")
-                tm.copy_in(cta.tmem.cells, data, o.shape, o.multicast, lane, column)
-
-        columns = ((column, column + 4 * chunks),)
-        what = "cp.4x256b" if o.shape == "4x256b" else "cp"
-        issue(w, thread, "tcgen05.cp", Footprint(what, (), (), columns), effects,
-              reads=tuple(("shared", cta, low, high) for cta in ctas),
-              writes=tuple(("tmem", cta, column, column + 4 * chunks) for cta in ctas))  # fmt: skip
-
-
-@form("shift")
-def lower_shift(asm, ins, modifiers) -> None:
-    group = take_group(asm, ins, modifiers)
-    take(asm, ins, modifiers, "down")
-    finish(asm, ins, modifiers)
-    asm.macro(do_shift, ins, group=group, address=asm.address_row(ins.operands[0], "u"))
-
-
-def do_shift(w, mask, o):
-    ctas = group_ctas(w, o.group)
-    for thread in lanes(mask):
-        address = int(w.R[o.address, thread])
-        lane, column = address >> 16, address & 0xFFFF
-        if lane % 32 or lane >= tm.LANES:
-            raise w.fault("tmem-lane", f"tcgen05.shift at lane {lane}; accepted are multiples of 32")
-        for cta in ctas:
-            located(w, cta.tmem.check, cta, column, 8, "tcgen05.shift")
-
-        def effects(lane=lane, column=column) -> None:
-            for cta in ctas:
-                tm.shift_down(cta.tmem.cells, lane, column)
-
-        regions = tuple(("tmem", cta, column, column + 8) for cta in ctas)
-        footprint = Footprint("shift", (), (), ((column, column + 8),))
-        issue(w, thread, "tcgen05.shift", footprint, effects, reads=regions, writes=regions)
-
-
-@form("commit")
-def lower_commit(asm, ins, modifiers) -> None:
-    group = take_group(asm, ins, modifiers)
-    take(asm, ins, modifiers, "mbarrier::arrive::one")
-    shared = take(asm, ins, modifiers, "shared::cluster", optional=True)
-    multicast = take(asm, ins, modifiers, "multicast::cluster", optional=True)
-    take(asm, ins, modifiers, "b64")
-    finish(asm, ins, modifiers)
-    place = shared_operand(asm, ins.operands[0], shared or None)
-    ctas = asm.src(ins.operands[1], "u") if multicast else None
-    asm.macro(do_commit, ins, group=group, address=place, ctas=ctas)
-
-
-def commit_address(w, place: tuple[int, bool], lane: int) -> int:
-    """Triton 3.6 puts a 32-bit shared address into the generic form's 64-bit register, and such kernels work on the
-    device: an address below 4 GB counts as a shared one here."""
-    row, generic = place
-    if generic and int(w.Q[row, lane]) < 1 << 32:
-        return int(w.Q[row, lane])
-    return shared_address(w, place, lane)
-
-
-def do_commit(w, mask, o):
-    """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete."""
-    group_ctas(w, o.group)
-    for thread in lanes(mask):
-        address = commit_address(w, o.address, thread)
-        addresses = [address]
-        if o.ctas is not None:  # the barrier at the same offset in each CTA of the mask
-            members = int(w.R[o.ctas, thread]) & 0xFFFF
-            if members >> len(w.cta.cluster):
-                raise w.fault("out-of-bounds", f"multicast mask {members:#x} names CTAs outside the cluster")
-            offset = address & ((1 << pg.RANK_SHIFT) - 1)
-            addresses = [
-                cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1
-            ]
-        barriers = [barrier_at(w, x) for x in addresses]
-        who = Issuer(w, "tcgen05.commit")
-
-        def effects(barriers=barriers, who=who) -> None:
-            for barrier in barriers:
-                barrier.arrive(1, who)
-
-        pending = w.__dict__.setdefault("tensor_ops", [])
-        after = tuple(op for op, lane, _ in pending if lane == thread and not op.done)
-        op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
-        w.machine.issue(op)

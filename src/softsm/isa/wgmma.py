@@ -2,8 +2,8 @@
 
 The four warps execute the instruction each on its own; the product is one. It takes shape when all four have committed
 the group it belongs to, and is performed, as an asynchronous operation, between that moment and the wait_group that
-covers it. Until then the accumulator registers keep what they held. Products of one group that continue the same
-accumulator are computed together, with a longer k.
+covers it. Until its own wait a warp may find the old values in its accumulator registers. Products of one group that
+continue the same accumulator are computed together, with a longer k.
 
 Thread t of a warp, element v of the accumulator: row t/4 + 8*((v/2)%2) of the warp's 16, column 8*(v/4) + 2*(t%4) +
 v%2.
@@ -152,13 +152,15 @@ class Warpgroup(Waitable):
 
 
 class Batch:
-    """One commit group: what each warp put into it, and the operations once all four are there."""
+    """One commit group: what each warp put into it, and the operations once all four are there: the products, and for
+    each warp (by index) those that bring the results into its registers."""
 
-    __slots__ = ("ops", "parts", "waited")
+    __slots__ = ("ops", "parts", "results", "waited")
 
     def __init__(self) -> None:
         self.parts: dict[int, list[Part]] = {}
         self.ops: list[AsyncOp] | None = None
+        self.results: dict[int, list[AsyncOp]] = {}
         self.waited = 0
 
 
@@ -198,7 +200,7 @@ def at_exit(w) -> None:
     state = w.__dict__.get("wgmma")
     if state is not None:
         for batch in state.group.batches.values():
-            for op in batch.ops or ():
+            for op in batch.results.get(w.index, ()):
                 w.machine.require(op)
 
 
@@ -243,6 +245,8 @@ def do_wait(w, mask, o):
             w.machine.require(op)
             if w.machine.checker is not None:
                 w.machine.checker.observe(w, op)
+        for op in batch.results[w.index]:
+            w.machine.require(op)
         batch.waited += 1
         if batch.waited == 4:
             del state.group.batches[number]
@@ -275,14 +279,31 @@ def start(w, group: Warpgroup, batch: Batch) -> None:
             chain = []
             chains.append(chain)
         chain.append(parts)
-    before: list[AsyncOp] = [op for b in group.batches.values() for op in b.ops or () if not op.done]
+    batch.results = {warp.index: [] for warp in group.warps}
+    earlier = [op for b in group.batches.values() for ops in b.results.values() for op in ops if not op.done]
     for chain in chains:
         if chain:
-            reads = tuple(("shared", w.cta, *span) for parts in chain for span in footprints(parts[0]))
-            line = chain[0][0].line
-            op = AsyncOp("wgmma", w, 0, line, lambda chain=chain: perform(chain), tuple(before), reads=reads)
-            before.append(w.machine.issue(op))
-            batch.ops.append(op)
+            earlier += issue(w, batch, chain, tuple(earlier))
+
+
+def issue(w, batch: Batch, chain: list[tuple[Part, ...]], earlier: tuple[AsyncOp, ...]) -> list[AsyncOp]:
+    """Start one product: an operation that multiplies, and one for each warp that writes its registers. The warps wait
+    each for their own, so under 'latest' a warp finds the old values until it waits itself."""
+    results: list = []
+    reads = tuple(("shared", w.cta, *span) for parts in chain for span in footprints(parts[0]))
+    line = chain[0][0].line
+    multiply = AsyncOp("wgmma", w, 0, line, lambda: results.extend(perform(chain)), earlier, reads=reads)
+    batch.ops.append(w.machine.issue(multiply))
+    writes = []
+    for i, part in enumerate(chain[0]):
+
+        def effects(i=i, part=part) -> None:
+            write_registers(part, results[i], 16 * i)
+
+        op = w.machine.issue(AsyncOp("wgmma result", part.warp, 0, line, effects, (multiply,)))
+        batch.results[part.warp.index].append(op)
+        writes.append(op)
+    return writes
 
 
 def continues(old: tuple[Part, ...], new: tuple[Part, ...]) -> bool:
@@ -335,8 +356,15 @@ def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
     return out.reshape(s.k * 2, 32)
 
 
-def perform(chain: list[tuple[Part, ...]]) -> None:
-    """One product, or several that accumulate into the same registers, for the four warps."""
+def write_registers(part: Part, result: np.ndarray, lane: int) -> None:
+    if part.shape.d == "f32":
+        kernels().fragments(result, 2, lane, part.warp.R, part.d_rows, 1)
+    else:
+        part.warp.R[part.d_rows] = fragments.accumulator_registers(result, part.shape.d)
+
+
+def perform(chain: list[tuple[Part, ...]]) -> list[np.ndarray]:
+    """One product, or several that accumulate into the same registers: D for each of the four warps."""
     first = chain[0][0]
     s, cta = first.shape, first.warp.cta
     blocks = [operand_a(parts, cta) for parts in chain]
@@ -360,12 +388,13 @@ def perform(chain: list[tuple[Part, ...]]) -> None:
             for i, part in enumerate(chain[0]):
                 move(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
         multiply(d, 0, plan, a, b, 1.0 if first.add else 0.0)
-        for i, part in enumerate(chain[0]):
-            move(d, 2, 16 * i, part.warp.R, part.d_rows, 1)
-        return
+        return [d] * 4
     multiply(d, 0, plan, a, b, 0.0)
     product = d.view(np.float32).reshape(s.n, 64)
+    out = []
     for i, part in enumerate(chain[0]):
         old = fragments.accumulator(part.warp.R[part.d_rows], s.d)  # uint32 [n, 16]
-        fresh = tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, first.add, 0, s.saturate)
-        part.warp.R[part.d_rows] = fragments.accumulator_registers(fresh, s.d)
+        out.append(
+            tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, first.add, 0, s.saturate)
+        )
+    return out

@@ -9,7 +9,7 @@ from launching import ORDERS, run
 from softsm.engine.launch import load
 from softsm.errors import Deadlock, Fault, Unsupported
 from softsm.isa import instruction_descriptor as idesc
-from softsm.isa.tensor_memory import Footprint, pipelined
+from softsm.isa.tensor_copy import Footprint, pipelined
 from softsm.memory import tensor_memory as tm
 
 HEAD = """.version 8.7
