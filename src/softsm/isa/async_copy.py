@@ -12,6 +12,7 @@ import numpy as np
 
 from softsm.engine.asynchrony import AsyncOp
 from softsm.errors import Fault
+from softsm.isa import copy_kernels
 from softsm.isa.mbarriers import (
     SHARED_SPACES,
     Issuer,
@@ -19,6 +20,7 @@ from softsm.isa.mbarriers import (
     lanes,
     located,
     shared_address,
+    shared_bytes,
     shared_operand,
 )
 from softsm.isa.registry import lowers
@@ -26,7 +28,6 @@ from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import Imm
 
 _HINTS = ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
-_UNIT = {4: np.uint32, 8: np.uint64, 16: np.complex128}  # 16-byte items move as complex128, bit for bit
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -200,62 +201,46 @@ def _cp_async(asm, ins, mods):
 
 
 def do_cp_async(w, mask, o):
-    on = lanes(mask)
-    size, cta = o.size, w.cta
-    dst = w.R[o.dst, on].astype(np.int64)
-    src = w.Q[o.src, on].astype(np.int64)
-    used = np.full(len(on), size, np.int64)
-    if o.used is not None:
-        used = w.R[o.used, on].astype(np.int64)
-        if (used > size).any():
-            raise w.fault("copy-size", f"cp.async: src-size {int(used.max())} is more than cp-size {size}")
-    elif o.ignore is not None:
-        ignored = int(w.P[o.ignore])
-        used[[bool(ignored >> lane & 1) for lane in on]] = 0
-    offset = dst - cta.shared_base
-    if (offset % size).any() or (src[used > 0] % size).any():
-        raise w.fault("misaligned", f"cp.async: addresses must be multiples of {size} bytes")
-    if offset.min() < 0 or offset.max() + size > len(cta.shared):
-        located(
-            w,
-            cta.check_shared,
-            int(offset.min() if offset.min() < 0 else offset.max()),
-            size,
-            "cp.async write",
-        )
-    read = used > 0
-    source = None
-    if read.any():
-        low, high = int(src[read].min()), int((src[read] + used[read]).max())
-        source = w.machine.global_memory.find(low, high - low)
-        if source is None:
-            for address, n in zip(src[read], used[read]):
-                global_view(w, int(address), int(n), "cp.async read")
-    unit = _UNIT[size]
-    shared = cta.shared[: len(cta.shared) // size * size].view(unit)
-    targets = offset // size
-    whole = bool((used == size).all())
-    if whole and source is not None and not (src - source.start).min() % size and not source.start % size:
-        cells = source.bytes[: source.size // size * size].view(unit)
-        chunks = (src - source.start) // size
+    """One operation for all lanes of the instruction. Lanes with nothing to read write zeros."""
+    kernels = copy_kernels.kernels()
+    plan = np.empty((3, 32), np.int64)
+    at = plan.ctypes.data
+    used = -1 if o.used is None else o.used
+    ignored = 0 if o.ignore is None else int(w.P[o.ignore])
+    n = kernels.plan_lanes(w.state, at, mask, o.dst, o.src, used, ignored, o.size)
+    if n < 0:
+        _explain(w, mask, o, ignored)
+    machine, move, size = w.machine, kernels.move_lanes, o.size
 
-        def effects() -> None:
-            shared[targets] = cells[chunks]
+    def effects(plan=plan) -> None:  # the default keeps the plan alive
+        move(at, n, size)
 
-    else:
-        view = w.machine.global_memory.view
-
-        def effects() -> None:
-            data = np.zeros((len(src), size), np.uint8)
-            for i, (address, n) in enumerate(zip(src, used)):
-                if n:
-                    data[i, :n] = view(int(address), int(n))
-            shared[targets] = data.view(unit)[:, 0]
-
-    reads = (("global", low, high),) if read.any() else ()
-    writes = tuple(("shared", cta, int(at), int(at) + size) for at in offset) if w.machine.checker else ()
-    op = start(w, on[0], "cp.async", effects, reads=reads, writes=writes)
+    reads = writes = ()
+    if machine.checker is not None:
+        to = plan[0, :n] - w.cta.shared.ctypes.data
+        writes = tuple(("shared", w.cta, int(x), int(x) + size) for x in to)
+        reads = tuple(("global", int(x), int(x + k)) for x, k in zip(plan[1, :n], plan[2, :n]) if k)
+    op = machine.issue(AsyncOp("cp.async", w, lanes(mask)[0], w.line(), effects, reads=reads, writes=writes))
     groups(w, "cp_async").add(mask, op)
+
+
+def _explain(w, mask: int, o, ignored: int) -> None:
+    """Some lane's copy is illegal: say which and why."""
+    for lane in lanes(mask):
+        target, source = int(w.R[o.dst, lane]), int(w.Q[o.src, lane])
+        nbytes = o.size if o.used is None else int(w.R[o.used, lane])
+        nbytes = 0 if ignored >> lane & 1 else nbytes
+        what = f"cp.async of lane {lane}"
+        if nbytes > o.size:
+            raise w.fault("copy-size", f"{what}: src-size {nbytes} is more than cp-size {o.size}")
+        if target % o.size or (nbytes and source % o.size):
+            raise w.fault("misaligned", f"{what}: addresses must be multiples of {o.size} bytes")
+        if target >> 24 != w.cta.rank:
+            raise w.fault("out-of-bounds", f"{what}: shared address {target:#x} is not in the own CTA")
+        shared_bytes(w, target, o.size, what, o.size)
+        if nbytes:
+            global_view(w, source, nbytes, what)
+    raise w.fault("internal", "cp.async: no lane's copy is illegal")
 
 
 def do_commit(w, mask, o):
@@ -273,9 +258,13 @@ def do_copy_arrive(w, mask, o):
     """cp.async.mbarrier.arrive: an arrival that happens when the lane's earlier cp.async have completed."""
     mine = groups(w, "cp_async")
     at: dict[Mbarrier, int] = {}
-    for lane in lanes(mask):
-        barrier = barrier_at(w, shared_address(w, o.at, lane))
-        at[barrier] = at.get(barrier, 0) | 1 << lane
+    row, generic = o.at
+    if not generic and (w.R[row] == w.R[row, 0]).all():
+        at[barrier_at(w, int(w.R[row, 0]))] = mask
+    else:
+        for lane in lanes(mask):
+            barrier = barrier_at(w, shared_address(w, o.at, lane))
+            at[barrier] = at.get(barrier, 0) | 1 << lane
     for barrier, those in at.items():
         count = those.bit_count()
         who = Issuer(w, "cp.async")
