@@ -250,7 +250,7 @@ class Checker:
         if old.warp is not new.warp:
             return False
         if old.footprint is not None and new.footprint is not None:
-            from softsm.isa.tensor_memory import pipelined
+            from softsm.isa.tensor_copy import pipelined
 
             return pipelined(old.footprint, new.footprint)
         return (old.kind, new.kind) in IN_ORDER
