@@ -10,13 +10,14 @@ import re
 
 from softsm.ptx.ast import Address, Call, Imm, Label, Pair, Reg, Sink, Special, Symbol, Vector
 from softsm.ptx.constants import STARTS_CONSTANT, constant, integer
-from softsm.ptx.lexer import Cursor, suggestion
+from softsm.ptx.lexer import Cursor, literal, suggestion
 from softsm.ptx.names import SPECIAL_REGISTERS, Scope
 
 WORD = re.compile(r"[A-Za-z_$%][\w$]*(?:\.\w+)?", re.ASCII)
 SIMPLE = re.compile(
     r"(?P<word>[A-Za-z_$%][\w$]*(?:\.[xyzw])?)"
     r"|(?P<integer>-?(?:0[xX][0-9a-fA-F]{1,16}|0|[1-9]\d{0,18}))"
+    r"|(?P<float>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16})"
     r"|\[\s*(?P<base>[A-Za-z_$%][\w$]*)\s*(?:(?P<sign>[+-])\s*(?P<offset>-?\d{1,10})\s*)?\]",
     re.ASCII,
 )
@@ -80,7 +81,7 @@ class Operands:
         match = SIMPLE.fullmatch(piece)
         if match is None:
             raise NotSimple
-        word, whole, base, sign, offset = match.groups()
+        word, whole, exact, base, sign, offset = match.groups()
         result: object
         if word is not None:
             result = self._named(word, scope)
@@ -89,6 +90,8 @@ class Operands:
             if value >= 1 << 64:
                 raise NotSimple
             result = Imm(value)
+        elif exact is not None:
+            result = literal(exact)
         else:
             where = self._named(base, scope)
             if not isinstance(where, (Reg, Symbol)):
