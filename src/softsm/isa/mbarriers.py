@@ -293,7 +293,7 @@ class Waiting:
 
     def __str__(self) -> str:
         which = f"phase {self.phase}" + (f" (parity {self.parity})" if self.parity is not None else "")
-        return f"{which} of {self.barrier.describe()}"
+        return f"{which} of {self.barrier.name}, which is {self.barrier.state()}"
 
 
 def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:

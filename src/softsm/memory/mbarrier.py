@@ -122,7 +122,10 @@ class Mbarrier(Waitable):
         return self.phase << _PENDING_BITS | self.pending
 
     def describe(self) -> str:
-        """One line for deadlock and fault reports: what is missing, and who came last."""
+        return f"{self.name} is {self.state()}"
+
+    def state(self) -> str:
+        """For deadlock and fault reports: what is missing, and who came last."""
         missing = []
         if self.pending:
             missing.append(f"{self.pending} of {self.expected} arrival(s)")
@@ -131,7 +134,7 @@ class Mbarrier(Waitable):
         elif self.tx < 0:
             missing.append(f"an expect_tx for {-self.tx} byte(s) already copied")
         last = [f"{event.what} {event.amount} by {event.who}" for event in self.history if event.who != ""][-3:]
-        text = f"{self.name} is in phase {self.phase}, missing {' and '.join(missing) or 'nothing'}"
+        text = f"in phase {self.phase}, missing {' and '.join(missing) or 'nothing'}"
         return text + (f"; last: {', '.join(last)}" if last else "")
 
     # -- inside ------------------------------------------------------------------------------------------------
