@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dsv4
+from dsv4.kernels import aot as launcher
 
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
@@ -86,7 +88,7 @@ class Measured:
 
     @property
     def best_peer(self) -> str | None:
-        peers = {who: us for who, us in self.microseconds.items() if who != "dsv4"}
+        peers = {who: us for who, us in self.microseconds.items() if not who.startswith("dsv4")}
         return min(peers, key=peers.__getitem__) if peers else None
 
     def as_json(self) -> dict[str, Any]:
@@ -136,23 +138,46 @@ def _flush_buffer() -> Tensor:
     return _BUFFERS[device]
 
 
+def triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
 def ceilings() -> dict[str, float]:
     """Device copy (TB/s, bytes read + written) and a bf16 matrix product (TFLOP/s) on random data."""
     x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copy = 2 * x.numel() * 2 / time_call(lambda: y.copy_(x), 10) / 1e6
+    # A kernel: a plain copy_ would become a memcpy node of the graph, which is slower.
+    copy = 2 * x.numel() * 2 / time_call(lambda: torch.neg(x, out=y), 10) / 1e6
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     c = torch.empty_like(a)
     product = 2 * 8192**3 / time_call(lambda: torch.mm(a, b, out=c), 20) / 1e6
     return {"copy_terabytes_per_second": copy, "matmul_tflops": product}
 
 
-def contenders(case: BenchCase, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def contenders(
+    case: BenchCase, q: Tensor, k: Tensor, v: Tensor, aot: Path | None = None
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """(name, call) of ours and of everything here that can compute the case."""
     plan = dsv4.plan(dsv4.fmha, batch=case.batch, q_heads=case.q_heads, kv_heads=case.kv_heads,
                      head_dim=case.head_dim, max_seqlen_q=case.queries, max_seqlen_k=case.keys)  # fmt: skip
     out = torch.empty_like(q)
     yield "dsv4", lambda: dsv4.fmha(q, k, v, causal=case.causal, plan=plan, out=out)
+    if aot is not None:
+
+        def from_files() -> Tensor:
+            launcher.launched.clear()
+            launcher.use(aot)
+            try:
+                dsv4.fmha(q, k, v, causal=case.causal, plan=plan, out=out)
+            finally:
+                launcher.use(None)
+            if len(launcher.launched) != (2 if plan.num_splits > 1 else 1):
+                raise RuntimeError(f"{aot} has not all kernels of this case")
+            return out
+
+        yield "dsv4 aot", from_files
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, tokens, D]
     grouped = case.q_heads != case.kv_heads
 
@@ -176,16 +201,14 @@ def contenders(case: BenchCase, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tup
         yield "torch bmm", products
 
 
-def measure(case: BenchCase, repeats: int = 30, only: str | None = None) -> Measured:
-    """Ours is checked against torch's fp32 result on one sequence before it is timed."""
+def measure(case: BenchCase, repeats: int = 30, aot: Path | None = None) -> Measured:
+    """Ours is checked against torch's fp32 result on one sequence before it is timed. aot: also those kernels."""
     q, k, v = case.inputs()
     result = Measured(case)
-    for name, call in contenders(case, q, k, v):
-        if only is not None and name != only:
-            continue
+    for name, call in contenders(case, q, k, v, aot):
         try:
             got = call()
-            if name == "dsv4":
+            if name.startswith("dsv4"):
                 _check(case, q, k, v, got)
             result.microseconds[name] = time_call(call, repeats)
         except (RuntimeError, torch.OutOfMemoryError) as why:

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels import aot
+from dsv4.kernels.compat import TRITON_VERSION, TensorDescriptor, gl
 from dsv4.kernels.shared.combine import clear_rest, combine
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.tiles import KINDS, NO_BOUND
@@ -32,20 +33,25 @@ class Config:
     options: dict  # further compile-time arguments of the kernel
 
 
-def config(head_dim: int, rows: int) -> Config:
-    """rows: query rows of the longest sequence. 64 or fewer get one warpgroup (decode), twice per multiprocessor."""
-    if head_dim == 512:
+def config(p: FmhaProblem) -> Config:
+    rows = p.max_seqlen_q * p.group  # of the longest sequence
+    if p.head_dim == 512:
         return Config(128, 64, 1, dict(RIGHT_REGS=232, PRODUCER_REGS=40))
-    if rows <= 64:
-        # Registers: the consumer gets 2 * maxnreg - PRODUCER_REGS; with 128, two CTAs share a multiprocessor.
-        keys, stages, maxnreg, producer = {
-            64: (128, 3, 128, 40), 128: (64, 3, 128, 40), 256: (64, 2, 168, 96)
-        }[head_dim]  # fmt: skip
-        return Config(keys, keys, 1, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=1, CONSUMER_REGS=0,
-                                          PRODUCER_REGS=producer, maxnreg=maxnreg))  # fmt: skip
-    keys, stages = {64: (128, 3), 128: (128, 2), 256: (64, 2)}[head_dim]
-    return Config(keys, keys, 2, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=2, CONSUMER_REGS=232,
-                                      PRODUCER_REGS=40))  # fmt: skip
+    if p.head_dim == 64 and rows > 64 and p.kind == "dense" and p.right < 0 and TRITON_VERSION < (3, 9):
+        # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
+        return _rows_config(64, 128, 2, 3, 160, 24)
+    if rows <= 64 or p.head_dim == 64:
+        # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
+        keys, stages, producer, maxnreg = {
+            64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)
+        }[p.head_dim]  # fmt: skip
+        return _rows_config(p.head_dim, keys, stages, 1, 0, producer, maxnreg=maxnreg)
+    return _rows_config(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
+
+
+def _rows_config(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Config:
+    return Config(keys, keys, consumers, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=consumers,
+                                              CONSUMER_REGS=regs, PRODUCER_REGS=producer, **options))  # fmt: skip
 
 
 def supports(p: FmhaProblem) -> str | None:
@@ -57,7 +63,7 @@ def supports(p: FmhaProblem) -> str | None:
 
 def forward(p: FmhaProblem) -> None:
     rows = p.max_seqlen_q * p.group
-    c = config(p.head_dim, rows)
+    c = config(p)
     row_tiles = -(-rows // (64 * c.consumers))
     splits, tiles_per_split = _splits(p, c, row_tiles)
     same_kv = _same(p.k, p.v)
@@ -88,27 +94,27 @@ def forward(p: FmhaProblem) -> None:
         part, part_lse = _scratch(p, splits, total_q * p.q_heads)
     strides_o, strides_l = _row_strides(out), _lse_strides(p, lse)
     kernel = fmha_wide if p.head_dim == 512 else fmha_rows
-    kernel[(row_tiles, p.kv_heads * splits, p.batch)](
+    arguments = [
         q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse, k, v,
         float(abs(p.softmax_scale) * LOG2E.value), want_lse, total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group,
         p.page_size if p.kind == "paged" else 1, table_stride,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
-        splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l,
-        *_row_strides(k), *_row_strides(v),
-        KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options,
-    )  # fmt: skip
+        splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
+    ]  # fmt: skip
+    grid = (row_tiles, p.kv_heads * splits, p.batch)
+    aot.launch(kernel, grid, arguments, KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options)
     if splits > 1:
         # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
         at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64
-        combine[(total_q * p.q_heads, p.head_dim // 64)](
+        arguments = [
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
-            want_lse, *strides_o, *strides_l, D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen", num_warps=4,
-        )  # fmt: skip
+            want_lse, *strides_o, *strides_l,
+        ]  # fmt: skip
+        grid = (total_q * p.q_heads, p.head_dim // 64)
+        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen", num_warps=4)
     elif p.kind == "varlen":
-        clear_rest[(p.q_heads, 4)](
-            out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:], D=p.head_dim,
-            num_warps=4,
-        )  # fmt: skip
+        arguments = [out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:]]
+        aot.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
     if out is not p.out:
         p.out.copy_(out)
 

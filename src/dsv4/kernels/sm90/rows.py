@@ -165,8 +165,8 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
 def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
-              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh, stride_vp,
-              stride_vr, stride_vh,
+              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
+              stride_vp, stride_vr, stride_vh,
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr,
               SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip

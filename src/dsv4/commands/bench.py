@@ -1,0 +1,96 @@
+"""`dsv4 bench`: speed on this GPU, beside what else can be imported, and how far from the machine's ceilings."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from . import show
+
+
+def bench(
+    match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
+    repeats: Annotated[int, typer.Option(help="timed replays per call")] = 30,
+    aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
+) -> None:
+    """Time dsv4 and its peers on this GPU: CUDA-graph replays with a cold L2, medians, random data."""
+    if not torch.cuda.is_available():
+        show.console().print("dsv4 bench needs a GPU; torch sees none here")
+        raise typer.Exit(2)
+    from dsv4 import bench as measuring
+
+    warnings.filterwarnings("ignore", module="dsv4.bench")  # torch says at length why a backend refuses
+    out = show.console()
+    ceilings = measuring.ceilings()
+    table = Table(title=f"{torch.cuda.get_device_name()}: copy {ceilings['copy_terabytes_per_second']:.2f} TB/s, "
+                        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")  # fmt: skip
+    for column in ("case", "dsv4 us", "TFLOP/s", "TB/s", "best peer", "us", "dsv4 is"):
+        table.add_column(column, justify="left" if column in ("case", "best peer") else "right")
+    results, failed = [], False
+    for case in measuring.CASES:
+        if match not in case.name:
+            continue
+        result = measuring.measure(case, repeats, aot=aot)
+        results.append(result)
+        failed |= "dsv4" not in result.microseconds
+        table.add_row(*row(result))
+        if "dsv4 aot" in result.microseconds:
+            table.add_row("  compiled ahead of time", *numbers(result, "dsv4 aot"))
+    out.print(table)
+    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": measuring.triton_version(),
+              "ceilings": {k: round(v, 3) for k, v in ceilings.items()},
+              "cases": [result.as_json() for result in results]}  # fmt: skip
+    if as_json is not None:
+        as_json.write_text(json.dumps(record, indent=1) + "\n")
+    if plot is not None:
+        draw(record, plot)
+    raise typer.Exit(1 if failed else 0)
+
+
+def numbers(result: Any, who: str) -> tuple[str, str, str]:
+    return f"{result.microseconds[who]:.1f}", f"{result.tflops(who):.0f}", f"{result.terabytes(who):.2f}"
+
+
+def row(result: Any) -> tuple[str, ...]:
+    if "dsv4" not in result.microseconds:
+        return result.case.name, result.refused.get("dsv4", "failed"), "", "", "", "", ""
+    peer = result.best_peer
+    mine = (result.case.name, *numbers(result, "dsv4"))
+    if peer is None:
+        return *mine, "-", "", ""
+    ratio = result.microseconds[peer] / result.microseconds["dsv4"]
+    return *mine, peer, f"{result.microseconds[peer]:.1f}", f"{ratio:.2f}x"
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Bars: each case's speed relative to its best peer's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = [c for c in record["cases"] if "dsv4" in c["microseconds"]]
+    names, ratios, peers = [], [], []
+    for case in cases:
+        others = {who: us for who, us in case["microseconds"].items() if not who.startswith("dsv4")}
+        peer = min(others, key=others.__getitem__)
+        names.append(case["case"])
+        peers.append(peer)
+        ratios.append(others[peer] / case["microseconds"]["dsv4"])
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1.2))
+    bars = axes.barh(names, ratios, color="#3b6ea8")
+    axes.bar_label(bars, [f"{r:.2f}x {p}" for r, p in zip(ratios, peers)], padding=4, fontsize=8)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(0, max(ratios) * 1.35)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"speed relative to the best peer, {record['device']}")
+    figure.tight_layout()
+    figure.savefig(path)
