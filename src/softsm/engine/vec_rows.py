@@ -317,3 +317,15 @@ def external_bank(symbol: str):
         return types.void(*arguments), codegen
 
     return call
+
+
+@intrinsic
+def call_lane_operation(typingctx, function, op, rd, ra, rb, rc, rx, m, S, pc):
+    """Call the native function at an address: seven uint32, the state vector and pc; it returns an int64."""
+    arguments = [types.uint32] * 7 + [types.int64] * 2
+
+    def codegen(context, b, sig, args):
+        native = ir.FunctionType(_I64, [_I32] * 7 + [_I64] * 2).as_pointer()
+        return b.call(b.inttoptr(args[0], native), args[1:])
+
+    return types.int64(types.int64, *arguments), codegen

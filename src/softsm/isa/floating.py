@@ -30,6 +30,7 @@ micro("ex2.ftz.f32", "f=f", "ex2_ftz(a)", hot=True)
 micro("ex2.f32", "f=f", "ex2(a)", hot=True)
 micro("lg2.f32", "f=f", "log2(a)", hot=True)
 micro("rcp.f32", "f=f", "rcp(a)", hot=True)
+micro("rcp.ftz.f32", "f=f", "ftz(rcp(ftz(a)))", hot=True)
 micro("rsqrt.f32", "f=f", "rsqrt(a)", hot=True)
 micro("sqrt.f32", "f=f", "canonical(vsqrt(a))", hot=True)
 micro("sin.f32", "f=f", "sine(a)")
@@ -177,6 +178,8 @@ def reciprocal_root(asm, ins):
         rows, kind = [asm.src(a, "d")], "d"
         one = asm.const(0x3FF0000000000000, "d")
     else:
+        if ins.opcode == "rcp" and ftz and mode in ("approx", "rn"):
+            return asm.emit("rcp.ftz.f32", asm.dst(d, "f"), asm.src(a, "f"))
         rows, kind = flushed(asm, [asm.src(a, "f")], ftz), "f"
         one = asm.const(0x3F800000, "f")
     directed = "" if mode in ("approx", "rn") else f".{mode}"

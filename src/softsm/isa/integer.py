@@ -9,6 +9,7 @@ import numpy as np
 
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, Modifiers, lowers_typed, operands, signed16, src16, unary
+from softsm.ptx.ast import Imm
 
 micro("mov.b32", "u=u", "a", hot=True)
 micro("mov.b64", "q=q", "a", hot=True)
@@ -59,6 +60,8 @@ micro("bfe.u32", "u=uuu", "bfe_u32(a, b, c)", hot=True)
 micro("bfe.s32", "i=iuu", "bfe_s32(a, b, c)", hot=True)
 micro("bfe.u64", "q=quu", "bfe_u64(a, b, c)")
 micro("bfe.s64", "l=luu", "bfe_s64(a, b, c)")
+micro("field.u32", "u=uuu", "(a >> b) & c", hot=True)  # bfe with literals: shift and mask
+micro("field.s32", "i=iii", "(a << b) >> c", hot=True)
 micro("bfi.b32", "u=uuuu", "bfi32(a, b, c, d)", hot=True)
 micro("bfi.b64", "q=qquu", "bfi64(a, b, c, d)")
 micro("low.bits", "u=u", "low_bits(a)")
@@ -347,6 +350,11 @@ def bfe(asm, ins):
     if t not in INTEGERS[2:]:
         asm.refuse(ins, "takes .u32, .s32, .u64 and .s64")
     d, a, b, c = operands(asm, ins, 4)
+    if isinstance(b, Imm) and isinstance(c, Imm) and width(t) == 32:
+        pos, length = int(b.value) & 255, int(c.value) & 255
+        if 1 <= length and pos + length <= 32:
+            x, y = (pos, (1 << length) - 1) if t == "u32" else (32 - pos - length, 32 - length)
+            return asm.emit(f"field.{t}", asm.dst(d, "u"), asm.src(a, "u"), asm.const(x, "u"), asm.const(y, "u"))
     asm.emit(f"bfe.{t}", asm.dst(d, KIND[t]), asm.src(a, KIND[t]), asm.src(b, "u"), asm.src(c, "u"))
 
 

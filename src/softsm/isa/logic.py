@@ -22,6 +22,13 @@ micro("shr.s32", "i=iu", "sar(a, b)", hot=True)
 micro("shl.b64", "q=qu", "shl64(a, b)", hot=True)
 micro("shr.b64", "q=qu", "shr64(a, b)", hot=True)
 micro("shr.s64", "l=lu", "sar64(a, b)", hot=True)
+# Amounts known to be below the width, as literals mostly are.
+micro("shl.in.b32", "u=uu", "a << b", hot=True)
+micro("shr.in.b32", "u=uu", "a >> b", hot=True)
+micro("shr.in.s32", "i=ii", "a >> b", hot=True)
+micro("shl.in.b64", "q=qq", "a << b", hot=True)
+micro("shr.in.b64", "q=qq", "a >> b", hot=True)
+micro("shr.in.s64", "l=ll", "a >> b")
 micro("shf.l", "u=uuu", "tou(((toq(b) << 32 | toq(a)) << toq(c & 63)) >> 32)")
 micro("shf.r", "u=uuu", "tou((toq(b) << 32 | toq(a)) >> toq(c & 63))")
 micro("prmt.b32", "u=uuu", "prmt(a, b, c)", hot=True)
@@ -75,8 +82,11 @@ def shift(asm, ins):
             return asm.emit("lo16", asm.dst(d, "u"), unary(asm, "shl.b32", "u", src16(asm, a), amount))
         return asm.emit("shr.b32", asm.dst(d, "u"), src16(asm, a), amount)
     kind = "q" if bits == "64" else "u"
-    name = f"shr.s{bits}" if t[0] == "s" else f"{ins.opcode}.b{bits}"
-    asm.emit(name, asm.dst(d, kind), asm.src(a, kind), amount)
+    name = f"s{bits}" if t[0] == "s" else f"b{bits}"
+    if isinstance(b, Imm) and 0 <= int(b.value) < int(bits):
+        inside = asm.const(int(b.value), kind)
+        return asm.emit(f"{ins.opcode}.in.{name}", asm.dst(d, kind), asm.src(a, kind), inside)
+    asm.emit(f"{ins.opcode}.{name}", asm.dst(d, kind), asm.src(a, kind), amount)
 
 
 @lowers("shf")

@@ -4,7 +4,6 @@ from silicon import Case, check
 from values import integers, signed
 
 
-
 def s(x, w):
     return signed(x, w)
 
@@ -159,6 +158,14 @@ def test_bit_fields():
             Case(f"bfe.s{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, True)),
             Case(f"bfi.b{w} {{d}}, {{a}}, {{b}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfi(a, b, p, n, w)),
         ])  # fmt: skip
+
+
+def test_bit_fields_at_literal_places():
+    places = [(0, 1), (0, 32), (7, 8), (31, 1), (16, 16), (5, 27), (5, 28), (32, 4), (3, 0), (0, 33)]
+    check(inputs(32, 1), [
+        Case(f"bfe.{t}32 {{d}}, {{a}}, {p}, {n};", "b32", lambda a, p=p, n=n, t=t: bfe(a, p, n, 32, t == "s"))
+        for p, n in places for t in "us"
+    ])  # fmt: skip
 
 
 def szext(a, b, clamp, signed_):

@@ -47,6 +47,18 @@ def test_shift_amounts_beyond_the_width_are_clamped():
         ])  # fmt: skip
 
 
+def test_shifts_by_literals():
+    for w in (16, 32, 64):
+        mask, cases = (1 << w) - 1, []
+        for n in (0, 1, 5, w - 1, w, w + 1, 64):
+            cases += [
+                Case(f"shl.b{w} {{d}}, {{a}}, {n};", f"b{w}", lambda a, n=n, m=mask: a << n & m),
+                Case(f"shr.u{w} {{d}}, {{a}}, {n};", f"b{w}", lambda a, n=n: a >> n),
+                Case(f"shr.s{w} {{d}}, {{a}}, {n};", f"b{w}", lambda a, n=n, w=w: signed(a, w) >> n),
+            ]
+        check(inputs(w, 1), cases)
+
+
 def funnel(a, b, c, side, mode):
     n = min(c, 32) if mode == "clamp" else c & 31
     both = b << 32 | a
