@@ -216,6 +216,33 @@ def test_im2col():
             y, n = -1, n + 1
 
 
+def tf32(word):
+    """10 mantissa bits, to nearest, ties away from zero; NaN and infinity as they are."""
+    return word if word >> 23 & 255 == 255 else (word + 0x1000) & 0xFFFFE000
+
+
+def flushed(word):
+    return word if word >> 23 & 255 else word & 0x80000000
+
+
+@pytest.mark.parametrize(
+    "kind, meaning",
+    [
+        (DataType.FLOAT32, lambda word: word),
+        (DataType.FLOAT32_FTZ, flushed),
+        (DataType.TFLOAT32, tf32),
+        (DataType.TFLOAT32_FTZ, lambda word: tf32(flushed(word))),
+    ],
+)
+def test_loads_that_change_values(kind, meaning):
+    edges = [0, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x3F801000, 0x3F800FFF, 0x3F803000, 0xBF801000, 0x7F7FFFFF,
+             0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x80000000, 0x3F800000]  # fmt: skip
+    array = np.array(edges + RNG.integers(0, 1 << 32, 16, dtype=np.uint32).tolist(), np.uint32).reshape(2, 16)
+    description = Map(2, kind, (16, 2), strides(array), (16, 2))
+    got = run(load_kernel(2, (0, 0), 128), [words(1024), description, array])[0][:32]
+    assert [hex(x) for x in got] == [hex(meaning(int(x))) for x in array.ravel()]
+
+
 def test_two_loads_on_one_barrier_and_a_ring_of_phases():
     """Eight tiles through two stages, full and empty barriers, producer and consumer warps; sums of all tiles."""
     array = tensor(DataType.INT32, (32, 64)).astype(np.int32)

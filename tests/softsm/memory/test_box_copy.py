@@ -5,6 +5,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from softsm.memory import box_copy
 from softsm.memory.tensor_map import DataType, Fill, Swizzle, encode_im2col, encode_tiled, from_image
@@ -135,6 +137,39 @@ def test_load_and_store_equal_the_definition(kind, dims, box, coords, options, o
             at = where[0] * size + sum(w * s for w, s in zip(where[1:], m.strides))
             expected[at : at + size] = memory[at : at + size]
     np.testing.assert_array_equal(other, expected)
+
+
+@st.composite
+def boxes(draw):
+    """A tensor map of 1 to 4 dimensions, small enough for the walk over elements, and coordinates around it."""
+    kind = draw(st.sampled_from([DataType.UINT8, DataType.UINT16, DataType.FLOAT32, DataType.UINT64]))
+    swizzle = draw(st.sampled_from(list(Swizzle)))
+    size = kind.bits // 8
+    row = draw(st.integers(1, (swizzle.span or 128) // 16)) * 16 // size
+    rank = draw(st.integers(1, 4))
+    dims = [draw(st.integers(1, 40))] + [draw(st.integers(1, 6)) for _ in range(rank - 1)]
+    box = [max(row, 1)] + [draw(st.integers(1, 4)) for _ in range(rank - 1)]
+    steps = [draw(st.integers(1, 3)) for _ in range(rank)]
+    fill = draw(st.sampled_from(list(Fill))) if kind.is_float else Fill.ZERO
+    coords = [draw(st.integers(-box[0] - 1, dims[0] + 1))] + [draw(st.integers(-3, d + 1)) for d in dims[1:]]
+    options = dict(pad=16 * draw(st.integers(0, 2)), steps=steps, swizzle=swizzle, fill=fill)
+    return kind, tuple(dims), tuple(box), tuple(coords), options, 128 * draw(st.integers(8, 24))
+
+
+@settings(max_examples=80, deadline=None)
+@given(boxes())
+def test_any_box_equals_the_definition(case):
+    kind, dims, box, coords, options, offset = case
+    m, nbytes = tensor(kind, dims, box, **options)
+    memory, view = global_memory(nbytes)
+    wanted, got = np.full(SHARED, 0xEE, np.uint8), np.full(SHARED, 0xEE, np.uint8)
+    filled = load_by_hand(m, coords, memory, wanted, offset)
+    assert box_copy.load_tile(m, coords, view, got, offset) == filled
+    np.testing.assert_array_equal(got, wanted)
+    again = memory.copy()
+    back = lambda address, n: again[address - BASE : address - BASE + n]  # noqa: E731
+    box_copy.store_tile(m, coords, back, box_copy.take_tile(m, got, offset))
+    np.testing.assert_array_equal(again, memory)
 
 
 def test_footprint_counts_the_padding_of_short_rows():
