@@ -1,6 +1,6 @@
 """FMHA forward on sm_100a: from a validated problem to launches. The kernel is in forward.py."""
 
-from dsv4.kernels.shared.launch import Tiling, forward_split, paged_reason
+from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split
 from dsv4.kernels.sm100.forward import fmha_forward
 from dsv4.problem import FmhaProblem
 
@@ -20,7 +20,7 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
     }[head_dim]  # fmt: skip
     check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
     return Tiling(rows * tiles, keys, keys, dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem,
-                                                 SOFTMAX_REGS=regs))  # fmt: skip
+                                                 SOFTMAX_REGS=regs, WARP_REGS=48 if tiles == 2 else 64))  # fmt: skip
 
 
 def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
@@ -36,7 +36,7 @@ def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_
 
 def supports(p: FmhaProblem) -> str | None:
     """None, or why this kernel cannot run the problem."""
-    return paged_reason(p)
+    return batch_reason(p)
 
 
 def forward(p: FmhaProblem, p_tmem: bool | None = None) -> None:

@@ -43,9 +43,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
-from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.tiles import PAGED, end_key, first_key, sequence, split_range
-from dsv4.kernels.sm100 import loads
+from dsv4.kernels.shared import loads, softmax
+from dsv4.kernels.shared.tiles import end_key, first_key, split_range
 
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)
@@ -60,46 +59,47 @@ def advance(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, ring, slot_ready, slot_free, landed, slot, phase, landed_phase, seq, k_start, row, keys, seen_first,
-              head, table_ptr, page_size, BN: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
-              KIND: gl.constexpr):  # fmt: skip
-    """One K or V tile: D // DS ring slots."""
+def load_tile(desc, cells, ring, slot_ready, slot_free, landed, state, where, row, BN: gl.constexpr, D: gl.constexpr,
+              SLOTS: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """One K or V tile: D // DS ring slots. state: (slot, its phase, slots filled so far, phase of ``landed``)."""
     DS: gl.constexpr = ring.shape[2]
+    slot, phase, filled, landed_phase = state
     for part in gl.static_range(D // DS):
         mbarrier.wait(slot_free.index(slot), phase ^ 1)
-        landed_phase = loads.fill(desc, ring.index(slot), slot_ready.index(slot), landed, landed_phase, seq, k_start, row,
-                                  keys, seen_first, head, part * DS, table_ptr, page_size, BN, DS, KIND)  # fmt: skip
+        if HOW == loads.CELLS:
+            loads.copy_cells(cells, ring.index(slot), where, row, part * DS, BN, DS)
+            if filled > 0:  # this slot's copies are under way while the one before is announced
+                loads.announce(slot_ready.index(gl.where(slot == 0, SLOTS, slot) - 1), 1)
+        else:
+            landed_phase = loads.fill(desc, ring.index(slot), slot_ready.index(slot), landed, landed_phase, where, row,
+                                      part * DS, BN, DS, HOW)  # fmt: skip
         slot, phase = advance(slot, phase, SLOTS)
-    return slot, phase, landed_phase
+        filled += 1
+    return slot, phase, filled, landed_phase
 
 
 @gluon.jit
-def load_role(k_desc, v_desc, ring, slot_ready, slot_free, landed, seq, head, k_start, keys, first, seen_first, tile_begin,
-              tile_end, table_ptr, page_size, BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-              KIND: gl.constexpr):  # fmt: skip
+def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first, tile_begin, tile_end,
+              BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+              HOW: gl.constexpr):  # fmt: skip
     """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 .. with one."""
-    slot = 0
-    phase = 0
-    landed_phase = 0
+    state = (0, 0, 0, 0)
     if TILES == 1:
         if tile_begin < tile_end:
-            slot, phase, landed_phase = load_tile(k_desc, ring, slot_ready, slot_free, landed, slot, phase, landed_phase,
-                                                  seq, k_start, first + tile_begin * BN, keys, seen_first, head,
-                                                  table_ptr, page_size, BN, D, SLOTS, KIND)  # fmt: skip
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, first + tile_begin * BN,
+                              BN, D, SLOTS, HOW)  # fmt: skip
     for tile in range(tile_begin, tile_end):
         row = first + tile * BN
         if TILES == 1:
             if tile + 1 < tile_end:
-                slot, phase, landed_phase = load_tile(k_desc, ring, slot_ready, slot_free, landed, slot, phase,
-                                                      landed_phase, seq, k_start, row + BN, keys, seen_first, head,
-                                                      table_ptr, page_size, BN, D, SLOTS, KIND)  # fmt: skip
+                state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row + BN, BN, D, SLOTS,
+                                  HOW)  # fmt: skip
         else:
-            slot, phase, landed_phase = load_tile(k_desc, ring, slot_ready, slot_free, landed, slot, phase, landed_phase,
-                                                  seq, k_start, row, keys, seen_first, head, table_ptr, page_size, BN, D,
-                                                  SLOTS, KIND)  # fmt: skip
-        slot, phase, landed_phase = load_tile(v_desc, ring, slot_ready, slot_free, landed, slot, phase, landed_phase, seq,
-                                              k_start, row, keys, seen_first, head, table_ptr, page_size, BN, D, SLOTS,
-                                              KIND)  # fmt: skip
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS, HOW)
+        state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS, HOW)
+    if HOW == loads.CELLS:
+        if state[2] > 0:
+            loads.announce(slot_ready.index(gl.where(state[0] == 0, SLOTS, state[0]) - 1), 0)
 
 
 @gluon.jit
@@ -239,8 +239,8 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
 
 @gluon.jit
 def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free, o_rescaled, pv_done,
-                    tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse, part_row, q_heads,
-                    D: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+                    tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse, split, part_row, q_heads,
+                    D: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr):  # fmt: skip
     """Rescales O when a maximum moved, and in the end normalises it and stores it."""
     C: gl.constexpr = 32 if D == 64 else 64  # columns at a time
     LO: gl.constexpr = o.index(0).slice(0, C).get_reg_layout()
@@ -267,54 +267,77 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
         token = row // group
         q_head = head * group + row % group
         here = row < rows
-        if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
-            factor, lse = softmax.finish(m, l, gl.full([BM], -float("inf"), gl.float32, RO))
-            part = (part_row + token.to(gl.int64)) * q_heads + q_head
+        part = (part_row + token.to(gl.int64)) * q_heads + q_head
+        target = loads.row_offsets(row, head, group, stride_ot, stride_oh)
+        sink = gl.load(sink_ptr + q_head, mask=here & (split == 0), other=-float("inf"))
+        factor, lse = softmax.finish(m, l, sink)
+        if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
             gl.store(part_lse_ptr + part, lse, mask=here)
-            target = part * D
         else:
-            factor, lse = softmax.finish(m, l, gl.load(sink_ptr + q_head, mask=here, other=-float("inf")))
             gl.store(lse_ptr + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh, lse * softmax.LN2,
                      mask=here & (want_lse != 0))  # fmt: skip
-            target = loads.row_offsets(row, head, group, stride_ot, stride_oh)
         for c in gl.static_range(D // C):
             column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
             x = gl.zeros([BM, C], gl.float32, LO)
             if n > 0:  # else nobody ever wrote O
                 x = o.index(i).slice(c * C, C).load() * factor[:, None]
-            if SPLIT:
-                gl.store(part_ptr + target[:, None] + column[None, :], x, mask=here[:, None])
+            if split != 0:
+                gl.store(part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
             else:
                 gl.store(out_ptr + target[:, None] + column[None, :], x.to(out_ptr.dtype.element_ty), mask=here[:, None])
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "left",
-    "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
-    "stride_oh", "stride_lb", "stride_lt", "stride_lh",
-])  # fmt: skip
+@gluon.jit
+def sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW: gl.constexpr):
+    """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds."""
+    q_start = 0
+    k_start = 0
+    if HOW == loads.ROWS:
+        if varlen != 0:
+            q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
+            k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
+            tokens = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q) - q_start
+            keys = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k) - k_start
+    else:
+        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
+    return q_start, tokens, k_start, keys
+
+
+# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
+@gluon.jit(
+    do_not_specialize=[
+        "want_lse", "varlen", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
+        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
+        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
+        "stride_vb", "stride_vt", "stride_vh",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
+    ],
+)  # fmt: skip
 def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-                 part_lse_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride,
-                 left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob, stride_ot,
-                 stride_oh, stride_lb, stride_lt, stride_lh,
+                 part_lse_ptr, k_ptr, v_ptr, scale, want_lse, varlen, total_q, total_k, tokens, keys, kv_heads, group,
+                 page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+                 stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh,
+                 stride_vb, stride_vt, stride_vh,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                 P_TMEM: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, SOFTMAX_REGS: gl.constexpr):  # fmt: skip
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, KIND)
+    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr,
+                                              HOW)  # fmt: skip
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < rows:
         token_last = gl.minimum((tile_row + BM * TILES - 1) // group, tokens - 1)
         first = first_key(tile_row // group, tokens, keys, left)
         end = end_key(token_last, tokens, keys, right)
-        if KIND == PAGED:
+        if HOW == loads.PAGES:
             first = first // k_desc.block_shape[1] * k_desc.block_shape[1]  # a TMA box stays within one page
         tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
         tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
         n = tile_end - tile_begin
-        seen_first = first_key(0, tokens, keys, left)
 
         DTYPE: gl.constexpr = k_desc.dtype
         DS: gl.constexpr = min(D, 256)
@@ -362,14 +385,22 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
         table_ptr += seq.to(gl.int64) * table_stride
         # Row of the partial results: split-major, then as the rows of q (token, head).
-        part_row = split.to(gl.int64) * total_q + q_start
-        if KIND != 1:
-            part_row += seq.to(gl.int64) * tokens
+        part_row = split.to(gl.int64) * total_q + gl.where(varlen != 0, q_start, seq * tokens)
+        is_split = (num_splits > 1).to(gl.int32)
+        q_heads = kv_heads * group
+        outer = gl.where(varlen != 0, 0, seq)
+        # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
+        landed_end = keys
+        if HOW == loads.ROWS:
+            landed_end = gl.where(varlen != 0, keys, 0x7FFFFFFF)
+        where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
+        k_cells = (k_ptr, total_k, stride_kb, stride_kt, stride_kh)
+        v_cells = (v_ptr, total_k, stride_vb, stride_vt, stride_vh)
         if TILES == 2:
             gl.warp_specialize([
                 (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
                                    o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
-                                   stride_lh, n, want_lse, part_row, kv_heads * group, D, BM, TILES, SPLIT)),
+                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0, tile_row,
                                 rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin,
                                 tile_end, scale, D, BM, BN, TILES, P_TMEM)),
@@ -378,19 +409,19 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                 tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n,
                             D, TILES, SLOTS, P_TMEM)),
-                (load_role, (k_desc, v_desc, ring, slot_ready, slot_free, landed, seq, head, k_start, keys, first,
-                             seen_first, tile_begin, tile_end, table_ptr, page_size, BN, D, TILES, SLOTS, KIND)),
-            ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, 48, 48])  # fmt: skip
+                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
+                             tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
+            ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
                                    o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
-                                   stride_lh, n, want_lse, part_row, kv_heads * group, D, BM, TILES, SPLIT)),
+                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0, tile_row,
                                 rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin,
                                 tile_end, scale, D, BM, BN, TILES, P_TMEM)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n,
                             D, TILES, SLOTS, P_TMEM)),
-                (load_role, (k_desc, v_desc, ring, slot_ready, slot_free, landed, seq, head, k_start, keys, first,
-                             seen_first, tile_begin, tile_end, table_ptr, page_size, BN, D, TILES, SLOTS, KIND)),
-            ], [4, 1, 1], [SOFTMAX_REGS, 64, 64])  # fmt: skip
+                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
+                             tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
+            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
