@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from softsm.report.codes import CODES, mend
+
+__all__ = ["CODES", "Diagnostic", "Party", "Report"]
+
 
 @dataclass(frozen=True)
 class Party:
@@ -30,8 +34,9 @@ class Diagnostic:
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
         lines += [f"  {name} {party}" for name, party in zip(("this  ", "other "), self.parties)]
-        if self.mend:
-            lines.append(f"  mend: {self.mend}")
+        advice = self.mend or mend(self.code)
+        if advice:
+            lines.append(f"  mend: {advice}")
         return "\n".join(lines)
 
 

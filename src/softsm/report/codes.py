@@ -1,0 +1,143 @@
+"""The codes of all findings: what each one means and how to mend it. `softsm explain CODE` prints an entry."""
+
+from __future__ import annotations
+
+# code -> (what it says, how to mend it)
+CODES: dict[str, tuple[str, str]] = {
+    # order
+    "race": (
+        "Two accesses of the same bytes, or of the same tensor-memory cells, are not ordered, and at least one writes.",
+        "Put the synchronisation of the two operations between them: an mbarrier arrive and wait, bar.sync, a group wait, "
+        "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses.",
+    ),
+    "in-flight": (
+        "The kernel ends, or frees tensor memory, while an asynchronous operation may still use it.",
+        "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before the exit or the dealloc.",
+    ),
+    "deadlock": (
+        "No warp can go on: every one waits for something that nobody is left to do.",
+        "Follow the wait-for cycle: the barrier with missing arrivals or bytes names who arrived last and what is missing.",
+    ),
+    # barriers
+    "barrier-count": (
+        "The number of arrivals a barrier expects cannot be what was meant.",
+        "The count of mbarrier.init is the number of arrivals of a phase (1 for a TMA barrier); bytes belong to expect_tx. "
+        "The thread count of bar.sync is the number of threads that take part, in whole warps.",
+    ),
+    "barrier-phase": (
+        "A phase of a barrier passed without anybody waiting for it, or a wait names a phase that is over for long.",
+        "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end.",
+    ),
+    "barrier-tx": (
+        "The bytes announced by expect_tx are not the bytes that the copies of the phase bring.",
+        "expect_tx counts the whole boxes of all copies that signal the barrier in that phase, filled elements included.",
+    ),
+    "barrier-init": (
+        "An mbarrier is used before its initialisation is visible, or initialised again while it is in use.",
+        "mbarrier.init, then fence.mbarrier_init.release.cluster or fence.proxy.async, then a barrier, then use; "
+        "mbarrier.inval before the word is used for anything else.",
+    ),
+    "barrier-inval": ("An mbarrier is invalidated while a warp waits on it.", "Invalidate it after the last wait."),
+    "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
+    "barrier-remote": (
+        "An mbarrier of another CTA is used where only the own one may be.",
+        "Peers may arrive and complete bytes; initialising and waiting is for the own CTA.",
+    ),
+    "barrier-uninitialised": (
+        "There is no mbarrier at this address.",
+        "Initialise it, and order the initialisation before the use by a barrier.",
+    ),
+    # values
+    "uninitialised": (
+        "Something is read that nobody has written.",
+        "Write it, or wait for the copy that brings it, before reading.",
+    ),
+    "nan": (
+        "A NaN enters the accumulator of a matrix product.",
+        "Replace the element by 0 where it is loaded: 0 * NaN is NaN, so masking the other operand is not enough.",
+    ),
+    "operand": (
+        "A matrix product read another element than the one it was expected to read.",
+        "Compare how the tile is written with how the descriptor reads it; `softsm explain descriptor` draws the map.",
+    ),
+    "type": (
+        "Tensor-memory cells are read as another type than they were written as.",
+        "A in tensor memory is packed: convert (cvt.rn.bf16x2.f32) before tcgen05.st, and read the columns it was stored to.",
+    ),
+    "out-of-bounds-fill": (
+        "A TMA box lies wholly outside its tensor, so it brings nothing but fill.",
+        "Bound the loop by the tensor's extent, or check the coordinates: their unit is elements, innermost first.",
+    ),
+    "out-of-bounds": (
+        "An access outside the memory that the kernel was given.",
+        "Compare the address with the allocation named in the message.",
+    ),
+    "misaligned": (
+        "An address is not a multiple of what the access needs.",
+        "Align it; for tensor memory use a shape that accepts the column (.32x32b accepts any).",
+    ),
+    # tensor memory and descriptors
+    "lane-ownership": (
+        "A warp touches tensor-memory lanes that are not its own.",
+        "Warp w may touch lanes 32*(w%4) to 32*(w%4)+31: add (w%4) << 21 to the address, or give the work to another warp.",
+    ),
+    "tmem-lane": ("A tensor-memory address starts at a lane the operation does not accept.", "Start at the lane named."),
+    "tmem-address": (
+        "The threads of a warp give different tensor-memory addresses.",
+        "Compute the address from values that are equal in all threads of the warp.",
+    ),
+    "tmem-bounds": ("Tensor memory has 512 columns.", "Check the column of the address and the width of the access."),
+    "tmem-cta-group": (
+        "All tcgen05 instructions of a kernel carry the same .cta_group, and both CTAs of a pair do the same.",
+        "Use one cta_group in the whole kernel.",
+    ),
+    "tmem-dealloc": (
+        "tcgen05.dealloc of something that tcgen05.alloc did not return.",
+        "Free the address that alloc wrote, with its number of columns.",
+    ),
+    "tmem-granularity": ("Columns are allocated as 32, 64, 128, 256 or 512.", "Round up to one of these."),
+    "tmem-leak": ("A CTA ends and still holds tensor memory.", "Add tcgen05.dealloc before the exit."),
+    "tmem-relinquished": (
+        "tcgen05.alloc after tcgen05.relinquish_alloc_permit.",
+        "Allocate first; relinquish when no allocation follows.",
+    ),
+    "tmem-unallocated": (
+        "Tensor-memory columns are used that the CTA does not hold.",
+        "Allocate them, and deallocate after the last use.",
+    ),
+    "descriptor": (
+        "A shared-memory matrix descriptor cannot be meant: fixed bits, swizzle mode or the memory it covers.",
+        "`softsm explain descriptor` shows its fields and the bytes it reads.",
+    ),
+    "idesc": ("An instruction descriptor names a shape or type the instruction does not have.", "See its fields."),
+    "scale-copies": (
+        "The scale factors differ between the four lane quarters.",
+        "tcgen05.cp.32x128b.warpx4 writes all four.",
+    ),
+    "tensor-map": ("A tensor map is unusable.", "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes."),
+    "multicast": ("The CTA mask of a multicast names CTAs that are not there.", "Use bits below the cluster size."),
+    "copy-size": ("The size of a bulk copy is not possible.", "Sizes are multiples of 16 bytes."),
+    # wgmma
+    "wgmma-registers": (
+        "Registers of a wgmma are used while it may still read or write them.",
+        "wgmma.wait_group before using the accumulator; wgmma.fence between ordinary register writes and wgmma.mma_async.",
+    ),
+    "wgmma-operands": ("The warps of a warpgroup execute different products.", "All four give the same operands."),
+    "warpgroup": ("wgmma needs four whole warps.", "Launch a multiple of 128 threads and keep all lanes alive."),
+    # control
+    "divergent": (
+        "An .aligned or .sync instruction is reached by a part of the warp only.",
+        "Move it out of the divergent branch, or elect one thread after it.",
+    ),
+    "step-budget": ("The launch used up its budget of instructions.", "Look for a loop that does not end."),
+    "trap": ("The program executed trap.", "Its own check failed; see the line."),
+    "assert": ("A device-side assertion failed.", "See the message."),
+}
+
+
+def sentence(code: str) -> str:
+    return CODES[code][0] if code in CODES else ""
+
+
+def mend(code: str) -> str:
+    return CODES[code][1] if code in CODES else ""
