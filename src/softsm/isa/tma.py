@@ -13,7 +13,7 @@ from softsm.isa.async_copy import start
 from softsm.isa.bulk_copy import COMPLETE_TX, INTEGER_OPS, destinations, store_in_two
 from softsm.isa.mbarriers import Issuer, lanes, shared_bytes, shared_operand
 from softsm.memory import box_copy
-from softsm.memory.tensor_map import ALIGNMENT, NBYTES, TensorMap, from_image
+from softsm.memory.tensor_map import ALIGNMENT, NBYTES, DataType, Swizzle, TensorMap, from_image
 from softsm.ptx.ast import Address, Vector
 
 _LOAD_MODES = ("tile", "tile::gather4", "im2col")
@@ -155,6 +155,8 @@ def do_load(w, mask, o):
     for lane in lanes(mask):
         offsets = tuple(int(x) & 0xFFFF for x in w.R[o.offsets, lane]) if o.offsets else ()
         box = box_of(w, o, lane, offsets)
+        if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
+            raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")
         cta_mask = None if o.cta_mask is None else int(w.R[o.cta_mask, lane]) & 0xFFFF
         targets = destinations(
             w, int(w.R[o.dst, lane]), box.footprint, o.barrier, lane, cta_mask, "TMA load",
@@ -180,6 +182,8 @@ def _land(memory, box: Box, targets, who) -> None:
 def do_store(w, mask, o):
     for lane in lanes(mask):
         box = box_of(w, o, lane)
+        if box.map.data_type is DataType.U4_ALIGN16B:
+            raise w.fault("tensor-map", f"{box.map.data_type.name} can be loaded, not stored")
         cta, offset = shared_bytes(
             w, int(w.R[o.src, lane]), box.footprint, "TMA store", box_copy.SHARED_ALIGNMENT
         )

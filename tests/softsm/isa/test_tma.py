@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import Map, ptx, run, wait, words
+from launching import Map, aligned, ptx, run, wait, words
 
 import softsm.engine.launch as engine
 from softsm.errors import Deadlock, Fault, Unsupported
@@ -500,6 +500,14 @@ def test_misuse_is_named():
     form = "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier::complete_tx::bytes"
     text = load_kernel(2, (0, 0, 0, 0, 0), 512, form=form, target="sm_100a", version="8.6")
     fails(text, good, "tensor-map", r"box_dim\[1\] = 1")
+
+
+def test_padded_fp4_is_not_stored():
+    array = np.zeros((4, 64), np.uint8)
+    padded = Map(2, DataType.U4_ALIGN16B, (128, 4), (64,), (128, 4))
+    form = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
+    text = store_kernel(2, (0, 0), 512, form, target="sm_100a", version="8.6")
+    fails(text, padded, "tensor-map", "not stored", aligned(array))
 
 
 def test_map_that_is_none():
