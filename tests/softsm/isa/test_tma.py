@@ -506,7 +506,7 @@ def test_padded_fp4_is_not_stored():
     array = np.zeros((4, 64), np.uint8)
     padded = Map(2, DataType.U4_ALIGN16B, (128, 4), (64,), (128, 4))
     form = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
-    text = store_kernel(2, (0, 0), 512, form, target="sm_100a", version="8.6")
+    text = store_kernel(2, (0, 0), 256, form, target="sm_100a", version="8.6")
     fails(text, padded, "tensor-map", "not stored", aligned(array))
 
 
