@@ -15,7 +15,7 @@ import numpy as np
 from softsm import formats
 from softsm.isa.mbarriers import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
-from softsm.isa.tensor_memory import finish, rows_index, take
+from softsm.isa.tensor_memory import exactly, finish, rows_index, take
 
 SPACES = ("shared", "shared::cta")
 
@@ -68,7 +68,7 @@ def lower_ldmatrix(asm, ins) -> None:
         source = take(asm, ins, modifiers, "b6x16_p32", "b4x16_p64")
     else:
         take(asm, ins, modifiers, "b8")
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(2), collective=True)
     if shape == "m16n16" and (not trans or count == 4):
         asm.refuse(ins, ".m16n16 needs .trans, and .x1 or .x2")
     if shape == "m8n16" and (trans or not source):
@@ -107,7 +107,7 @@ def lower_stmatrix(asm, ins) -> None:
     trans = bool(take(asm, ins, modifiers, "trans", optional=True))
     space = take(asm, ins, modifiers, *SPACES, optional=True)
     take(asm, ins, modifiers, "b16" if shape == "m8n8" else "b8")
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(2), collective=True)
     if shape == "m16n8" and not trans:
         asm.refuse(ins, ".m16n8 needs .trans")
     place = shared_operand(asm, ins.operands[0], space or None)
@@ -138,7 +138,7 @@ def lower_movmatrix(asm, ins) -> None:
     modifiers = list(ins.modifiers)
     for name in ("m8n8", "trans", "b16"):
         take(asm, ins, modifiers, name)
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(2), collective=True)
     asm.macro(do_movmatrix, ins, d=asm.dst(ins.operands[0], "u"), a=asm.src(ins.operands[1], "u"))
 
 

@@ -58,6 +58,8 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, "modifier .popc or .satfinite does not go with these types")
     if d != c and a != "f16":
         asm.refuse(ins, "C and D must have the same type")
+    if len(ins.operands) != 4:
+        raise asm.error(f"expected 4 operands, got {len(ins.operands)}")
     kind = "d" if a == "f64" else "u"
     operands = [asm.vector_rows(x, kind, write=i == 0) for i, x in enumerate(ins.operands)]
     counts = register_counts(m, k, d, a, c)

@@ -239,7 +239,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     ):  # reuse of operands: never changes the value
         isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
                  optional=True)  # fmt: skip
-    isa.finish(asm, ins, modifiers)
+    isa.finish(asm, ins, modifiers, range(5, 8))
     d, a, b, idesc, *rest = ins.operands
     o = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
     o["d"] = asm.address_row(d, "u")

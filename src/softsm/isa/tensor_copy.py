@@ -15,7 +15,7 @@ from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_operand
-from softsm.isa.tensor_memory import finish, form, group_ctas, take, take_group
+from softsm.isa.tensor_memory import exactly, finish, form, group_ctas, take, take_group
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 
@@ -70,7 +70,7 @@ def lower_cp(asm, ins, modifiers) -> None:
     source = ""
     if take(asm, ins, modifiers, "b8x16", optional=True):
         source = take(asm, ins, modifiers, "b6x16_p32", "b4x16_p64")
-    finish(asm, ins, modifiers)
+    finish(asm, ins, modifiers, exactly(2))
     address, descriptor = ins.operands
     row = asm.address_row(address, "u")
     asm.macro(do_cp, ins, group=group, shape=shape, multicast=multicast, source=source, address=row,
@@ -115,7 +115,7 @@ def do_cp(w, mask, o):
 def lower_shift(asm, ins, modifiers) -> None:
     group = take_group(asm, ins, modifiers)
     take(asm, ins, modifiers, "down")
-    finish(asm, ins, modifiers)
+    finish(asm, ins, modifiers, exactly(1))
     asm.macro(do_shift, ins, group=group, address=asm.address_row(ins.operands[0], "u"))
 
 
@@ -145,7 +145,7 @@ def lower_commit(asm, ins, modifiers) -> None:
     shared = take(asm, ins, modifiers, "shared::cluster", optional=True)
     multicast = take(asm, ins, modifiers, "multicast::cluster", optional=True)
     take(asm, ins, modifiers, "b64")
-    finish(asm, ins, modifiers)
+    finish(asm, ins, modifiers, exactly(2 if multicast else 1))
     place = shared_operand(asm, ins.operands[0], shared or None)
     ctas = asm.src(ins.operands[1], "u") if multicast else None
     asm.macro(do_commit, ins, group=group, address=place, ctas=ctas)

@@ -61,13 +61,19 @@ def take_group(asm, ins, modifiers: list[str]) -> int:
     return int(take(asm, ins, modifiers, "cta_group::1", "cta_group::2")[-1])
 
 
-def finish(asm, ins, modifiers: list[str], *, collective: bool = False) -> None:
-    """Every modifier must have been understood by now."""
+def finish(asm, ins, modifiers: list[str], operands: range, *, collective: bool = False) -> None:
+    """Every modifier must have been understood by now, and the number of operands be possible."""
     if collective:
         for name in ("sync", "aligned"):
             take(asm, ins, modifiers, name)
     if modifiers:
         asm.refuse(ins, f"modifier .{modifiers[0]} is not understood")
+    if len(ins.operands) not in operands:
+        raise asm.error(f"expected {' or '.join(map(str, operands))} operands, got {len(ins.operands)}")
+
+
+def exactly(count: int) -> range:
+    return range(count, count + 1)
 
 
 def settle(asm) -> None:
@@ -121,7 +127,7 @@ def lower_alloc(asm, ins, modifiers) -> None:
     group = take_group(asm, ins, modifiers)
     shared = take(asm, ins, modifiers, "shared::cta", optional=True)
     take(asm, ins, modifiers, "b32")
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(2), collective=True)
     address, columns = ins.operands
     place = shared_operand(asm, address, shared or None)
     asm.macro(do_alloc, ins, group=group, address=place, columns=asm.src(columns, "u"))
@@ -189,7 +195,7 @@ def allocate_pair(w, pair: list, columns: int) -> int | None:
 def lower_dealloc(asm, ins, modifiers) -> None:
     group = take_group(asm, ins, modifiers)
     take(asm, ins, modifiers, "b32")
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(2), collective=True)
     address, columns = ins.operands
     asm.macro(do_dealloc, ins, group=group, address=asm.src(address, "u"), columns=asm.src(columns, "u"))
 
@@ -208,7 +214,7 @@ def do_dealloc(w, mask, o):
 @form("relinquish_alloc_permit")
 def lower_relinquish(asm, ins, modifiers) -> None:
     group = take_group(asm, ins, modifiers)
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.macro(do_relinquish, ins, group=group)
 
 
@@ -225,7 +231,7 @@ def access_form(asm, ins, modifiers, packing: str) -> dict:
     repeat = int(take(asm, ins, modifiers, *(f"x{1 << i}" for i in range(8)))[1:])
     packed = bool(take(asm, ins, modifiers, packing, optional=True))
     take(asm, ins, modifiers, "b32")
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, range(2, 4), collective=True)
     registers = tm.REGISTERS[shape] * repeat
     if registers > 128:
         asm.refuse(ins, f".{shape}.x{repeat} would move {registers} registers; at most 128 exist")
@@ -239,7 +245,10 @@ def half_split(asm, ins, shape: str, extra: tuple) -> int:
         return 0
     if not isinstance(extra[0], Imm):
         asm.refuse(ins, "the half-split offset must be an immediate")
-    return int(extra[0].value)
+    value = extra[0].value
+    if not isinstance(value, int) or not 0 <= value < 1 << 23:
+        raise asm.error(f"half-split offset {value} is not a tensor-memory distance")
+    return value
 
 
 @form("ld")
@@ -305,6 +314,7 @@ def check_access(w, o, lane: int, column: int, what: str) -> int:
     tmem.check(w.cta, column, width, what)
     if o.shape == "16x32bx2":
         tmem.check(w.cta, column + (o.split & 0xFFFF), width, what)
+        tm.check_lanes(w.index, lane + (o.split >> 16), o.shape, f"{what} (second half)")
     return width
 
 
@@ -370,14 +380,14 @@ def do_wait_st(w, mask, o):
 
 @form("wait::ld")
 def lower_wait_ld(asm, ins, modifiers) -> None:
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.tmem_pending.clear()
     asm.macro(do_wait_ld, ins)
 
 
 @form("wait::st")
 def lower_wait_st(asm, ins, modifiers) -> None:
-    finish(asm, ins, modifiers, collective=True)
+    finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.macro(do_wait_st, ins)
 
 
@@ -385,4 +395,4 @@ def lower_wait_st(asm, ins, modifiers) -> None:
 @form("fence::after_thread_sync")
 def lower_fence(asm, ins, modifiers) -> None:
     """Orders tcgen05 operations against thread synchronisation; it has no effect of its own."""
-    finish(asm, ins, modifiers)
+    finish(asm, ins, modifiers, exactly(0))

@@ -23,7 +23,7 @@ from softsm.isa import fragments, tensor_core
 from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import kernels
-from softsm.isa.tensor_memory import finish, take
+from softsm.isa.tensor_memory import exactly, finish, take
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Vector
@@ -66,19 +66,17 @@ class Part(NamedTuple):
 def lower(asm, ins) -> None:
     if asm.module.target != "sm_90a":
         asm.refuse(ins, f"wgmma needs .target sm_90a, the module says {asm.module.target}")
-    name, *modifiers = ins.modifiers
-    if name == "fence":
-        finish(
-            asm, ins, modifiers, collective=True
-        )  # orders register accesses; registers are never touched early here
+    name, *modifiers = ins.modifiers or ("",)
+    if name == "fence":  # orders register accesses; registers are never touched early here
+        finish(asm, ins, modifiers, exactly(0), collective=True)
     elif name == "commit_group":
-        finish(asm, ins, modifiers, collective=True)
+        finish(asm, ins, modifiers, exactly(0), collective=True)
         asm.macro(do_commit, ins)
     elif name == "wait_group":
-        finish(asm, ins, modifiers, collective=True)
-        if not isinstance(ins.operands[0], Imm):
-            raise asm.error("wgmma.wait_group takes an immediate")
-        asm.macro(do_wait, ins, keep=int(ins.operands[0].value))
+        finish(asm, ins, modifiers, exactly(1), collective=True)
+        if not isinstance(ins.operands[0], Imm) or not isinstance(ins.operands[0].value, int):
+            raise asm.error("wgmma.wait_group takes an integer")
+        asm.macro(do_wait, ins, keep=max(ins.operands[0].value, 0))
     elif name == "mma_async":
         lower_mma(asm, ins, modifiers)
     else:
@@ -88,8 +86,10 @@ def lower(asm, ins) -> None:
 def lower_mma(asm, ins, modifiers) -> None:
     if "sp" in modifiers:
         asm.refuse(ins, "sparse products are not implemented")
-    if modifiers[:2] != ["sync", "aligned"]:
-        asm.refuse(ins, "expected .sync.aligned")
+    if modifiers[:2] != ["sync", "aligned"] or len(modifiers) < 6:
+        asm.refuse(ins, "expected .sync.aligned.m64nNkK and the types of D, A and B")
+    if len(ins.operands) < 4:
+        raise asm.error(f"expected at least 4 operands, got {len(ins.operands)}")
     shape = re.fullmatch(r"m64n(\d+)k(\d+)", modifiers[2])
     rest = modifiers[3:]
     saturate = bool(take(asm, ins, rest, "satfinite", optional=True))
