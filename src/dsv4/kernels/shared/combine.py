@@ -8,22 +8,37 @@ from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
+@gluon.jit
+def start_next_kernel():
+    """The next kernel in the stream may start now; wait_for_previous_kernel there waits for what this one writes."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)],
+                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def wait_for_previous_kernel():
+    """0, once all that the previous kernel wrote can be read. Addresses must depend on it, or loads may move up."""
+    return gl.inline_asm_elementwise("griddepcontrol.wait; and.b32 $0, $1, 0;", "=r,r", [gl.program_id(0)],
+                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=[
     "num_splits", "total_rows", "tokens", "q_heads", "last_sequence", "want_lse", "stride_ob", "stride_ot", "stride_oh",
     "stride_lb", "stride_lt", "stride_lh",
 ])  # fmt: skip
 def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
             last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, PDL: gl.constexpr = False):  # fmt: skip
     """One program: one row (token, head) and 64 of its columns. part: [num_splits, total_rows, D].
 
     SPLITS are added at a time, in an order that depends on SPLITS alone.
     """
-    COLUMNS: gl.constexpr = 64
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
-    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    if PDL:
+        row += wait_for_previous_kernel()
+    column = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
     token = row // q_heads
     head = row - token * q_heads
     belongs = True
@@ -31,25 +46,27 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         belongs = token < gl.load(cu_q_ptr + last_sequence)  # rows past the last sequence have no partial results
 
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
+    weights = gl.zeros([SPLITS], gl.float32, R)
+    acc = gl.zeros([SPLITS, 64], gl.float32, L)
     for start in range(0, num_splits, SPLITS):
         split = start + gl.arange(0, SPLITS, layout=R)
-        lse = gl.load(part_lse_ptr + split.to(gl.int64) * total_rows + row, mask=(split < num_splits) & belongs,
-                      other=-float("inf"))  # fmt: skip
-        m = gl.maximum(m, lse)
+        there = (split < num_splits) & belongs
+        part = split.to(gl.int64) * total_rows + row
+        lse = gl.load(part_lse_ptr + part, mask=there, other=-float("inf"))
+        # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+        o = gl.load(part_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0)
+        o = gl.where((lse == -float("inf"))[:, None], 0.0, o)
+        m_new = gl.maximum(m, lse)
+        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        before, weight = gl.exp2(m - safe), gl.exp2(lse - safe)
+        weights = weights * before + weight
+        acc = acc * before[:, None] + o * weight[:, None]
+        m = m_new
     top = gl.max(m, 0)
     safe = gl.where(top == -float("inf"), 0.0, top)
-
-    acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
-    weights = gl.zeros([SPLITS], gl.float32, R)
-    for start in range(0, num_splits, SPLITS):
-        split = start + gl.arange(0, SPLITS, layout=R)
-        part = split.to(gl.int64) * total_rows + row
-        lse = gl.load(part_lse_ptr + part, mask=(split < num_splits) & belongs, other=-float("inf"))
-        weight = gl.exp2(lse - safe)
-        weights += weight
-        # Where the weight is 0 nothing may have been written.
-        o = gl.load(part_ptr + part[:, None] * D + column[None, :], mask=(weight > 0.0)[:, None], other=0.0)
-        acc += o * weight[:, None]
+    scale = gl.exp2(m - safe)
+    weights = weights * scale
+    acc = acc * scale[:, None]
     total = gl.sum(weights, 0)
     sink = gl.load(sink_ptr + head)
     with_sink = total + gl.exp2(sink * LOG2E - safe)
