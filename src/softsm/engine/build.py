@@ -108,7 +108,7 @@ def bank_sources(first: int) -> list[str]:
         part = cold[k : k + BANK]
         lines = [_HEADER.format(what=f"Micro-operations {part[0][0]} to {part[-1][0]}."),
                  f'@cfunc("{BANK_SIGNATURE}", cache=True, error_model="numpy")',
-                 f"def bank{k // BANK}(op, rd, ra, rb, rc, rx, m, R, Q, P):"]  # fmt: skip
+                 f"def bank{k // BANK}(op, rd, ra, rb, rc, rx, m, R, Q, P):"]
         for i, (n, m) in enumerate(part):
             lines.append(f"    {'if' if i == 0 else 'elif'} op == {n}: {statement(m)}  # {m.name}")
         sources.append("\n".join(lines) + "\n")

@@ -212,15 +212,16 @@ def dispatch():
     names = {f"bank{k}": getattr(b, f"bank{k}") for k, b in enumerate(banks)}
     names |= {n: getattr(lanes, n) for n in ("sget", "load32")}
     bank_text = "".join(f"# {b.__name__}\n" for b in banks)  # a changed bank changes the name of this file
-    return build.load("interpreter", dispatch_source() + bank_text, (_HERE / "lanes.py", _HERE / "program.py"), **names).run
+    depends = (_HERE / "lanes.py", _HERE / "program.py")
+    return build.load("interpreter", dispatch_source() + bank_text, depends, **names).run
 
 
 @functools.cache
 def lane_operation(checking: bool):
     """The compiled function for memory and exchange between lanes."""
     lanes = lanes_module()
-    names = {n: getattr(lanes, n) for n in ("load", "store", "atomic", "missing", "shuffle", "reduce", "first_lane", "rget",
-                                            "rput", "sget", "load32", "store32")}  # fmt: skip
+    used = "load store atomic missing shuffle reduce first_lane rget rput sget load32 store32"
+    names = {n: getattr(lanes, n) for n in used.split()}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:
         names |= {"note": checking_module().note, "quiet": checking_module().quiet, "locate": lanes.locate}

@@ -34,7 +34,7 @@ from softsm.engine.vec_ops import (
     vcopysign,
     vrint,
     vsqrt,
-)  # fmt: skip
+)
 from softsm.engine.vec_types import loaded, sel, spread
 
 # Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.

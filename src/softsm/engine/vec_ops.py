@@ -28,7 +28,7 @@ from softsm.engine.vec_types import (
     _splat,
     _suffix,
     _table,
-)  # fmt: skip
+)
 
 # ---------------------------------------------------------------- arithmetic LLVM has as intrinsics
 

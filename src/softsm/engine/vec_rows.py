@@ -35,7 +35,7 @@ from softsm.engine.vec_types import (
     _select,
     _suffix,
     _to_i32,
-)  # fmt: skip
+)
 
 # ---------------------------------------------------------------- register rows
 
@@ -165,7 +165,7 @@ def permute(typingctx, x, index):
         source, out = cgutils.alloca_once(b, bits), cgutils.alloca_once(b, bits)
         b.store(b.bitcast(args[0], bits), source, align=8)
         fn = _function(b, f"softsm_permute_{_suffix(bits)}", ir.VoidType(),
-                       [bits.element.as_pointer(), bits.as_pointer(), _U_IR], body)  # fmt: skip
+                       [bits.element.as_pointer(), bits.as_pointer(), _U_IR], body)
         b.call(fn, [b.bitcast(source, bits.element.as_pointer()), out, args[1]])
         return b.bitcast(b.load(out, align=8), x.ir)
 
@@ -238,9 +238,9 @@ def _make_gather(width: int):
             where, out = cgutils.alloca_once(b, _Q_IR), cgutils.alloca_once(b, result.ir)
             b.store(args[0], where, align=8)
             fn = _function(b, f"softsm_gather{width}", ir.VoidType(),
-                           [_I64.as_pointer(), _I32, result.scalar_ir.as_pointer()], body)  # fmt: skip
+                           [_I64.as_pointer(), _I32, result.scalar_ir.as_pointer()], body)
             b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
-                        b.bitcast(out, result.scalar_ir.as_pointer())])  # fmt: skip
+                        b.bitcast(out, result.scalar_ir.as_pointer())])
             return b.load(out, align=8)
 
         return result(Q, types.uint32), codegen
@@ -279,9 +279,9 @@ def _make_scatter(width: int):
             b.store(args[0], where, align=8)
             b.store(b.bitcast(args[2], bits.ir), source, align=8)
             fn = _function(b, f"softsm_scatter{width}", ir.VoidType(),
-                           [_I64.as_pointer(), _I32, bits.scalar_ir.as_pointer()], body)  # fmt: skip
+                           [_I64.as_pointer(), _I32, bits.scalar_ir.as_pointer()], body)
             b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
-                        b.bitcast(source, bits.scalar_ir.as_pointer())])  # fmt: skip
+                        b.bitcast(source, bits.scalar_ir.as_pointer())])
             return context.get_dummy_value()
 
         return types.void(Q, types.uint32, v), codegen

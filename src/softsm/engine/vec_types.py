@@ -255,7 +255,7 @@ def _comparison(op, sign):
 
 
 for _op, _sign in ((operator.lt, "<"), (operator.le, "<="), (operator.gt, ">"), (operator.ge, ">="),
-                   (operator.eq, "=="), (operator.ne, "!=")):  # fmt: skip
+                   (operator.eq, "=="), (operator.ne, "!=")):
     _comparison(_op, _sign)
 
 

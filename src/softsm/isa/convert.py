@@ -63,7 +63,6 @@ micro("rs.bf16", "u=fu", "sel(a == a, (asU(a) + b) >> 16, 0x7fff)")  # carry of 
 
 INTEGERS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
 FLOATS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
-KIND = {"cvt.u64.u32": "q", "cvt.s64.s32": "l"}
 
 
 class Chain:
@@ -224,7 +223,8 @@ def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
         asm.refuse(ins, "a conversion to fewer bits needs .rn, .rz, .rm or .rp")
     if not narrows and rounding in ROUNDINGS and dtype == stype:
         asm.refuse(ins, f".{rounding} has no meaning for the same type")
-    if (flags["relu"] or flags["satfinite"]) and not (stype == "f32" and FLOATS[dtype] == 16 and rounding in ("rn", "rz")):
+    from_single = stype == "f32" and FLOATS[dtype] == 16 and rounding in ("rn", "rz")
+    if (flags["relu"] or flags["satfinite"]) and not from_single:
         asm.refuse(ins, ".relu and .satfinite convert .f32 by .rn or .rz")
     if integral:
         chain.then(f"{rounding}.{'f64' if stype == 'f64' else 'f32'}")

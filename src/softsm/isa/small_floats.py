@@ -33,8 +33,8 @@ def convert_small(asm, ins, dtype: str, stype: str, rounding: str | None, flags:
 def to_small(asm, ins, dtype, stype, rounding, flags):
     unsigned = dtype == "ue8m0x2"
     packed_source = "bf16x2" if unsigned else "f16x2"
-    accepted = ("f32", "bf16x2") if unsigned else ("f32", "f16x2") if SMALL[dtype] == 8 and dtype[:2] in ("e4", "e5") else ("f32",)
-    if stype not in accepted:
+    takes_packed = unsigned or dtype in ("e4m3x2", "e5m2x2")
+    if stype != "f32" and not (takes_packed and stype == packed_source):
         asm.refuse(ins, f"no conversion from .{stype} to .{dtype}")
     if unsigned and rounding not in ("rz", "rp") or not unsigned and rounding != "rn":
         asm.refuse(ins, f".{dtype} is rounded by {'.rz or .rp' if unsigned else '.rn'}")

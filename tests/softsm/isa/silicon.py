@@ -47,7 +47,8 @@ class Case:
 class Record:
     device: str = ""
     results: int = 0
-    worst: dict[str, float] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)  # approximate: largest deviation, 1 = all that is allowed
+    refused: dict[str, str] = field(default_factory=dict)  # instructions the driver does not take
     disagreements: list[dict] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -62,23 +63,24 @@ def kernel(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], ver
     params = ", ".join(f".param .u64 p_{name}" for name in [*inputs, "out"])
     lines = ["mov.u32 %tid, %tid.x;", "mov.u32 %cta, %ctaid.x;", "mov.u32 %size, %ntid.x;",
              "mad.lo.u32 %tid, %cta, %size, %tid;", "ld.param.u64 %out, [p_out];",
-             "mul.wide.u32 %at, %tid, 8;", "add.u64 %out, %out, %at;"]  # fmt: skip
+             "mul.wide.u32 %at, %tid, 8;", "add.u64 %out, %out, %at;"]
     declared = []
     for name, (kind, _) in inputs.items():
         declared.append(f".reg .{kind} %{name};")
         lines += [f"ld.param.u64 %at, [p_{name}];", f"mul.wide.u32 %off, %tid, {SIZES[kind]};",
-                  "add.u64 %at, %at, %off;", f"ld.global.{kind} %{name}, [%at];"]  # fmt: skip
+                  "add.u64 %at, %at, %off;", f"ld.global.{kind} %{name}, [%at];"]
     for k, case in enumerate(cases):
         text = case.text.format(d="%d", **{name: f"%{name}" for name in inputs})
         if case.result == "pred":
-            body = f"{{ .reg .pred %d; .reg .b32 %s; {text} selp.b32 %s, 1, 0, %d; st.global.b32 [%out+{8 * n * k}], %s; }}"
+            text += " selp.b32 %s, 1, 0, %d;"
+            body = f"{{ .reg .pred %d; .reg .b32 %s; {text} st.global.b32 [%out+{8 * n * k}], %s; }}"
         else:
             body = f"{{ .reg .{case.result} %d; {text} st.global.{case.result} [%out+{8 * n * k}], %d; }}"
         lines.append(body)
     target = max((c.target for c in cases), key=lambda t: int("".join(filter(str.isdigit, t))))
     return "\n".join([f".version {version}", f".target {target}", ".address_size 64",
                       f".visible .entry k({params})", "{",
-                      ".reg .b32 %tid, %cta, %size; .reg .b64 %out, %at, %off;", *declared, *lines, "ret;", "}", ""])  # fmt: skip
+                      ".reg .b32 %tid, %cta, %size; .reg .b64 %out, %at, %off;", *declared, *lines, "ret;", "}", ""])
 
 
 def rename_tid(text: str) -> str:
@@ -89,7 +91,7 @@ def rename_tid(text: str) -> str:
 
 
 def run_ptx(ptx: str, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], *, grid: int = 1, block: int = 32,
-            shared: int = 0) -> dict[str, list[np.ndarray]]:  # fmt: skip
+            shared: int = 0) -> dict[str, list[np.ndarray]]:
     """Run kernel `k(inputs..., outputs...)`; returns {'softsm': outputs, 'device': outputs} of the engines present."""
     results = {}
     if have_softsm():
@@ -102,7 +104,6 @@ def run_ptx(ptx: str, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray
     device = cuda()
     if device is not None and device.accepts(ptx):
         results["device"] = device.run(ptx, inputs, outputs, grid, block, shared)
-    assert results, "neither softsm nor a CUDA device can run this"
     return results
 
 
@@ -114,7 +115,16 @@ def check(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], *, v
     arrays = {k: (t, np.resize(np.array(x, np.uint64).astype(DTYPES[t]), padded)) for k, (t, x) in inputs.items()}
     ptx = rename_tid(kernel(arrays, cases, version))
     out = np.zeros((len(cases), padded), np.uint64)
-    results = run_ptx(ptx, [x for _, x in arrays.values()], [out], grid=padded // block, block=block)
+    launch = {"grid": padded // block, "block": block}
+    try:
+        results = run_ptx(ptx, [x for _, x in arrays.values()], [out], **launch)
+    except Refused as error:
+        if len(cases) > 1:  # find out which instruction it is
+            for case in cases:
+                check(inputs, [case], version=version)
+            return
+        RECORD.refused[cases[0].text] = str(error)
+        raise AssertionError(f"device: {cases[0].text} refused: {error}") from None
     columns = [[int(v) for v in x[:n]] for _, x in arrays.values()]
     failures = []
     for k, case in enumerate(cases):
@@ -149,7 +159,7 @@ def compare(case: Case, engine: str, got: list[int], want: list[int], rows: list
         return []
     row, g, w = wrong[0]
     text = (f"{engine}: {case.text} of {', '.join(hex(x) for x in row)} gave {g:#x}, expected {w:#x} "
-            f"({len(wrong)} of {len(rows)} differ)")  # fmt: skip
+            f"({len(wrong)} of {len(rows)} differ)")
     if engine == "device":
         examples = [{"inputs": [hex(x) for x in r], "device": hex(a), "expected": hex(b)} for r, a, b in wrong[:12]]
         RECORD.disagreements.append({"instruction": case.text, "differ": len(wrong), "examples": examples})
@@ -162,6 +172,10 @@ def have_softsm() -> bool:
 
 
 # ---------------------------------------------------------------- the CUDA driver, by ctypes
+
+
+class Refused(Exception):
+    """The driver does not take the PTX."""
 
 
 class Device:
@@ -205,7 +219,7 @@ class Device:
         try:
             self.call("cuModuleLoadDataEx", ctypes.byref(module), text, 2, options, values)
         except RuntimeError as error:
-            raise RuntimeError(f"{error}\n{log.value.decode()}") from None
+            raise Refused(f"{error}: {log.value.decode(errors='replace').strip()}") from None
         self.call("cuModuleGetFunction", ctypes.byref(function), module, b"k")
         return function
 

@@ -7,7 +7,7 @@ from exact import BF16, F16, F32, F64, flush, is_inf, is_nan, value
 from silicon import Case, check
 from values import floats, integers, signed
 
-ORDER = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+ORDER = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 UNSIGNED = {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 
 
@@ -18,7 +18,7 @@ def test_integer_comparisons():
         for name, f in ORDER.items():
             cases.append(Case(f"setp.{name}.u{w} {{d}}, {{a}}, {{b}};", "pred", f))
             cases.append(Case(f"setp.{name}.s{w} {{d}}, {{a}}, {{b}};", "pred",
-                              lambda a, b, f=f, w=w: f(signed(a, w), signed(b, w))))  # fmt: skip
+                              lambda a, b, f=f, w=w: f(signed(a, w), signed(b, w))))
         cases += [Case(f"setp.{name}.u{w} {{d}}, {{a}}, {{b}};", "pred", f) for name, f in UNSIGNED.items()]
         cases += [Case(f"setp.{name}.b{w} {{d}}, {{a}}, {{b}};", "pred", ORDER[name]) for name in ("eq", "ne")]
         check({"a": (f"b{w}", a), "b": (f"b{w}", b)}, cases)
@@ -53,14 +53,14 @@ def test_float_comparisons():
         a, b = floats(t, 2, more=[0x7FF8000000000000] if t == "f64" else None)
         kind = "b64" if t == "f64" else "b32"
         check({"a": (kind, a), "b": (kind, b)},
-              [Case(f"setp.{n}.{t} {{d}}, {{a}}, {{b}};", "pred", float_comparison(f, n)) for n in NAMES])  # fmt: skip
+              [Case(f"setp.{n}.{t} {{d}}, {{a}}, {{b}};", "pred", float_comparison(f, n)) for n in NAMES])
 
 
 def test_comparisons_with_flushed_operands():
     a, b = floats("f32", 2)
     check({"a": ("b32", a), "b": ("b32", b)},
           [Case(f"setp.{n}.ftz.f32 {{d}}, {{a}}, {{b}};", "pred", float_comparison(F32, n, True))
-           for n in ("eq", "lt", "geu", "ne")])  # fmt: skip
+           for n in ("eq", "lt", "geu", "ne")])
 
 
 def test_half_comparisons():
@@ -79,7 +79,7 @@ def test_packed_halves_give_two_predicates():
         Case("{{ .reg .pred q; setp.lt.f16x2 {d}|q, {a}, {b}; }}", "pred", low("lt")),
         Case("{{ .reg .pred p; setp.lt.f16x2 p|{d}, {a}, {b}; }}", "pred", high("lt")),
         Case("{{ .reg .pred p; setp.neu.f16x2 p|{d}, {a}, {b}; }}", "pred", high("neu")),
-    ])  # fmt: skip
+    ])
 
 
 def test_combination_with_a_predicate_and_the_second_destination():
@@ -94,7 +94,7 @@ def test_combination_with_a_predicate_and_the_second_destination():
         Case(start + "setp.lt.and.s32 p|{d}, {a}, {b}, q; }}", "pred", lambda a, b: not less(a, b) and odd(a)),
         Case(start + "setp.lt.or.s32 {d}|p, {a}, {b}, q; }}", "pred", lambda a, b: less(a, b) or odd(a)),
         Case(start + "setp.lt.s32 p|{d}, {a}, {b}; }}", "pred", lambda a, b: not less(a, b)),
-    ])  # fmt: skip
+    ])
 
 
 def test_set_writes_a_number():
@@ -108,25 +108,25 @@ def test_set_writes_a_number():
         Case("set.hi.u32.u32 {d}, {a}, {b};", "b32", lambda a, b: 0xFFFFFFFF * (a > b)),
         Case("{{ .reg .pred q; setp.ne.u32 q, {b}, 0; set.lt.and.u32.u32 {d}, {a}, {b}, q; }}", "b32",
              lambda a, b: 0xFFFFFFFF * (a < b and b != 0)),
-    ])  # fmt: skip
+    ])
     a, b = floats("f16", 2)
     half = float_comparison(F16, "ge")
     check({"a": ("b16", a), "b": ("b16", b)}, [
         Case("set.ge.f16.f16 {d}, {a}, {b};", "b16", lambda a, b: 0x3C00 * half(a, b)),
         Case("set.ge.u16.f16 {d}, {a}, {b};", "b16", lambda a, b: 0xFFFF * half(a, b)),
         Case("set.ge.u32.f16 {d}, {a}, {b};", "b32", lambda a, b: 0xFFFFFFFF * half(a, b)),
-    ])  # fmt: skip
+    ])
 
 
 def test_set_of_packed_halves():
     a, b = floats("bf16", 2)
     pack = lambda x: x.astype(np.uint64) | np.roll(x, 3).astype(np.uint64) << np.uint64(16)  # noqa: E731
     f = float_comparison(BF16, "le")
-    parts = lambda a, b: (f(a & 0xFFFF, b & 0xFFFF), f(a >> 16, b >> 16))  # noqa: E731
+    both = lambda one: lambda a, b: one * f(a & 0xFFFF, b & 0xFFFF) | one * f(a >> 16, b >> 16) << 16  # noqa: E731
     check({"a": ("b32", pack(a)), "b": ("b32", pack(b))}, [
-        Case("set.le.bf16x2.bf16x2 {d}, {a}, {b};", "b32", lambda a, b: sum(0x3F80 * p << 16 * i for i, p in enumerate(parts(a, b)))),
-        Case("set.le.u32.bf16x2 {d}, {a}, {b};", "b32", lambda a, b: sum(0xFFFF * p << 16 * i for i, p in enumerate(parts(a, b)))),
-    ], version="7.8")  # fmt: skip
+        Case("set.le.bf16x2.bf16x2 {d}, {a}, {b};", "b32", both(0x3F80)),
+        Case("set.le.u32.bf16x2 {d}, {a}, {b};", "b32", both(0xFFFF)),
+    ], version="7.8")
 
 
 def test_selection():
@@ -136,13 +136,14 @@ def test_selection():
     chosen = lambda a, b: signed(a, 32) < signed(b, 32)  # noqa: E731
     check({"a": ("b32", a), "b": ("b32", b), **wide}, [
         Case(less + "selp.b32 {d}, {a}, {b}, p; }}", "b32", lambda a, b, c, e: a if chosen(a, b) else b),
-        Case(less + "selp.f32 {d}, 0f3F800000, {b}, p; }}", "b32", lambda a, b, c, e: 0x3F800000 if chosen(a, b) else b),
+        Case(less + "selp.f32 {d}, 0f3F800000, {b}, p; }}", "b32",
+             lambda a, b, c, e: 0x3F800000 if chosen(a, b) else b),
         Case(less + "selp.s32 {d}, -1, 0, !p; }}", "b32", lambda a, b, c, e: 0 if chosen(a, b) else 0xFFFFFFFF),
         Case(less + "selp.b64 {d}, {c}, {d_}, p; }}", "b64", lambda a, b, c, e: c if chosen(a, b) else e),
         Case(less + "selp.b16 {d}, -1, 5, p; }}", "b16", lambda a, b, c, e: 0xFFFF if chosen(a, b) else 5),
         Case("slct.u32.s32 {d}, {a}, {b}, {a};", "b32", lambda a, b, c, e: a if signed(a, 32) >= 0 else b),
         Case("slct.b64.s32 {d}, {c}, {d_}, {b};", "b64", lambda a, b, c, e: c if signed(b, 32) >= 0 else e),
-    ])  # fmt: skip
+    ])
 
 
 def test_selection_by_the_sign_of_a_float():
@@ -151,4 +152,4 @@ def test_selection_by_the_sign_of_a_float():
     check({"c": ("b32", c)}, [
         Case("slct.u32.f32 {d}, 1, 2, {c};", "b32", lambda c: 1 if positive(c) else 2),
         Case("slct.ftz.u32.f32 {d}, 1, 2, {c};", "b32", lambda c: 1 if positive(flush(F32, c)) else 2),
-    ])  # fmt: skip
+    ])

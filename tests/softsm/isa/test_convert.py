@@ -1,5 +1,7 @@
 """Conversions and moves against integers and rational numbers."""
 
+import bisect
+import functools
 from fractions import Fraction
 
 import exact
@@ -44,11 +46,11 @@ def test_integers_are_cut_extended_and_saturated():
             result = REGISTER[INTEGERS[target][1]]
             if source != target:
                 cases.append(Case(f"cvt.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, t=target, s=source: write(t, read(s, a))))  # fmt: skip
+                                  lambda a, t=target, s=source: write(t, read(s, a))))
             (sl, sh), (tl, th) = limits(source), limits(target)
             if sl < tl or sh > th:
                 cases.append(Case(f"cvt.sat.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, t=target, s=source: write(t, clamp(t, read(s, a)))))  # fmt: skip
+                                  lambda a, t=target, s=source: write(t, clamp(t, read(s, a)))))
         check({"a": (REGISTER[w], values)}, cases)
 
 
@@ -64,18 +66,18 @@ def test_narrow_types_in_wide_registers():
         Case("cvt.s64.s8 {d}, {a};", "b64", lambda a, b: read("s8", a)),
         Case("cvt.s32.s64 {d}, {b};", "b64", lambda a, b: write("s32", b)),
         Case("cvt.u64.u16 {d}, {b};", "b64", lambda a, b: b & 0xFFFF),
-    ])  # fmt: skip
+    ])
 
 
 def float_inputs(t):
     x = floats(t, 1)[0].tolist()
     if t == "f32":
         extra = [0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 128.0, 255.5, 32767.5, 65535.5, 2147483520.0, 2147483648.0,
-                 4294967040.0, 4294967296.0, -2147483648.0, -2147483904.0, 9.2e18, 9.3e18, 1.8e19, 1.9e19, -9.3e18]  # fmt: skip
+                 4294967040.0, 4294967296.0, -2147483648.0, -2147483904.0, 9.2e18, 9.3e18, 1.8e19, 1.9e19, -9.3e18]
         x += [int(v) for v in np.array(extra, np.float32).view(np.uint32)]
     if t == "f64":
-        extra = [0.5, 1.5, -2.5, 2147483647.5, 4294967295.5, -2147483648.5, 9223372036854775807.0, 1.8446744073709552e19,
-                 -9223372036854775808.0, 127.5, 255.5]  # fmt: skip
+        extra = [0.5, 1.5, -2.5, 2147483647.5, 4294967295.5, -2147483648.5,
+                 9223372036854775807.0, 1.8446744073709552e19, -9223372036854775808.0, 127.5, 255.5]
         x += [int(v) for v in np.array(extra, np.float64).view(np.uint64)]
     return x
 
@@ -97,7 +99,7 @@ def test_floats_become_integers_in_every_mode():
             for mode in ("rni", "rzi", "rmi", "rpi"):
                 result = REGISTER[INTEGERS[target][1]]
                 cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, f=f, t=target, m=mode: write(t, to_integer(f, t, m, a))))  # fmt: skip
+                                  lambda a, f=f, t=target, m=mode: write(t, to_integer(f, t, m, a))))
         check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
 
 
@@ -105,7 +107,8 @@ def test_nan_becomes_the_integer_zero():
     for source, nan in (("f32", 0x7FC00000), ("f16", 0x7E00)):
         f = FORMATS[source]
         check({"a": (REGISTER[f.width], [nan, nan | 1, f.sign | nan])},
-              [Case(f"cvt.rzi.{t}.{source} {{d}}, {{a}};", REGISTER[INTEGERS[t][1]], lambda a: 0) for t in ("s32", "u32", "s64")])  # fmt: skip
+              [Case(f"cvt.rzi.{t}.{source} {{d}}, {{a}};", REGISTER[INTEGERS[t][1]], lambda a: 0)
+               for t in ("s32", "u32", "s64")])
 
 
 def test_a_double_nan_becomes_the_integer():
@@ -114,7 +117,7 @@ def test_a_double_nan_becomes_the_integer():
         Case("cvt.rzi.u32.f64 {d}, {a};", "b32", lambda a: 0),
         Case("cvt.rzi.s64.f64 {d}, {a};", "b64", lambda a: 0),
         Case("cvt.rzi.u64.f64 {d}, {a};", "b64", lambda a: 0),
-    ])  # fmt: skip
+    ])
 
 
 def test_integers_become_floats_in_every_mode():
@@ -122,28 +125,31 @@ def test_integers_become_floats_in_every_mode():
         s, w = INTEGERS[source]
         values = integers(max(w, 16), 1)[0].tolist()
         if w == 64:
-            values += [(1 << k) + d & (1 << 64) - 1 for k in (24, 25, 53, 54, 60, 63) for d in (-1, 1, 1 << 36, (1 << 36) + 1)]
+            near = (-1, 1, 1 << 36, (1 << 36) + 1)
+            values += [(1 << k) + d & (1 << 64) - 1 for k in (24, 25, 53, 54, 60, 63) for d in near]
         cases = []
         for target, f in FORMATS.items():
             for mode in ("rn", "rz", "rm", "rp"):
                 cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[f.width],
-                                  lambda a, f=f, s=source, m=mode: exact.rounded(f, Fraction(read(s, a)), m)))  # fmt: skip
+                                  lambda a, f=f, s=source, m=mode: exact.rounded(f, Fraction(read(s, a)), m)))
         check({"a": (REGISTER[w], values)}, cases, version="7.8")
 
 
 def test_floats_of_fewer_bits_in_every_mode():
-    for source, targets in (("f64", ("f32", "f16", "bf16")), ("f32", ("f16", "bf16")), ("f16", ("bf16",)), ("bf16", ("f16",))):
+    for source, targets in {"f64": ("f32", "f16", "bf16"), "f32": ("f16", "bf16"), "f16": ("bf16",),
+                            "bf16": ("f16",)}.items():
         f = FORMATS[source]
         values = float_inputs(source)
         if source == "f64":  # around f32's and f16's limits and ties
-            values += [int(x) for x in np.array([1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50, 2.0**-149, 2.0**-150, 1e-45, 65519.999,
-                                                 65520.0, 1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-45]).view(np.uint64)]  # fmt: skip
+            near = [1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50, 2.0**-149, 2.0**-150, 1e-45, 65519.999, 65520.0,
+                    1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-45]
+            values += [int(x) for x in np.array(near).view(np.uint64)]
         cases = []
         for target in targets:
             modes = ("rn", "rz") if source == "f32" and target == "bf16" else ("rn", "rz", "rm", "rp")
             for mode in modes:
                 cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[FORMATS[target].width],
-                                  lambda a, f=f, g=FORMATS[target], m=mode: exact.convert(f, g, a, m)))  # fmt: skip
+                                  lambda a, f=f, g=FORMATS[target], m=mode: exact.convert(f, g, a, m)))
         check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
 
 
@@ -153,12 +159,13 @@ def test_floats_of_more_bits_are_exact():
         numbers = [x for x in float_inputs(source) if not is_nan(f, x)]
         check({"a": (REGISTER[f.width], numbers)},
               [Case(f"cvt.{target}.{source} {{d}}, {{a}};", REGISTER[g.width],
-                    lambda a, f=f, g=g: exact.convert(f, g, a))], version="7.8")  # fmt: skip
+                    lambda a, f=f, g=g: exact.convert(f, g, a))], version="7.8")
 
 
 def test_nans_of_halves_become_single_precision():
     check({"a": ("b16", [0x7E00, 0xFE01, 0x7C01])}, [Case("cvt.f32.f16 {d}, {a};", "b32", lambda a: 0x7FFFFFFF)])
-    check({"a": ("b16", [0x7FC0, 0xFFC1, 0x7F81])}, [Case("cvt.f32.bf16 {d}, {a};", "b32", lambda a: a << 16)], version="7.8")
+    bf16 = {"a": ("b16", [0x7FC0, 0xFFC1, 0x7F81])}
+    check(bf16, [Case("cvt.f32.bf16 {d}, {a};", "b32", lambda a: a << 16)], version="7.8")
 
 
 def test_rounding_to_integral_values():
@@ -167,7 +174,7 @@ def test_rounding_to_integral_values():
         numbers = [x for x in float_inputs(t) if not is_nan(f, x)]
         check({"a": (REGISTER[f.width], numbers)},
               [Case(f"cvt.{m}.{t}.{t} {{d}}, {{a}};", REGISTER[f.width], lambda a, f=f, m=m: exact.integral(f, a, m))
-               for m in ("rni", "rzi", "rmi", "rpi")])  # fmt: skip
+               for m in ("rni", "rzi", "rmi", "rpi")])
 
 
 def saturated(f, bits):
@@ -182,14 +189,14 @@ def test_saturation_and_flushing():
         Case("cvt.rn.sat.f16.f32 {d}, {a};", "b16", lambda a: exact.convert(F32, F16, saturated(F32, a))),
         Case("cvt.rpi.ftz.s32.f32 {d}, {a};", "b32",
              lambda a: 0 if is_nan(F32, a) else to_integer(F32, "s32", "rpi", flush(F32, a))),
-    ])  # fmt: skip
+    ])
     numbers = [x for x in float_inputs("f32") if not is_nan(F32, x)]
     check({"a": ("b32", numbers)}, [
         Case("cvt.ftz.f64.f32 {d}, {a};", "b64", lambda a: exact.convert(F32, FORMATS["f64"], flush(F32, a)))])
     check({"a": ("b64", float_inputs("f64"))}, [
         Case("cvt.rn.ftz.f32.f64 {d}, {a};", "b32", lambda a: flush(F32, exact.convert(FORMATS["f64"], F32, a))),
         Case("cvt.rn.sat.f32.f64 {d}, {a};", "b32", lambda a: saturated(F32, exact.convert(FORMATS["f64"], F32, a))),
-    ])  # fmt: skip
+    ])
 
 
 # ---------------------------------------------------------------- packed halves, tf32
@@ -218,7 +225,7 @@ def test_two_floats_into_packed_halves():
                 Case(f"cvt.{m}.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32",
                      lambda a, b, c=c, f=f: relu(f, c(a)) << 16 | relu(f, c(b))),
                 Case(f"cvt.{m}.relu.{t}.f32 {{d}}, {{a}};", "b16", lambda a, b, c=c, f=f: relu(f, c(a))),
-            ]  # fmt: skip
+            ]
     check(pair_inputs(), cases)
 
 
@@ -248,15 +255,17 @@ def test_tf32():
         Case("cvt.rn.tf32.f32 {d}, {a};", "b32", tf32("rn")),
         Case("cvt.rz.tf32.f32 {d}, {a};", "b32", tf32("rz")),
         Case("cvt.rn.relu.tf32.f32 {d}, {a};", "b32", lambda a: relu(F32, tf32("rn")(a))),
-    ])  # fmt: skip
+    ])
 
 
 # ---------------------------------------------------------------- 8, 6 and 4 bits
 
 E4M3, E5M2 = exact.Format(4, 3, 0x7F), exact.Format(5, 2, 0x7F)
-SMALL = {"e2m3": (2, 3, 1, 0x1F), "e3m2": (3, 2, 3, 0x1F), "e2m1": (2, 1, 1, 7)}  # exponent, mantissa, bias, largest code
+# exponent and mantissa bits, bias, largest code
+SMALL = {"e2m3": (2, 3, 1, 0x1F), "e3m2": (3, 2, 3, 0x1F), "e2m1": (2, 1, 1, 7)}
 
 
+@functools.cache
 def small_values(name):
     """Value of every non-negative code of a format without infinities."""
     if name == "e4m3":
@@ -282,15 +291,16 @@ def to_small(name, x):
     if is_inf(F32, x):
         return s | (len(values) - 1)
     v = abs(exact.value(F32, x))
-    code = min(range(len(values)), key=lambda k: (abs(values[k] - v), k & 1))
-    return s | code
+    above = min(bisect.bisect_left(values, v), len(values) - 1)
+    return s | min((max(above - 1, 0), above), key=lambda k: (abs(values[k] - v), k & 1))
 
 
 def small_inputs():
     rng = np.random.default_rng(11)
     some = (rng.standard_normal(200) * 2.0 ** rng.integers(-12, 10, 200)).astype(np.float32)
-    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 7.25, 7.75, 0.0625, 0.03125, 464.0, 448.0, 480.0, 57344.0,
-                     61440.0, 28.0, 30.0, 2.0**-10, 2.0**-9, 2.0**-17, 1.5 * 2.0**-17], np.float32)  # fmt: skip
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 7.25, 7.75, 0.0625, 0.03125,
+                     464.0, 448.0, 480.0, 57344.0, 61440.0, 28.0, 30.0, 2.0**-10, 2.0**-9, 2.0**-17,
+                     1.5 * 2.0**-17], np.float32)
     a = [int(v) for v in np.concatenate([some, ties, -ties]).view(np.uint32)] + floats("f32", 1)[0].tolist()
     return {"a": ("b32", a), "b": ("b32", a[::-1])}
 
@@ -303,7 +313,7 @@ def test_two_floats_into_eight_bits():
                  lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b)),
             Case(f"cvt.rn.satfinite.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
                  lambda a, b, t=t: to_small(t, relu(F32, a)) << 8 | to_small(t, relu(F32, b))),
-        ]  # fmt: skip
+        ]
     check(small_inputs(), cases, version="8.1")
 
 
@@ -313,7 +323,7 @@ def test_packed_halves_into_eight_bits():
     check({"a": ("b32", [x | y << 16 for x, y in zip(halves, halves[::-1])])}, [
         Case(f"cvt.rn.satfinite.{t}x2.f16x2 {{d}}, {{a}};", "b16",
              lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF))) for t in ("e4m3", "e5m2")
-    ], version="8.1")  # fmt: skip
+    ], version="8.1")
 
 
 def from_small(name, code):
@@ -337,7 +347,7 @@ def test_eight_bits_into_packed_halves():
             Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, g=g: g(a >> 8) << 16 | g(a & 255)),
             Case(f"cvt.rn.relu.f16x2.{t}x2 {{d}}, {{a}};", "b32",
                  lambda a, g=g: relu(F16, g(a >> 8)) << 16 | relu(F16, g(a & 255))),
-        ]  # fmt: skip
+        ]
     check(codes, cases, version="8.1")
 
 
@@ -345,16 +355,17 @@ def test_six_and_four_bits_of_sm_100():
     cases = []
     for t in ("e2m3", "e3m2"):
         cases.append(Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
-                          lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b), target="sm_100a"))  # fmt: skip
+                          lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b), target="sm_100a"))
     cases.append(Case("{{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, {a}, {b}; cvt.u16.u8 {d}, t; }}", "b16",
-                      lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b), target="sm_100a"))  # fmt: skip
+                      lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b), target="sm_100a"))
     check(small_inputs(), cases, version="8.6")
     g = from_small
     check({"a": ("b16", [x | (63 - x) << 8 for x in range(64)])}, [
-        Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63), target="sm_100a")
+        Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63),
+             target="sm_100a")
         for t in ("e2m3", "e3m2")
     ] + [Case("{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}", "b32",
-              lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15), target="sm_100a")], version="8.6")  # fmt: skip
+              lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15), target="sm_100a")], version="8.6")
 
 
 def test_exponents_of_sm_100():
@@ -372,11 +383,12 @@ def test_exponents_of_sm_100():
     check(small_inputs(), [
         Case(f"cvt.{m}.satfinite.ue8m0x2.f32 {{d}}, {{a}}, {{b}};", "b16",
              lambda a, b, m=m: code(a, m == "rp") << 8 | code(b, m == "rp"), target="sm_100a") for m in ("rz", "rp")
-    ], version="8.6")  # fmt: skip
+    ], version="8.6")
     back = lambda k: 0x7FFF if k == 255 else exact.rounded(BF16, Fraction(2) ** (k - 127))  # noqa: E731
     check({"a": ("b16", [x | (255 - x) << 8 for x in range(256)])},
-          [Case("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255), target="sm_100a")],
-          version="8.6")  # fmt: skip
+          [Case("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255),
+                target="sm_100a")],
+          version="8.6")
 
 
 # ---------------------------------------------------------------- cvt.pack, mov
@@ -386,10 +398,10 @@ def test_saturating_packs():
     a, b, c = integers(32, 3)
     cases = [Case(f"cvt.pack.sat.{t}.s32 {{d}}, {{a}}, {{b}};", "b32",
                   lambda a, b, c, t=t: (clamp(t, signed(a, 32)) & 0xFFFF) << 16 | clamp(t, signed(b, 32)) & 0xFFFF)
-             for t in ("u16", "s16")]  # fmt: skip
+             for t in ("u16", "s16")]
     cases += [Case(f"cvt.pack.sat.{t}.s32.b32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
-                   lambda a, b, c, t=t: c << 16 | (clamp(t, signed(a, 32)) & 0xFF) << 8 | clamp(t, signed(b, 32)) & 0xFF)
-              for t in ("u8", "s8")]  # fmt: skip
+                   lambda a, b, c, t=t: c << 16 | (clamp(t, signed(a, 32)) & 255) << 8 | clamp(t, signed(b, 32)) & 255)
+              for t in ("u8", "s8")]
     check({"a": ("b32", a), "b": ("b32", b), "c": ("b32", c)}, cases)
 
 
@@ -398,7 +410,7 @@ def test_moves_pack_and_unpack():
     (q,) = integers(64, 1)
     n = min(len(a), len(q))
     check({"a": ("b32", a[:n]), "b": ("b32", b[:n]), "q": ("b64", q[:n])}, [
-        Case("mov.b64 {d}, {{{a}, {b}}};".replace("{{{a}, {b}}}", "{{ {a}, {b} }}"), "b64", lambda a, b, q: a | b << 32),
+        Case("mov.b64 {d}, {{ {a}, {b} }};", "b64", lambda a, b, q: a | b << 32),
         Case("{{ .reg .b32 t; mov.b64 {{ t, {d} }}, {q}; }}", "b32", lambda a, b, q: q >> 32),
         Case("{{ .reg .b32 t; mov.b64 {{ {d}, t }}, {q}; }}", "b32", lambda a, b, q: q),
         Case("mov.b64 {{ {d}, _ }}, {q};", "b32", lambda a, b, q: q),
@@ -413,7 +425,7 @@ def test_moves_pack_and_unpack():
         Case("mov.f32 {d}, 1.5;", "b32", lambda a, b, q: 0x3FC00000),
         Case("mov.b16 {d}, -2;", "b16", lambda a, b, q: 0xFFFE),
         Case("mov.u32 {d}, WARP_SZ;", "b32", lambda a, b, q: 32),
-    ])  # fmt: skip
+    ])
 
 
 def test_pairs_of_128_bits():
@@ -423,4 +435,4 @@ def test_pairs_of_128_bits():
              "b64", lambda a, b: b),
         Case("{{ .reg .b128 t; .reg .b64 x; mov.b128 t, {{ {a}, {b} }}; mov.b128 {{ {d}, x }}, t; }}", "b64",
              lambda a, b: a),
-    ], version="8.3")  # fmt: skip
+    ], version="8.3")

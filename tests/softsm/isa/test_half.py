@@ -28,7 +28,8 @@ def halves(f):
 def both(t, arity, lines, version="8.6"):
     """Each instruction for the single and the packed type; lines are (text with {t}, function)."""
     for inputs_, kind, suffix, lift in ((inputs, "b16", "", lambda f: f), (packed, "b32", "x2", halves)):
-        check(inputs_(t, arity), [Case(text.replace("{t}", t + suffix), kind, lift(f)) for text, f in lines], version=version)
+        cases = [Case(text.replace("{t}", t + suffix), kind, lift(f)) for text, f in lines]
+        check(inputs_(t, arity), cases, version=version)
 
 
 def test_sums_and_products():
@@ -39,7 +40,7 @@ def test_sums_and_products():
             ("mul.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.mul(f, a, b)),
             ("add.rn.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.add(f, a, b)),
             ("fma.rn.{t} {d}, {a}, {b}, {c};", lambda a, b, c, f=f: exact.fma(f, a, b, c)),
-        ])  # fmt: skip
+        ])
 
 
 def ftz(f):
@@ -64,7 +65,7 @@ def test_flush_saturate_and_relu():
         ("fma.rn.ftz.{t} {d}, {a}, {b}, {c};", ftz(lambda a, b, c: exact.fma(F16, a, b, c))),
         ("fma.rn.sat.{t} {d}, {a}, {b}, {c};", lambda a, b, c: saturated(exact.fma(F16, a, b, c))),
         ("fma.rn.relu.{t} {d}, {a}, {b}, {c};", lambda a, b, c: relu(F16, exact.fma(F16, a, b, c))),
-    ])  # fmt: skip
+    ])
     both("bf16", 3, [("fma.rn.relu.{t} {d}, {a}, {b}, {c};", lambda a, b, c: relu(BF16, exact.fma(BF16, a, b, c)))])
 
 
@@ -80,7 +81,7 @@ def test_out_of_bounds_nan_counts_as_nothing():
         columns = {"a": ("b16", a), "b": ("b16", b), "c": ("b16", c)}
         check(columns, [Case(f"fma.rn.oob.{t} {{d}}, {{a}}, {{b}}, {{c}};", "b16", oob),
                         Case(f"fma.rn.oob.relu.{t} {{d}}, {{a}}, {{b}}, {{c}};", "b16",
-                             lambda a, b, c, f=f: relu(f, oob(a, b, c, f)))], version="8.1")  # fmt: skip
+                             lambda a, b, c, f=f: relu(f, oob(a, b, c, f)))], version="8.1")
 
 
 def test_signs():
@@ -94,7 +95,7 @@ def test_signs():
         check({"a": ("b32", pairs)}, [
             Case(f"neg.{t}x2 {{d}}, {{a}};", "b32", lambda a: a ^ 0x80008000),
             Case(f"abs.{t}x2 {{d}}, {{a}};", "b32", lambda a: a & 0x7FFF7FFF),
-        ])  # fmt: skip
+        ])
 
 
 def key(f, bits):
@@ -118,9 +119,10 @@ def test_min_and_max():
                 (f"{name}.NaN.{{t}} {{d}}, {{a}}, {{b}};", lambda a, b, g=g, e=either: 0x7FFF if e(a, b) else g(a, b)),
                 (f"{name}.xorsign.abs.{{t}} {{d}}, {{a}}, {{b}};",
                  lambda a, b, g=g: g(a & 0x7FFF, b & 0x7FFF) & 0x7FFF | (a ^ b) & 0x8000),
-            ]  # fmt: skip
+            ]
             if t == "f16":
-                lines.append((f"{name}.ftz.{{t}} {{d}}, {{a}}, {{b}};", lambda a, b, g=g: g(flush(F16, a), flush(F16, b))))
+                flushed = lambda a, b, g=g: g(flush(F16, a), flush(F16, b))  # noqa: E731
+                lines.append((f"{name}.ftz.{{t}} {{d}}, {{a}}, {{b}};", flushed))
         both(t, 2, lines)
 
 
@@ -166,13 +168,13 @@ def test_approximate_functions():
     check(f16, [
         Case("ex2.approx.f16 {d}, {a};", "b16", of_real(F16, exp2), within(F16, 2.0**-9.9, 2.0**-24)),
         Case("tanh.approx.f16 {d}, {a};", "b16", of_real(F16, math.tanh), within(F16, 2.0**-9.9, 2.0**-10.9)),
-    ], version="7.0")  # fmt: skip
+    ], version="7.0")
     bf16 = {"a": ("b16", floats("bf16", 1)[0])}
     check(bf16, [
         Case("ex2.approx.ftz.bf16 {d}, {a};", "b16", lambda a: flush(BF16, of_real(BF16, exp2)(flush(BF16, a))),
              within(BF16, 2.0**-7, 2.0**-126)),
         Case("tanh.approx.bf16 {d}, {a};", "b16", of_real(BF16, math.tanh), within(BF16, 2.0**-7, 2.0**-133)),
-    ], version="7.8")  # fmt: skip
+    ], version="7.8")
 
 
 def test_mixed_precision_of_sm_100():
@@ -184,4 +186,4 @@ def test_mixed_precision_of_sm_100():
         Case("sub.rz.f32.f16 {d}, {a}, {c};", "b32", lambda a, c: exact.sub(F32, widen(a), c, "rz"), target="sm_100"),
         Case("fma.rn.f32.f16 {d}, {a}, {a}, {c};", "b32", lambda a, c: exact.fma(F32, widen(a), widen(a), c),
              target="sm_100"),
-    ], version="8.6")  # fmt: skip
+    ], version="8.6")

@@ -41,7 +41,7 @@ def test_add_sub_mul_and_their_like_wrap():
             (f"min.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: min(a, b)),
             (f"max.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: max(a, b)),
             (f"sad.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: c + abs(a - b)),
-        ]))  # fmt: skip
+        ]))
 
 
 def test_wide_products():
@@ -55,7 +55,7 @@ def test_wide_products():
                 Case(f"mad.wide.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", f"b{2 * w}", lambda a, b, c, r=r: r(a) * r(b) + c),
             ]
         check({"a": (f"b{w}", a), "b": (f"b{w}", b), "c": (f"b{2 * w}", c * 3)},
-              [Case(k.text, k.result, lambda a, b, c, f=k.expected: f(a, b, c)) for k in cases])  # fmt: skip
+              [Case(k.text, k.result, lambda a, b, c, f=k.expected: f(a, b, c)) for k in cases])
 
 
 def test_saturation_ends_at_the_limits():
@@ -63,8 +63,9 @@ def test_saturation_ends_at_the_limits():
     check(inputs(32, 3), [
         Case("add.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) + s(b, 32))),
         Case("sub.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) - s(b, 32))),
-        Case("mad.hi.sat.s32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: clamp((s(a, 32) * s(b, 32) >> 32) + s(c, 32))),
-    ])  # fmt: skip
+        Case("mad.hi.sat.s32 {d}, {a}, {b}, {c};", "b32",
+             lambda a, b, c: clamp((s(a, 32) * s(b, 32) >> 32) + s(c, 32))),
+    ])
 
 
 def test_division_truncates():
@@ -78,7 +79,8 @@ def test_division_truncates():
             r = (lambda x, w=w: s(x, w)) if t == "s" else (lambda x: x)
             cases += [
                 Case(f"div.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b, r=r: trunc_div(r(a), r(b))),
-                Case(f"rem.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b, r=r: r(a) - r(b) * trunc_div(r(a), r(b))),
+                Case(f"rem.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}",
+                     lambda a, b, r=r: r(a) - r(b) * trunc_div(r(a), r(b))),
             ]
         check({"a": (f"b{w}", a[keep]), "b": (f"b{w}", b[keep])}, cases)
 
@@ -90,7 +92,7 @@ def test_division_by_zero_gives_ones_and_the_dividend():
         Case("div.s32 {d}, {a}, {b};", "b32", lambda a, b: 0xFFFFFFFF),
         Case("rem.u32 {d}, {a}, {b};", "b32", lambda a, b: a),
         Case("rem.s32 {d}, {a}, {b};", "b32", lambda a, b: a),
-    ])  # fmt: skip
+    ])
 
 
 def test_abs_and_neg_wrap_at_the_least_number():
@@ -98,7 +100,7 @@ def test_abs_and_neg_wrap_at_the_least_number():
         check(inputs(w, 1), [
             Case(f"abs.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: abs(s(a, w))),
             Case(f"neg.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: -s(a, w)),
-        ])  # fmt: skip
+        ])
 
 
 def test_multiplication_of_24_bits():
@@ -113,7 +115,7 @@ def test_multiplication_of_24_bits():
         Case("mad24.hi.u32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: (u24(a) * u24(b) >> 16) + c),
         Case("mad24.hi.sat.s32 {d}, {a}, {b}, {c};", "b32",
              lambda a, b, c: clamp(s(s24(a) * s24(b) >> 16, 32) + s(c, 32))),
-    ])  # fmt: skip
+    ])
 
 
 def test_counting_and_finding_bits():
@@ -130,7 +132,7 @@ def test_counting_and_finding_bits():
             Case(f"bfind.shiftamt.u{w} {{d}}, {{a}};", "b32", lambda a, find=find, rest=rest: rest(find(a))),
             Case(f"bfind.shiftamt.s{w} {{d}}, {{a}};", "b32",
                  lambda a, find=find, flip=flip, rest=rest: rest(find(flip(a)))),
-        ])  # fmt: skip
+        ])
 
 
 def bfe(a, pos, length, w, signed_):
@@ -148,7 +150,8 @@ def bfi(a, b, pos, length, w):
 
 
 def test_bit_fields():
-    places = [(p, n) for p in (0, 1, 7, 16, 31, 32, 33, 63, 64, 200, 256, 0x1F0) for n in (0, 1, 8, 31, 32, 33, 63, 64, 255)]
+    positions, lengths = (0, 1, 7, 16, 31, 32, 33, 63, 64, 200, 256, 0x1F0), (0, 1, 8, 31, 32, 33, 63, 64, 255)
+    places = [(p, n) for p in positions for n in lengths]
     pos, length = ([x[k] for x in places] for k in (0, 1))
     for w in (32, 64):
         a = (integers(w, 1)[0].tolist() * 9)[: len(places)]
@@ -157,7 +160,7 @@ def test_bit_fields():
             Case(f"bfe.u{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, False)),
             Case(f"bfe.s{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, True)),
             Case(f"bfi.b{w} {{d}}, {{a}}, {{b}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfi(a, b, p, n, w)),
-        ])  # fmt: skip
+        ])
 
 
 def test_bit_fields_at_literal_places():
@@ -165,7 +168,7 @@ def test_bit_fields_at_literal_places():
     check(inputs(32, 1), [
         Case(f"bfe.{t}32 {{d}}, {{a}}, {p}, {n};", "b32", lambda a, p=p, n=n, t=t: bfe(a, p, n, 32, t == "s"))
         for p, n in places for t in "us"
-    ])  # fmt: skip
+    ])
 
 
 def szext(a, b, clamp, signed_):
@@ -193,7 +196,7 @@ def test_masks_and_sign_extension():
         Case(f"szext.{m}.{t}32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, m=m, t=t: szext(a, b, m == "clamp", t == "s"))
         for m in ("clamp", "wrap") for t in "us"
     ] + [Case(f"bmsk.{m}.b32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, m=m: bmsk(a, b, m == "clamp"))
-         for m in ("clamp", "wrap")])  # fmt: skip
+         for m in ("clamp", "wrap")])
 
 
 def fns(mask, base, offset):
@@ -214,7 +217,7 @@ def test_finding_the_nth_bit():
     masks = integers(32, 1)[0].tolist()[:64]
     check({"a": ("b32", masks), "b": ("b32", [i % 32 for i in range(64)]),
            "c": ("b32", [(i % 7 - 3) & 0xFFFFFFFF for i in range(64)])},
-          [Case("fns.b32 {d}, {a}, {b}, {c};", "b32", fns)])  # fmt: skip
+          [Case("fns.b32 {d}, {a}, {b}, {c};", "b32", fns)])
 
 
 def test_dot_products_of_bytes():
@@ -226,11 +229,11 @@ def test_dot_products_of_bytes():
     for ta in "us":
         for tb in "us":
             cases.append(Case(f"dp4a.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};", "b32", lambda a, b, c, ta=ta, tb=tb:
-                              c + sum(x * y for x, y in zip(parts(a, 8, ta == "s"), parts(b, 8, tb == "s")))))  # fmt: skip
+                              c + sum(x * y for x, y in zip(parts(a, 8, ta == "s"), parts(b, 8, tb == "s")))))
             for k, mode in ((0, "lo"), (2, "hi")):
                 cases.append(Case(f"dp2a.{mode}.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
                                   lambda a, b, c, ta=ta, tb=tb, k=k: c + sum(
-                                      x * y for x, y in zip(parts(a, 16, ta == "s"), parts(b, 8, tb == "s")[k:]))))  # fmt: skip
+                                      x * y for x, y in zip(parts(a, 16, ta == "s"), parts(b, 8, tb == "s")[k:]))))
     check(inputs(32, 3), cases)
 
 
@@ -246,7 +249,7 @@ def test_carries_travel_through_the_condition_code():
              lambda a, b, c: c + b + (a + b >> 64) >> 64),
         Case("{{ .reg .b64 t; mad.lo.cc.u64 t, {a}, {b}, {c}; madc.hi.u64 {d}, {a}, {b}, 0; }}", "b64",
              lambda a, b, c: a * b + c >> 64),
-    ])  # fmt: skip
+    ])
     check(inputs(32, 3), [
         Case("{{ .reg .b32 t; add.cc.u32 t, {a}, {b}; addc.cc.u32 t, {c}, {a}; addc.u32 {d}, {b}, 0; }}", "b32",
              lambda a, b, c: b + (c + a + (a + b >> 32) >> 32)),
@@ -254,7 +257,7 @@ def test_carries_travel_through_the_condition_code():
              lambda a, b, c: b - (c - a - (a < b) < 0)),
         Case("{{ .reg .b32 t; mad.lo.cc.u32 t, {a}, {b}, {c}; madc.hi.cc.u32 t, {a}, {b}, {c}; addc.u32 {d}, 0, 0; }}",
              "b32", lambda a, b, c: (a * b >> 32) + c + ((a * b & m32) + c >> 32) >> 32),
-    ])  # fmt: skip
+    ])
 
 
 def test_pairs_of_16_bits():
@@ -277,4 +280,4 @@ def test_pairs_of_16_bits():
         Case("max.relu.s16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: max(x, y, 0))),
         Case("min.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(min(s(a, 32), s(b, 32)), 0)),
         Case("max.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(s(a, 32), s(b, 32), 0)),
-    ])  # fmt: skip
+    ])

@@ -12,27 +12,25 @@ INT = {
          0xFFFFFFFE, 0x12345678],
     64: [0, 1, 2, 31, 32, 63, 64, 0xFFFFFFFF, 0x100000000, 0x7FFFFFFFFFFFFFFF, 0x8000000000000000, 0x8000000000000001,
          0xFFFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFE, 0x123456789ABCDEF0],
-}  # fmt: skip
+}
 FLOAT = {
     "f16": [0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x8400, 0x3C00, 0xBC00, 0x3C01, 0x3555, 0x4248, 0x7BFF, 0xFBFF, 0x7C00,
             0xFC00, 0x7C01, 0x7E00, 0xFE00],
     "bf16": [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x3F80, 0xBF80, 0x3F81, 0x3EAB, 0x4049, 0x7F7F, 0xFF7F, 0x7F80,
              0xFF80, 0x7F81, 0x7FC0, 0xFFC0],
-    "f32": [0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F800001, 0x3F000000,
-            0x3EAAAAAB, 0x40490FDB, 0x4B800001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000,
-            0xFFC12345],
+    "f32": [0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F800001,
+            0x3F000000, 0x3EAAAAAB, 0x40490FDB, 0x4B800001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001,
+            0x7FC00000, 0xFFC12345],
     "f64": [0, 1 << 63, 1, (1 << 63) | 1, 0xFFFFFFFFFFFFF, 0x10000000000000, 0x3FF0000000000000, 0xBFF0000000000000,
             0x3FF0000000000001, 0x3FD5555555555555, 0x400921FB54442D18, 0x4340000000000001, 0x7FEFFFFFFFFFFFFF,
             0xFFEFFFFFFFFFFFFF, 0x7FF0000000000000, 0xFFF0000000000000],
-}  # fmt: skip
+}
 NANS_F64 = [0x7FF8000000000000, 0xFFF8000000000123, 0x7FF0000000000001]
 WIDTH = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
 def random_bits(width: int, count: int, seed: int) -> list[int]:
-    rng = np.random.default_rng(seed)
-    return [int(x) for x in rng.integers(0, 1 << width, count, np.uint64 if width == 64 else np.int64)] if width < 64 else [
-        int(x) for x in rng.integers(0, (1 << 64) - 1, count, np.uint64)]  # fmt: skip
+    return [int(x) for x in np.random.default_rng(seed).integers(0, 1 << 64, count, np.uint64) >> np.uint64(64 - width)]
 
 
 def ordinary_floats(name: str, count: int, seed: int) -> list[int]:
