@@ -7,6 +7,7 @@ row i in lane i % 32 of column i / 32, copied to all four lane quarters.
 
 from __future__ import annotations
 
+import functools
 from functools import cache
 from typing import NamedTuple
 
@@ -279,45 +280,113 @@ def do_mma(w, mask, o):
 
 
 def start(w, thread: int, ctas: list, o) -> None:
-    shape = decode_instruction(int(w.R[o.idesc, thread]), o.kind, o.group, o.ws)
-    address = int(w.R[o.d, thread])
-    lane, column = address >> 16, address & 0xFFFF
-    rows = shape.m // o.group
-    half = (
-        rows == 64 and o.group == 1 and not o.ws
-    )  # layout F uses 16 of each 32 lanes: the lower or the upper ones
+    """Decode and check one thread's operands, and issue the product."""
+    r, q = w.R, w.Q
+    work = prepare(
+        o.kind, o.group, o.ws, o.blocks, int(r[o.idesc, thread]), int(r[o.d, thread]), o.a_tensor,
+        int(r[o.a, thread]) if o.a_tensor else int(q[o.a, thread]), int(q[o.b, thread]),
+        tuple(int(r[row, thread]) & 0xFFFF for row in o.scales) if o.scales else (0, 0),
+        bool(int(w.P[o.add]) >> thread & 1),
+        0 if o.scale_input is None else int(r[o.scale_input, thread]) & 15,
+        tuple(int(r[row, thread]) for row in o.skipped),
+        0 if o.zero_mask is None else int(q[o.zero_mask, thread]),
+    )  # fmt: skip
+    reads, writes = regions(work, ctas)
+    effects = functools.partial(perform, work.product, ctas)
+    tensor_copy.issue(w, thread, "tcgen05.mma", work.footprint, effects, reads=reads, writes=writes)
+
+
+class Work(NamedTuple):
+    """A product and what it touches in each CTA."""
+
+    product: Product
+    tensor_reads: tuple[tuple[int, int, int], ...]  # columns, and lanes as a mask of groups of 16
+    shared_reads: tuple[tuple[int, int, str], ...]  # addresses, and the operand in words
+    lanes: int  # of D
+    footprint: tensor_copy.Footprint
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def prepare(
+    kind: str, group: int, ws: bool, blocks: int, idesc: int, d: int, a_tensor: bool, a: int, b: int,
+    scale_columns: tuple[int, int], add: bool, scale_exponent: int, skipped: tuple[int, ...], zero_mask: int,
+) -> Work:  # fmt: skip
+    """Everything about a product that follows from its operands alone; a loop repeats the same few."""
+    shape = decode_instruction(idesc, kind, group, ws)
+    lane, column = d >> 16, d & 0xFFFF
+    rows = shape.m // group
+    half = rows == 64 and group == 1 and not ws  # layout F: the lower or the upper 16 of each 32 lanes
     if lane not in ((0, 16) if half else (0,)):
         accepted = "0 or 16" if half else "0"
         raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
-    a = a_column = None
-    if o.a_tensor:
-        address = int(w.R[o.a, thread])
-        a_column = address & 0xFFFF
-        if address >> 16 != lane:
-            raise Fault("tmem-lane", f"A at lane {address >> 16} and D at lane {lane}; they must start alike")
+    a_desc, a_column = None, 0
+    if a_tensor:
+        a_column = a & 0xFFFF
+        if a >> 16 != lane:
+            raise Fault("tmem-lane", f"A at lane {a >> 16} and D at lane {lane}; they must start alike")
         if not shape.a_k_major:
-            raise Fault(
-                "idesc", "A in tensor memory is K-major: bit 15 of the instruction descriptor must be 0"
-            )
+            raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the descriptor must be 0")
     else:
-        a = swizzle.decode(int(w.Q[o.a, thread]), True)
-        check_major(a, shape.a, shape.a_k_major, "A")
-    b = swizzle.decode(int(w.Q[o.b, thread]), True)
-    check_major(b, shape.b, shape.b_k_major, "B")
-    scale_columns = (0, 0)
-    if o.scales:  # bits 30-31 of these addresses may carry the scale-factor id
-        scale_columns = tuple(int(w.R[row, thread]) & 0xFFFF for row in o.scales)
+        a_desc = swizzle.decode(a, True)
+        check_major(a_desc, shape.a, shape.a_k_major, "A")
+    b_desc = swizzle.decode(b, True)
+    check_major(b_desc, shape.b, shape.b_k_major, "B")
     p = Product(
-        shape, o.ws, o.group == 2, lane, column, a, a_column or 0, b,
-        add=bool(int(w.P[o.add]) >> thread & 1),
-        scale_exponent=0 if o.scale_input is None else int(w.R[o.scale_input, thread]) & 15,
-        skipped=tuple(int(w.R[row, thread]) for row in o.skipped),
-        scale_columns=scale_columns, blocks=o.blocks,
-        zero_mask=0 if o.zero_mask is None else int(w.Q[o.zero_mask, thread]),
+        shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, add, scale_exponent, skipped, scale_columns,
+        blocks, zero_mask,
     )  # fmt: skip
-    reads, footprint = regions(p, ctas)
-    tensor_copy.issue(w, thread, "tcgen05.mma", footprint, lambda: perform(p, ctas), reads=reads,
-              writes=tuple(("tmem", cta, *footprint.writes[0], accumulator_lanes(p)) for cta in ctas))  # fmt: skip
+    lanes_of_d = accumulator_lanes(p)
+    tensor_reads = [] if a_desc is not None else [(a_column, a_column + A_COLUMNS, lanes_of_d)]
+    if shape.scale:
+        for first, count in zip(scale_columns, (rows, shape.n)):
+            tensor_reads.append((first, first + -(-count // 32), 0xFF))
+    shared_reads = [shared_span(b_desc, shape.b_k_major, shape.n // group, shape, "B")]
+    if a_desc is not None:
+        shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
+    wide = max(x.count for x in tm.accumulator_blocks(rows, shape.n, ws, group == 2))
+    footprint = tensor_copy.Footprint(
+        "mma",
+        (lane, column, shape.m, shape.n, ws),
+        tuple(x[:2] for x in tensor_reads),
+        ((column, column + wide),),
+    )
+    return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint)
+
+
+def shared_span(
+    descriptor: Descriptor, k_major: bool, rows: int, shape: InstructionDescriptor, name: str
+) -> tuple[int, int, str]:
+    """(first address, end, words) of an operand in shared memory; a row is 32 bytes of k."""
+    per = 16 // tensor_core.element_bytes(shape.a if name == "A" else shape.b)
+    size = (rows, 2) if k_major else (shape.k, -(-rows // per))
+    low, high = swizzle.footprint(descriptor, k_major, *size)
+    return (
+        low,
+        high,
+        f"operand {name}, descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows",
+    )
+
+
+def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
+    """(reads, writes) of the product in each CTA, after checking that it may touch them."""
+    low, high = work.footprint.writes[0]
+    reads, writes = [], []
+    for cta in ctas:
+        tmem, size = cta.tmem, cta.shared.size
+        tmem.check(cta, low, high - low, "D of tcgen05.mma")
+        writes.append(("tmem", cta, low, high, work.lanes))
+        for first, end, lane_groups in work.tensor_reads:
+            tmem.check(cta, first, end - first, "tcgen05.mma reads tensor memory and")
+            reads.append(("tmem", cta, first, end, lane_groups))
+        for first, end, text in work.shared_reads:
+            if first < pg.SHARED_START or end > size:
+                raise Fault(
+                    "descriptor",
+                    f"{text}: covers shared addresses {first:#x}..{end - 1:#x}, {cta} has {pg.SHARED_START:#x}.."
+                    f"{size - 1:#x}",
+                )
+            reads.append(("shared", cta, first, end))
+    return tuple(reads), tuple(writes)
 
 
 def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:
@@ -334,44 +403,3 @@ def accumulator_lanes(p: Product) -> int:
     """Lanes of D (and of A in tensor memory) as a mask of groups of 16."""
     half = rows_of(p) == 64 and not p.ws and not p.pair
     return (0xAA if p.lane == 16 else 0x55) if half else 0xFF
-
-
-def regions(p: Product, ctas: list) -> tuple[tuple, tensor_copy.Footprint]:
-    """What the product touches; checks allocation and shared-memory footprints before it is started."""
-    s = p.shape
-    own = s.n // len(ctas)
-    wide = max(x.count for x in tm.accumulator_blocks(rows_of(p), s.n, p.ws, p.pair))
-    tensor_reads = []
-    if p.a is None:
-        tensor_reads.append((p.a_column, p.a_column + A_COLUMNS))
-    if s.scale:
-        for column, rows in zip(p.scale_columns, (rows_of(p), s.n)):
-            tensor_reads.append((column, column + -(-rows // 32)))
-    reads = []
-    for cta in ctas:
-        cta.tmem.check(cta, p.column, wide, "D of tcgen05.mma")
-        for low, high in tensor_reads:
-            cta.tmem.check(cta, low, high - low, "tcgen05.mma reads tensor memory and")
-            whole = p.a is not None or (low, high) != tensor_reads[0]  # scale factors: all lanes
-            reads.append(("tmem", cta, low, high, 0xFF if whole else accumulator_lanes(p)))
-        for descriptor, k_major, rows, name in (
-            (p.a, s.a_k_major, rows_of(p), "A"),
-            (p.b, s.b_k_major, own, "B"),
-        ):
-            if descriptor is None:
-                continue
-            bytes_k = 32  # of one row
-            per = 16 // tensor_core.element_bytes(s.a if name == "A" else s.b)
-            size = (rows, bytes_k // 16) if k_major else (s.k, -(-rows // per))
-            low, high = swizzle.footprint(descriptor, k_major, *size)
-            if low < pg.SHARED_START or high > cta.shared.size:
-                raise Fault(
-                    "descriptor",
-                    f"operand {name} covers shared addresses {low:#x}..{high - 1:#x}, {cta} has {pg.SHARED_START:#x}.."
-                    f"{cta.shared.size - 1:#x}; descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows",
-                )
-            reads.append(("shared", cta, low, high))
-    accumulator = (p.lane, p.column, s.m, s.n, p.ws)
-    return tuple(reads), tensor_copy.Footprint(
-        "mma", accumulator, tuple(tensor_reads), ((p.column, p.column + wide),)
-    )

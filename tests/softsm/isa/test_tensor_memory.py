@@ -505,7 +505,7 @@ def test_misuse_has_a_name():
 def test_operands_of_products_are_checked():
     start = "@!%p1 bra ISSUED;\n"
     steps = mma_steps(128, 64, "%rd7")
-    faults("descriptor", start + steps + "ISSUED:\n", "operand A covers shared addresses", size=8192)
+    faults("descriptor", start + steps + "ISSUED:\n", "operand A, descriptor .* covers shared addresses", size=8192)
     old = steps.replace("add.s64 %rd8, %rd3, ", "add.s64 %rd8, %rd3, -70368744177664;\nadd.s64 %rd8, %rd8, ")
     faults("descriptor", start + old + "ISSUED:\n", "bits 46-48", size=32768)
     good, wrong = (str(idesc.encode("f16", m, 64, "bf16", "bf16")) for m in (128, 48))
