@@ -153,8 +153,16 @@ class CudaShim:
         self._patches = Patches()
         for attribute, answer in answers.items():
             self._patches.set(torch.cuda, attribute, answer)
+        self._replace_cublas()
         self._mode = CudaToCpu()
         self._mode.__enter__()
+
+    def _replace_cublas(self) -> None:
+        from triton._C.libtriton import nvidia
+
+        from softsm.triton_driver.cublas import CublasLt
+
+        self._patches.set(nvidia.cublas, "CublasLt", CublasLt)
 
     def remove(self) -> None:
         self._mode.__exit__(None, None, None)

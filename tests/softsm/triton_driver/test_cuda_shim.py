@@ -107,3 +107,28 @@ def test_refused_where_cuda_is_available(monkeypatch):
     with pytest.raises(RuntimeError, match="cuda_shim: CUDA is available here"):
         softsm.use("sm_90a", cuda_shim=True)
     assert softsm.active_arch() is None
+
+
+def test_cublas_of_triton_is_done_by_torch(shim):
+    from triton._C.libtriton import nvidia
+
+    blas = nvidia.cublas.CublasLt(torch.empty(16, device="cuda"))
+    a, b = torch.randn(8, 16, device="cuda").half(), torch.randn(4, 16, device="cuda").half()
+    c, d = torch.zeros(8, 4).half(), torch.zeros(8, 4).half()
+    blas.matmul(a, b, c)
+    torch.testing.assert_close(c, (a.float() @ b.float().t()).half())
+    blas.gemm(a, b, c, d, 2.0, 1.0)
+    torch.testing.assert_close(d, (2 * (a.float() @ b.float().t()) + c.float()).half())
+
+
+def test_block_scaled_cublas(shim):
+    from triton._C.libtriton import nvidia
+
+    blas = nvidia.cublas.CublasLt(torch.empty(16, device="cuda"))
+    values = torch.ones(256, 256).to(torch.float8_e4m3fn)
+    scales = torch.full((2, 2, 32, 4, 4), 127, dtype=torch.uint8)
+    scales[1, 0, 5, 2, 3] = 128  # row 128 + 2 * 32 + 5, factor 3
+    out = torch.empty(256, 256, dtype=torch.float16)
+    blas.block_scaled_matmul_mxfp8(values, values, out, scales.flatten(), torch.full_like(scales, 127).flatten())
+    rows = out[:, 0].tolist()
+    assert rows[128 + 64 + 5] == 256 + 32 and sorted(set(rows)) == [256, 288]
