@@ -275,5 +275,14 @@ def main(files):
 if __name__ == "__main__":
     sys.modules["launching"] = sys.modules["__main__"]  # the tests import this module by name
     sys.exit(
-        main(sys.argv[1:] or ["test_barriers.py", "test_async_copy.py", "test_tma.py", "test_tensormap.py"])
+        main(
+            sys.argv[1:]
+            or [
+                "test_mbarriers.py",
+                "test_barriers.py",
+                "test_async_copy.py",
+                "test_tma.py",
+                "test_tensormap.py",
+            ]
+        )
     )
