@@ -45,7 +45,8 @@ class Options:
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
 
 
-_options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=Options())
+_DEFAULT = Options()
+_options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=_DEFAULT)
 
 
 @contextlib.contextmanager
@@ -91,7 +92,7 @@ class Kernel:
                                  if m.instruction.name.startswith("tcgen05.alloc")
                                  and hasattr(m.instruction.operands[1], "value")), default=0)
         self.spare_files: list = []  # register files of warps that have exited
-        self.variables: dict[str, np.ndarray] = {}  # module .global and .const variables: they live as long as the kernel
+        self.variables: dict[str, np.ndarray] = {}  # .global and .const of the module, as long as the kernel lives
         self.place_variables()
 
     # ---- module variables --------------------------------------------------------------------------------------
@@ -138,7 +139,8 @@ class Kernel:
             raise ValueError(f"grid: got {grid}, each side must be a multiple of the cluster {cluster}")
         total = shared + self.program.shared_static
         if total > CTA_SHARED:
-            raise ValueError(f"shared: got {shared} bytes and {self.program.shared_static} static ones; a CTA has {CTA_SHARED}")
+            static = self.program.shared_static
+            raise ValueError(f"shared: got {shared} bytes and {static} static ones; a CTA has {CTA_SHARED}")
         memory = memory or GlobalMemory()
         parameters = self.pack(args, memory)
         for name, raw in self.variables.items():
@@ -155,7 +157,8 @@ class Kernel:
         """The parameter buffer, 64-byte aligned; storages of array arguments become known allocations."""
         params = self.function.params
         if len(args) != len(params):
-            raise ValueError(f"args: got {len(args)}, {self.name} takes {len(params)} ({', '.join(p.name for p in params)})")
+            names = ", ".join(p.name for p in params)
+            raise ValueError(f"args: got {len(args)}, {self.name} takes {len(params)} ({names})")
         raw = np.zeros(self.program.param_bytes + 192, np.uint8)
         start = -raw.ctypes.data % 128
         buffer = raw[start : start + max(self.program.param_bytes, 1)]
@@ -191,8 +194,8 @@ class Kernel:
         return TensorMemory()
 
     def new_files(self):
-        """Register files of one warp, with what never changes: constants are rows that nobody writes. They are used
-        again by later warps; a register that a kernel reads before writing it has whatever was there, as on the device."""
+        """Register files of one warp, with what never changes: constants are rows that nobody writes. Later warps use
+        them again; a register that a kernel reads before writing it has whatever was there, as on the device."""
         p = self.program
         R, Q, P = aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
         P[0] = pg.ALL
@@ -303,7 +306,8 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
         return struct.pack("<d" if p.size == 8 else "<f", value)
     if isinstance(value, int):
         return (value & (1 << 8 * p.size) - 1).to_bytes(p.size, "little")
-    raise ValueError(f"args: parameter {p.name} got {type(value).__name__}; accepted are arrays, tensors, numbers and bytes")
+    kind = type(value).__name__
+    raise ValueError(f"args: parameter {p.name} got {kind}; accepted are arrays, tensors, numbers and bytes")
 
 
 def special_value(machine: Machine, cta: Cta, index: int, name: str):
@@ -349,7 +353,8 @@ def special_value(machine: Machine, cta: Cta, index: int, name: str):
         case "cluster_nctarank":
             return machine.cluster_size
         case "cluster_ctaid":
-            return (cta.rank % cluster[0], cta.rank // cluster[0] % cluster[1], cta.rank // (cluster[0] * cluster[1]))[k]
+            rest = cta.rank // cluster[0]
+            return (cta.rank % cluster[0], rest % cluster[1], rest // cluster[1])[k]
         case "cluster_nctaid":
             return cluster[k]
         case "clusterid":

@@ -108,7 +108,8 @@ class Cta(Waitable):
         """A 32-bit shared::cta or shared::cluster address -> (CTA, offset)."""
         rank, offset = address >> pg.RANK_SHIFT, address & ((1 << pg.RANK_SHIFT) - 1)
         if rank >= len(self.cluster):
-            raise Fault("out-of-bounds", f"shared address {address:#x} names CTA rank {rank}; the cluster has {len(self.cluster)}")
+            size = len(self.cluster)
+            raise Fault("out-of-bounds", f"shared address {address:#x} names CTA rank {rank}; the cluster has {size}")
         return self.cluster[rank], offset
 
     def check_shared(self, offset: int, size: int, what: str) -> None:
@@ -304,7 +305,7 @@ class Machine:
             if missing:
                 self.park(warp, fragment, warp.alive)
                 return False
-            raise warp.fault("divergent", f"an .aligned instruction must be executed by all threads of the warp, but its "
+            raise warp.fault("divergent", "an .aligned instruction is executed by all threads of the warp, but its "
                              f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}")
         result = call.function(warp, lanes, call.operands)
         if result is None:
@@ -337,7 +338,8 @@ class Machine:
                 warp.pc = stuck.pc
                 others = "; ".join(f"lanes {f.mask:#010x} at line {self.program.instructions[f.pc].line}"
                                    for f in fragments)
-                raise warp.fault("divergent", f"the warp cannot converge for an .aligned or .sync instruction: {others}")
+                raise warp.fault("divergent", "the warp cannot converge for an .aligned or .sync instruction: "
+                                 f"{others}")
             return None, 0
         stop = min((f.pc for f in fragments if f.pc > chosen.pc), default=1 << 30)
         return chosen, stop
@@ -359,7 +361,7 @@ class Machine:
     def park(self, warp: Warp, fragment: Fragment, needed: int) -> None:
         needed &= warp.alive
         if needed & ~fragment.mask == 0:
-            raise warp.fault("divergent", f"the instruction names lanes {needed:#010x}, but its guard excludes some of them")
+            raise warp.fault("divergent", f"the instruction names lanes {needed:#010x}, but its guard excludes some")
         fragment.parked = needed
         self.merge(warp)
 
@@ -392,7 +394,8 @@ class Machine:
         program does then may change something; if it did not since the last time, this is a deadlock."""
         changes = sum(int(w.S[pg.S_WRITES]) for c in self.live for w in c.warps)
         changes += self.writes + self.engine.completed
-        late = [f for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None and f.blocked.limited]
+        blocked = (f for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None)
+        late = [f for f in blocked if f.blocked.limited]
         if changes == self.timed_out_at or not late:
             return False
         self.timed_out_at = changes
@@ -404,7 +407,8 @@ class Machine:
 
     def quantum_used(self, warp: Warp) -> None:
         if self.steps > self.options.budget:
-            raise StepBudget(f"{self.steps} warp instructions used (budget {self.options.budget}); last at {warp.where()}")
+            budget = self.options.budget
+            raise StepBudget(f"{self.steps} warp instructions used (budget {budget}); last at {warp.where()}")
         changes = int(warp.S[pg.S_WRITES])
         if changes:
             self.writes += changes

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import struct
+
 from softsm.engine import program as pg
 from softsm.engine.scheduler import Fragment
 from softsm.errors import Fault
 from softsm.isa.registry import lowers
-from softsm.ptx.ast import Call, Imm, Symbol
+from softsm.ptx.ast import Call, Imm, Reg, Symbol
 
 
 @lowers("bra")
@@ -37,7 +41,7 @@ def do_brx(w, mask, o):
         if mask >> lane & 1:
             index = int(w.R[o.index, lane])
             if index >= len(table):
-                raise w.fault("branch-index", f"brx.idx index {index} in lane {lane}; the list has {len(table)} targets")
+                raise w.fault("branch-index", f"brx.idx index {index} in lane {lane}; there are {len(table)} targets")
             parts[index] = parts.get(index, 0) | 1 << lane
     if mask != f.mask:  # lanes whose guard is false fall through
         w.fragments.append(Fragment(w, w.pc + 1, f.mask & ~mask, f.returns))
@@ -89,7 +93,8 @@ def copy_local(asm, ins, argument, parameter):
         asm.macro(do_copy_value, ins, value=int(argument.value), target=target, size=parameter.size)
     else:
         kind = "q" if parameter.size == 8 else "u"
-        asm.macro(do_copy_register, ins, row=asm.src(argument, kind), wide=kind == "q", target=target, size=parameter.size)
+        asm.macro(do_copy_register, ins, row=asm.src(argument, kind), wide=kind == "q", target=target,
+                  size=parameter.size)
 
 
 def do_copy(w, mask, o):
@@ -131,7 +136,7 @@ def lanes(mask: int) -> list[int]:
     return [lane for lane in range(32) if mask >> lane & 1]
 
 
-# ---- functions the host provides ---------------------------------------------------------------------------------------
+# ---- functions the host provides ----------------------------------------------------------------------------------
 
 
 def text_at(w, address: int) -> str:
@@ -154,20 +159,22 @@ def generic_bytes(w, lane: int, address: int, size: int) -> bytes:
     return w.machine.global_memory.view(address, size, "vprintf").tobytes()
 
 
+def printf_argument(w, lane: int, start: int, offset: int, size: int) -> bytes:
+    return generic_bytes(w, lane, start + offset, size)
+
+
 def do_vprintf(w, mask, o):
     """vprintf(format, arguments): C's printf, one line per lane, arguments packed with their natural alignment."""
     for lane in lanes(mask):
         form = text_at(w, argument(w, lane, o.arguments[0], 8))
         at = argument(w, lane, o.arguments[1], 8)
-        w.machine.kernel.print(w.machine, c_format(form, lambda pos, n: generic_bytes(w, lane, at + pos, n)))
+        read = functools.partial(printf_argument, w, lane, at)
+        w.machine.kernel.print(w.machine, c_format(form, read))
         for r in o.returns:
             w.local[lane, r : r + 4] = 0
 
 
 def c_format(form: str, read) -> str:
-    import re
-    import struct
-
     out, last, pos = [], 0, 0
     for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGcsp%])", form):
         out.append(form[last : m.start()])
@@ -205,8 +212,9 @@ def c_format(form: str, read) -> str:
 def do_assertfail(w, mask, o):
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
-    raise Fault("assert", f"{text_at(w, file)}:{line}: {text_at(w, function)}: assertion failed: {text_at(w, message)}; "
-                f"thread {w.index * 32 + lane} of CTA {w.cta.ctaid}")
+    place = f"{text_at(w, file)}:{line}: {text_at(w, function)}"
+    raise Fault("assert", f"{place}: assertion failed: {text_at(w, message)}; thread {w.index * 32 + lane} of "
+                f"CTA {w.cta.ctaid}")
 
 
 HOST_CALLS = {"vprintf": do_vprintf, "__assertfail": do_assertfail}
@@ -225,7 +233,7 @@ def do_trap(w, mask, o):
 def timing_only(asm, ins):
     """Hints and register-file sizes: they change no value. Their operands are still checked for existence."""
     for operand in ins.operands:
-        if hasattr(operand, "name") and getattr(operand, "name") in asm.registers:
+        if isinstance(operand, Reg):
             asm.type_of(operand)
     if ins.opcode == "setmaxnreg" and ins.modifiers[:1] not in (("inc",), ("dec",)):
         asm.refuse(ins, "expected setmaxnreg.inc or .dec")

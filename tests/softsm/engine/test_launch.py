@@ -53,8 +53,8 @@ def test_a_misaligned_access_is_named():
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"block": 2048}, "block"), ({"grid": (1, 1, 1, 1)}, "grid"), ({"args": [1]}, "args"), ({"shared": 1 << 20}, "shared"),
-     ({"order": "soon"}, "order"), ({"cluster": (2, 1, 1)}, "grid")],
+    [({"block": 2048}, "block"), ({"grid": (1, 1, 1, 1)}, "grid"), ({"args": [1]}, "args"),
+     ({"shared": 1 << 20}, "shared"), ({"order": "soon"}, "order"), ({"cluster": (2, 1, 1)}, "grid")],
 )  # fmt: skip
 def test_a_bad_launch_names_the_argument(change, message):
     x = np.zeros(32, np.float32)
@@ -101,7 +101,8 @@ def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
   .reg .b32 %r<8>; .reg .b64 %rd<8>; .shared .align 4 .b32 own;
   ld.param.u64 %rd1, [x]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 8; add.s64 %rd1, %rd1, %rd2;
   ld.shared.u32 %r2, [own]; st.global.u32 [%rd1], %r2;
-  st.shared.u32 [own], %r1; mov.u32 %r3, dynamic; st.shared.u32 [%r3], 5; ld.shared.u32 %r4, [own]; st.global.u32 [%rd1+4], %r4; ret;
+  st.shared.u32 [own], %r1; mov.u32 %r3, dynamic; st.shared.u32 [%r3], 5;
+  ld.shared.u32 %r4, [own]; st.global.u32 [%rd1+4], %r4; ret;
 }"""
     x = np.zeros((4, 2), np.uint32)
     softsm.load(ptx).launch(4, 1, [x], shared=64)
