@@ -31,6 +31,11 @@ def element_bytes(name: str) -> int:
     return {"f16": 2, "bf16": 2, "tf32": 4}.get(name, 1)
 
 
+def chunk_elements(name: str) -> int:
+    """Operand elements in 16 bytes of shared memory."""
+    return 128 if name == "b1" else 16 // element_bytes(name)
+
+
 @cache
 def table_bits(name: str) -> np.ndarray:
     """float32 bits of every code of a 16-bit or 8-bit format."""
@@ -54,11 +59,14 @@ def lane_rows(k: int, stride: int) -> np.ndarray:
 
 def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_lanes, what) -> None:
     """Element (row, i) of a shared-memory tile goes to out[i, place[row]] (by_lanes) or to out[row, place[i]]."""
-    per = 16 // element_bytes(name)
+    per = chunk_elements(name)
     size = (rows, k // per) if k_major else (k, -(-rows // per))
-    if formats.BITS[name] < 8:  # packed with padding: rare, decoded in NumPy
+    if formats.BITS[name] < 8:  # single bits, or packed with padding: rare, decoded in NumPy
         data = swizzle.read(shared, floor, descriptor, k_major, *size, what)
-        values = formats.decode(formats.unpack_padded(data, name), name).view(np.uint32)
+        if name == "b1":
+            values = np.unpackbits(data, axis=1, bitorder="little").astype(np.float32).view(np.uint32)
+        else:
+            values = formats.decode(formats.unpack_padded(data, name), name).view(np.uint32)
         values = values if k_major else values.T[:rows]
         if by_lanes:
             out[:, place[:rows]] = values.T

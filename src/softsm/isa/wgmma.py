@@ -27,6 +27,7 @@ from softsm.isa.tensor_memory import exactly, finish, take
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Vector
+from softsm.report.diagnostics import Diagnostic
 
 ROWS = np.arange(64)
 BOTH = np.array([[pg.ALL, 0, 0], [pg.ALL, 0, 0]], np.int64)  # all lanes of both halves; columns are filled in
@@ -69,6 +70,7 @@ def lower(asm, ins) -> None:
     name, *modifiers = ins.modifiers or ("",)
     if name == "fence":  # orders register accesses; registers are never touched early here
         finish(asm, ins, modifiers, exactly(0), collective=True)
+        asm.wgmma_dirty = set()
     elif name == "commit_group":
         finish(asm, ins, modifiers, exactly(0), collective=True)
         asm.macro(do_commit, ins)
@@ -77,6 +79,8 @@ def lower(asm, ins) -> None:
         if not isinstance(ins.operands[0], Imm) or not isinstance(ins.operands[0].value, int):
             raise asm.error("wgmma.wait_group takes an integer")
         asm.macro(do_wait, ins, keep=max(ins.operands[0].value, 0))
+        if int(ins.operands[0].value) == 0:
+            asm.wgmma_pending.clear()
     elif name == "mma_async":
         lower_mma(asm, ins, modifiers)
     else:
@@ -93,17 +97,20 @@ def lower_mma(asm, ins, modifiers) -> None:
     shape = re.fullmatch(r"m64n(\d+)k(\d+)", modifiers[2])
     rest = modifiers[3:]
     saturate = bool(take(asm, ins, rest, "satfinite", optional=True))
+    bits = rest[-2:] == ["and", "popc"]
+    rest = rest[:-2] if bits else rest
     if shape is None or len(rest) != 3:
         asm.refuse(ins, "expected .m64nNkK and the types of D, A and B")
     n, k = int(shape[1]), int(shape[2])
     d, a, b = rest
     integer = d == "s32"
     if integer:
-        legal = {a, b} <= {"s8", "u8"} and k == 32 and n in (8, 16, 24, 32, *range(48, 257, 16))
+        kinds = a == b == "b1" and k == 256 and not saturate if bits else {a, b} <= {"s8", "u8"} and k == 32
+        legal = kinds and n in (8, 16, 24, 32, *range(48, 257, 16))
     else:
         same = a == b if a in ("f16", "bf16", "tf32") else {a, b} <= {"e4m3", "e5m2"}
         legal = d in ("f32", "f16") and same and FLOATS.get(a) == k and n in range(8, 257, 8) and not saturate
-        legal = legal and not (d == "f16" and a in ("bf16", "tf32"))
+        legal = legal and not bits and not (d == "f16" and a in ("bf16", "tf32"))
     if not legal:
         asm.refuse(ins, "no such combination of shape and types")
     d_regs, a_operand, b_operand, scale_d, *immediates = ins.operands
@@ -132,6 +139,11 @@ def lower_mma(asm, ins, modifiers) -> None:
         a_source = np.array(a_rows)
     else:
         a_source = asm.src(a_operand, "q")
+    if asm.checking:
+        used = {("R", r) for r in [*rows, *(a_rows if from_registers else ())]}
+        if asm.wgmma_dirty is None or used & asm.wgmma_dirty:
+            asm.macro(do_unfenced, ins)
+        asm.wgmma_pending |= used
     asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
               add=asm.src(scale_d, "p"))  # fmt: skip
 
@@ -213,6 +225,29 @@ def do_mma(w, mask, o):
     state.open.append(Part(w, w.line(), o.shape, o.d, a, descriptor(w, o.b, "B"), bool(add)))
 
 
+def do_unfenced(w, mask, o):
+    """The program has no wgmma.fence between an ordinary use of the registers and the product."""
+    what = "registers of this wgmma were used by ordinary instructions, and no wgmma.fence follows"
+    w.machine.checker.report.add(Diagnostic("wgmma-registers", what, (w.machine.checker.party(w, None, "starts"),)))
+
+
+def do_early_use(w, mask, o):
+    """Registers of a wgmma are used here: has this warp waited for it?"""
+    state = w.__dict__.get("wgmma")
+    if state is None:
+        return
+    committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
+    for part in [*state.open, *(p for parts in committed for p in parts)]:
+        in_a = isinstance(part.a, np.ndarray) and np.isin(o.rows, part.a).any()
+        if np.isin(o.rows, part.d_rows).any() or in_a:
+            checker = w.machine.checker
+            name = "A" if in_a else "accumulator"
+            checker.report.add(Diagnostic(
+                "wgmma-registers", f"{name} registers of the wgmma at PTX line {part.line} are used before its "
+                "wgmma.wait_group", (checker.party(w, None, "uses them"),)))  # fmt: skip
+            return
+
+
 def descriptor(w, row: int, name: str) -> Descriptor:
     values = w.Q[row]
     if not (values == values[0]).all():
@@ -290,7 +325,9 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], earlier: tuple[AsyncOp
     """Start one product: an operation that multiplies, and one for each warp that writes its registers. The warps wait
     each for their own, so under 'latest' a warp finds the old values until it waits itself."""
     results: list = []
-    reads = tuple(("shared", w.cta, *span) for parts in chain for span in footprints(parts[0]))
+    reads: tuple = ()
+    if w.machine.checker is not None:
+        reads = tuple(("spans", w.cta, swizzle.spans(*t[:4])) for parts in chain for t in tiles(parts[0]))
     line = chain[0][0].line
     multiply = AsyncOp("wgmma", w, 0, line, lambda: results.extend(perform(chain)), earlier, reads=reads)
     batch.ops.append(w.machine.issue(multiply))
@@ -322,7 +359,7 @@ def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
     both = ((part.a, s.a_k_major, 64, "A", s.a), (part.b, s.b_k_major, s.n, "B", s.b))
     for source, k_major, rows, name, element in both:
         if isinstance(source, Descriptor):
-            per = 16 // tensor_core.element_bytes(element)
+            per = tensor_core.chunk_elements(element)
             out.append((source, k_major, *((rows, s.k // per) if k_major else (s.k, -(-rows // per))), name))
     return out
 
@@ -330,12 +367,6 @@ def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
 def check_footprints(cta, part: Part) -> None:
     for source, k_major, rows, count, name in tiles(part):
         swizzle.locate(cta.shared, pg.SHARED_START, source, k_major, rows, count, f"operand {name} of wgmma")
-
-
-def footprints(part: Part) -> list[tuple[int, int]]:
-    return [
-        swizzle.footprint(source, k_major, rows, count) for source, k_major, rows, count, _ in tiles(part)
-    ]
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 Small multiples of 1/2 make every sum exact, so results must agree bit for bit; random numbers are held to a bound."""
 
-import kernels as kn
 import layouts
 import numpy as np
 from layouts import NONE, SW32, SW64, SW128
+
+import kernels as kn
 
 A_AT, B_AT = 0, 8192  # in `buf`
 SIZE = 40960
@@ -153,6 +154,49 @@ def test_integers():
         run(32, a_type, b_type, "s32")
     run(48, "s8", "s8", "s32", from_registers=True)
     run(16, "s8", "s8", "s32", saturate=True)
+
+
+def test_single_bits():
+    """k256: sum of a AND b; 32 bytes of bits in each row."""
+    rng = np.random.default_rng(13)
+    n = 24
+    a, b = rng.integers(0, 2, (64, 256), dtype=np.uint8), rng.integers(0, 2, (n, 256), dtype=np.uint8)
+    c = rng.integers(-9, 9, (64, n)).astype(np.int32)
+    image = np.zeros(SIZE, np.uint8)
+    descs = []
+    for tile, at in ((a, A_AT), (b, B_AT)):
+        packed = np.packbits(tile, axis=1, bitorder="little")
+        for r in range(len(tile)):
+            for i in range(32):
+                image[layouts.element_address(SW128, True, at, 0, 1024, r, i, 1)] = packed[r, i]
+        descs.append(layouts.descriptor(at, 0, 1024, SW128, False))
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k256.s32.b1.b1.and.popc"
+    ptx = kernel(name, n // 2, [tuple(descs)], from_registers=False, immediates="")
+    want = d_registers(a.astype(np.int32) @ b.astype(np.int32).T + c, np.int32)
+    inputs = [image, np.zeros((128, 4), np.uint32), d_registers(c, np.int32)]
+    kn.check(name, ptx, inputs, [np.zeros_like(want)], [want], block=128)
+
+
+def test_base_offset():
+    """A tile whose swizzle pattern does not start on 1024 bytes names the phase in bits 49-51 of its descriptor."""
+    rng = np.random.default_rng(14)
+    a, b = layouts.values(rng, (64, 16), "bf16"), layouts.values(rng, (32, 16), "bf16")
+    c = np.zeros((64, 32), np.float32)
+    image = np.zeros(SIZE, np.uint8)
+    a_at, b_at, descs = 512, B_AT + 1024 + 256, []
+    for tile, at in ((a, a_at), (b, b_at)):
+        code = layouts.bits(tile, "bf16")
+        for r in range(len(tile)):
+            for i in range(16):
+                offset = (r % 8) * 128 + (r // 8) * 1024 + i * 2
+                offset ^= (offset >> 7 & 7) << 4  # relative to the start of the pattern
+                image[at + offset : at + offset + 2] = code[r, i]
+        descs.append(layouts.descriptor(at, 0, 1024, SW128, False) | (at >> 7 & 7) << 49)
+    name = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16"
+    ptx = kernel(name, 16, [tuple(descs)], from_registers=False, immediates=", 1, 1, 0, 0")
+    want = d_registers(a @ b.T, np.float32)
+    inputs = [image, np.zeros((128, 4), np.uint32), d_registers(c, np.float32)]
+    kn.check(f"{name} base offset", ptx, inputs, [np.zeros_like(want)], [want], block=128)
 
 
 def test_a_from_registers():
