@@ -1,7 +1,7 @@
 """ldmatrix, stmatrix, movmatrix: what thread t gets, written out element by element."""
 
-import kernels as kn
 import numpy as np
+import ptx_texts as kn
 
 
 def ldmatrix_kernel(instruction, count, pitch, target="sm_90a", version=None):

@@ -1,7 +1,7 @@
 """The 8-bit shapes of ldmatrix and stmatrix (sm_100), and what is refused. No such GPU in reach: the emulator alone."""
 
-import kernels as kn
 import numpy as np
+import ptx_texts as kn
 import pytest
 from test_matrix_moves import ldmatrix_kernel
 

@@ -2,9 +2,9 @@
 of the PTX ISA. Small multiples of 1/2 make every sum exact, so results must agree bit for bit; random numbers are held
 to a bound."""
 
-import kernels as kn
 import layouts
 import numpy as np
+import ptx_texts as kn
 
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
 FLOATS = [("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)]

@@ -4,9 +4,8 @@ Small multiples of 1/2 make every sum exact, so results must agree bit for bit; 
 
 import layouts
 import numpy as np
+import ptx_texts as kn
 from layouts import NONE, SW32, SW64, SW128
-
-import kernels as kn
 
 A_AT, B_AT = 0, 8192  # in `buf`
 SIZE = 40960

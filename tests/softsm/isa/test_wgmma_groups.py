@@ -1,9 +1,9 @@
 """wgmma's commit groups, under every order of completion, and what goes wrong. The emulator alone: most of these are
 undefined behaviour on a device."""
 
-import kernels as kn
 import layouts
 import numpy as np
+import ptx_texts as kn
 import pytest
 from launching import run
 from layouts import SW128
