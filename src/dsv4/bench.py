@@ -1,7 +1,8 @@
 """Speed on the GPU at hand: ours, the peers that can be imported, the ceilings of the machine.
 
 Each call is captured in a CUDA graph and its replays are timed with events; between replays a buffer larger than the
-L2 is written, so that nothing is read from it. Random data, medians. `python -m dsv4 bench` prints the table.
+L2 is read, so that nothing is found there (read, not written: writing its lines back would be timed too). Random
+data, medians. `python -m dsv4 bench` prints the table.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def time_call(call: Callable[[], Any], repeats: int = 30, flush: Tensor | None =
         graph.replay()
     times = []
     for _ in range(repeats):
-        flush.zero_()
+        flush.sum()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
@@ -134,7 +135,7 @@ _BUFFERS: dict[int, Tensor] = {}
 def _flush_buffer() -> Tensor:
     device = torch.cuda.current_device()
     if device not in _BUFFERS:
-        _BUFFERS[device] = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        _BUFFERS[device] = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
     return _BUFFERS[device]
 
 

@@ -8,37 +8,21 @@ from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
-@gluon.jit
-def start_next_kernel():
-    """The next kernel in the stream may start now; wait_for_previous_kernel there waits for what this one writes."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def wait_for_previous_kernel():
-    """0, once all that the previous kernel wrote can be read. Addresses must depend on it, or loads may move up."""
-    return gl.inline_asm_elementwise("griddepcontrol.wait; and.b32 $0, $1, 0;", "=r,r", [gl.program_id(0)],
-                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=[
     "num_splits", "total_rows", "tokens", "q_heads", "last_sequence", "want_lse", "stride_ob", "stride_ot", "stride_oh",
     "stride_lb", "stride_lt", "stride_lh",
 ])  # fmt: skip
 def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
             last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, PDL: gl.constexpr = False):  # fmt: skip
-    """One program: one row (token, head) and 64 of its columns. part: [num_splits, total_rows, D].
+            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, COLUMNS: gl.constexpr = 64):  # fmt: skip
+    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D].
 
     SPLITS are added at a time, in an order that depends on SPLITS alone.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
-    if PDL:
-        row += wait_for_previous_kernel()
-    column = gl.program_id(1) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     token = row // q_heads
     head = row - token * q_heads
     belongs = True
@@ -47,7 +31,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
 
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
-    acc = gl.zeros([SPLITS, 64], gl.float32, L)
+    acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
     for start in range(0, num_splits, SPLITS):
         split = start + gl.arange(0, SPLITS, layout=R)
         there = (split < num_splits) & belongs

@@ -102,20 +102,18 @@ def forward(p: FmhaProblem) -> None:
         splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
     ]  # fmt: skip
     grid = (row_tiles, p.kv_heads * splits, p.batch)
-    # Programmatic dependent launch: the combine's blocks are in place when the last split finishes.
-    pdl = splits > 1 and p.q.is_cuda
-    aot.launch(kernel, grid, arguments, KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, PDL=pdl, num_warps=4,
-               **c.options)  # fmt: skip
+    aot.launch(kernel, grid, arguments, KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options)
     if splits > 1:
         # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
-        at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64 if splits <= 64 else 128
+        at_a_time = 16 if p.deterministic or splits <= 16 else 64
+        columns = 32 if splits > 16 else min(p.head_dim, 128)
         arguments = [
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
             want_lse, *strides_o, *strides_l,
         ]  # fmt: skip
-        grid = (total_q * p.q_heads, p.head_dim // 64)
-        constants = dict(D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen", PDL=pdl, num_warps=4)
-        aot.launch(combine, grid, arguments, **constants, **({"launch_pdl": True} if pdl else {}))
+        grid = (total_q * p.q_heads, p.head_dim // columns)
+        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=p.kind == "varlen",
+                   COLUMNS=columns, num_warps=4)  # fmt: skip
     elif p.kind == "varlen":
         arguments = [out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:]]
         aot.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)

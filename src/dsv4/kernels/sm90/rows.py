@@ -21,7 +21,6 @@ landed             TMA bytes                     TMA warp    a tile with foreign
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.combine import start_next_kernel
 from dsv4.kernels.shared.tiles import PAGED, end_key, first_key, sequence, split_range
 from dsv4.kernels.sm90 import loads
 
@@ -169,11 +168,9 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
               stride_vp, stride_vr, stride_vh,
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr,
-              SAME_KV: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+              SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
     M: gl.constexpr = 64 * CONSUMERS
-    if PDL:
-        start_next_kernel()
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads

@@ -44,7 +44,6 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.combine import start_next_kernel
 from dsv4.kernels.shared.tiles import PAGED, end_key, first_key, sequence, split_range
 from dsv4.kernels.sm90 import loads
 
@@ -272,10 +271,8 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               table_stride, window_left, window_right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
               stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
               stride_vp, stride_vr, stride_vh,
-              KIND: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
+              KIND: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
               RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    if PDL:
-        start_next_kernel()
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
