@@ -55,6 +55,28 @@ def run(
         _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
 
 
+@app.command()
+def explain(
+    topic: Annotated[
+        str, typer.Argument(help="a diagnostic code, an instruction such as tcgen05.ld.16x256b, descriptor, idesc")
+    ] = "",
+    value: Annotated[str, typer.Argument(help="of the descriptor: 0x...")] = "",
+    arch: Annotated[str, typer.Option(help="sm_100a or sm_90a")] = "sm_100a",
+    dtype: Annotated[str, typer.Option(help="element type of the tile: bf16, e4m3, tf32, ...")] = "bf16",
+    major: Annotated[str, typer.Option(help="k or mn: the dimension that is contiguous")] = "k",
+    rows: Annotated[int, typer.Option(help="of the tile (M or N)")] = 16,
+    k: Annotated[int, typer.Option(help="of the tile, in elements")] = 64,
+    kind: Annotated[str, typer.Option(help="of the instruction descriptor: f16, f8f6f4, mxf4, ...")] = "f16",
+) -> None:
+    """What a diagnostic means and how to mend it; or a picture of a layout. Without a topic: all there are."""
+    from softsm.report.explain import Tile, show
+
+    try:
+        show(topic, value, Tile(arch, dtype, major, rows, k, kind))
+    except ValueError as problem:
+        _stop(str(problem))
+
+
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
     """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
     import runpy
