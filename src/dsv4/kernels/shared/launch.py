@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.combine import clear_rest, combine
 from dsv4.kernels.shared.loads import CELLS, PAGES, ROWS
@@ -72,19 +73,20 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
         splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
     ]  # fmt: skip
-    kernel[(row_tiles, p.kv_heads * splits, p.batch)](*arguments, HOW=how.value, num_warps=4, **c.options)
+    grid = (row_tiles, p.kv_heads * splits, p.batch)
+    aot.launch(kernel, grid, arguments, HOW=how.value, num_warps=4, **c.options)
     if splits > 1:
         # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
         at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64
-        combine[(total_q * p.q_heads, p.head_dim // 64)](
+        arguments = [
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
-            want_lse, *strides_o, *strides_l, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, num_warps=4,
-        )  # fmt: skip
+            want_lse, *strides_o, *strides_l,
+        ]  # fmt: skip
+        grid = (total_q * p.q_heads, p.head_dim // 64)
+        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, num_warps=4)
     elif varlen:
-        clear_rest[(p.q_heads, 4)](
-            out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:], D=p.head_dim,
-            num_warps=4,
-        )  # fmt: skip
+        arguments = [out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:]]
+        aot.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
     if out is not p.out:
         p.out.copy_(out)
 

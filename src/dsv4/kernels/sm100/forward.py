@@ -12,7 +12,7 @@ the next keys is issued before P V of these. Role chart (two tiles; S0 = scores 
 
 head dim   BM x TILES   BN    S stages   tensor memory (columns)                shared memory (KiB), P in shared memory
 64         128 x 2      128   1          S 2x128, O 2x64      = 384             Q 32  ring 4 x 16   P 64
-128        128 x 2      128   1          S 2x128, O 2x128     = 512             Q 64  ring 3 x 32   P 64  (4 slots without P)
+128        128 x 2      128   1          S 2x128, O 2x128     = 512             Q 64  ring 3 x 32   P 64  (4 without P)
 256        128 x 1      64    2          S 2x64,  O 256       = 384             Q 64  ring 4 x 32   P 32
 512        64  x 1      64    2          S 2x64,  O 256 (*)   = 384             Q 64  ring 4 x 32   P 16
 (*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
@@ -82,20 +82,22 @@ def load_tile(desc, cells, ring, slot_ready, slot_free, landed, state, where, ro
 def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first, tile_begin, tile_end,
               BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
               HOW: gl.constexpr):  # fmt: skip
-    """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 .. with one."""
+    """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 ..
+    with one."""
     state = (0, 0, 0, 0)
     if TILES == 1:
         if tile_begin < tile_end:
-            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, first + tile_begin * BN,
-                              BN, D, SLOTS, HOW)  # fmt: skip
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where,
+                              first + tile_begin * BN, BN, D, SLOTS, HOW)  # fmt: skip
     for tile in range(tile_begin, tile_end):
         row = first + tile * BN
         if TILES == 1:
             if tile + 1 < tile_end:
-                state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row + BN, BN, D, SLOTS,
-                                  HOW)  # fmt: skip
+                state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row + BN, BN, D,
+                                  SLOTS, HOW)  # fmt: skip
         else:
-            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS, HOW)
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
+                              HOW)  # fmt: skip
         state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS, HOW)
     if HOW == loads.CELLS:
         if state[2] > 0:
@@ -137,7 +139,8 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
                 if j + 1 < n:
                     for part in gl.static_range(PARTS):
                         mbarrier.wait(slot_ready.index(slot), phase)
-                        tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(1 - stage), use_acc=part > 0)
+                        tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(1 - stage),
+                                    use_acc=part > 0)  # fmt: skip
                         tcgen05_commit(slot_free.index(slot))
                         slot, phase = advance(slot, phase, SLOTS)
                     tcgen05_commit(s_ready.index(1 - stage))
@@ -178,19 +181,28 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
 
 
 @gluon.jit
-def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows, head,
-                 group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
+def store_p(x, scale, m, p, column: gl.constexpr):
+    """P = exp2(x scale - m) of 64 columns -> where the tensor core reads it. Returns the row sums, before rounding."""
+    y = gl.exp2(x * scale - m[:, None])
+    p.slice(column, x.shape[1], dim=1).store(y.to(p.dtype))
+    return gl.sum(y, 1)
+
+
+@gluon.jit
+def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
+                 head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
                  P_TMEM: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     STAGES: gl.constexpr = 2 if TILES == 1 else 1
-    LS: gl.constexpr = s.index(0).get_reg_layout()
+    # 64 columns of S at a time, so that a half's scores make room for its P before the other half is touched.
+    LS: gl.constexpr = s.index(0).slice(0, 64).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     for part in gl.static_range(PARTS):
-        loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh, part * DS,
-                        BM, DS)  # fmt: skip
+        loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh,
+                        part * DS, BM, DS)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(q_ready, count=1)
 
@@ -209,11 +221,18 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         if TILES == 1:
             stage = j % 2
         mbarrier.wait(s_ready.index(stage), (j // STAGES) % 2)
-        x = s.index(stage).load()
         column = first + (tile_begin + j) * BN
-        if (column < full_first) | (column + BN > full_end):
+        masked = (column < full_first) | (column + BN > full_end)
+        x = s.index(stage).slice(0, 64).load()
+        if masked:
             x = softmax.see(x, column, row_first, row_end, LS)
-        grown = gl.max(x, 1) * scale
+        top = gl.max(x, 1)
+        if BN == 128:
+            x1 = s.index(stage).slice(64, 64).load()
+            if masked:
+                x1 = softmax.see(x1, column + 64, row_first, row_end, LS)
+            top = gl.maximum(top, gl.max(x1, 1))
+        grown = top * scale
         # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
         moves = (grown - m > RESCALE_ABOVE) | (j == 0)
         m_new = gl.where(moves, gl.maximum(grown, m), m)
@@ -224,9 +243,10 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
             mbarrier.arrive(stat_ready.index(tile), count=1)
         m = m_new
         safe = gl.where(m == -float("inf"), 0.0, m)
-        p = gl.exp2(x * scale - safe[:, None])
-        l = l * alpha + gl.sum(p, 1)
-        p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM).store(p.to(q.dtype))
+        p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
+        l = l * alpha + store_p(x, scale, safe, p, 0)
+        if BN == 128:
+            l += store_p(x1, scale, safe, p, 64)
         if not P_TMEM:
             fence_async_shared()  # P is read by the tensor core
         mbarrier.arrive(p_ready.index(stage), count=1)
@@ -238,22 +258,26 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
 
 
 @gluon.jit
-def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free, o_rescaled, pv_done,
-                    tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse, split, part_row, q_heads,
+def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free, o_rescaled,
+                    pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse,
+                    split, part_row, q_heads,
                     D: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr):  # fmt: skip
     """Rescales O when a maximum moved, and in the end normalises it and stores it."""
-    C: gl.constexpr = 32 if D == 64 else 64  # columns at a time
+    # Columns at a time. Two tiles leave this role few registers, and those of a store stay in use until it is done.
+    C: gl.constexpr = 32 if TILES == 2 else 64
+    RESCALED: gl.constexpr = 16 if TILES == 2 else 64
+    LR: gl.constexpr = o.index(0).slice(0, RESCALED).get_reg_layout()
     LO: gl.constexpr = o.index(0).slice(0, C).get_reg_layout()
     RO: gl.constexpr = gl.SliceLayout(1, LO)
     for j in range(1, n):
         for i in gl.static_range(TILES):
             mbarrier.wait(stat_ready.index(i), (j - 1) % 2)
-            alpha = stat.index(i).load(RO)
+            alpha = stat.index(i).load(gl.SliceLayout(1, LR))
             mbarrier.arrive(stat_free.index(i), count=1)
             mbarrier.wait(pv_done.index(i), (j - 1) % 2)
             if gl.min(alpha, 0) < 1.0:
-                for c in gl.static_range(D // C):
-                    view = o.index(i).slice(c * C, C)
+                for c in gl.static_range(D // RESCALED):
+                    view = o.index(i).slice(c * RESCALED, RESCALED)
                     view.store(view.load() * alpha[:, None])
             mbarrier.arrive(o_rescaled.index(i), count=1)
     last = gl.maximum(n, 1) - 1
@@ -284,7 +308,8 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
             if split != 0:
                 gl.store(part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
             else:
-                gl.store(out_ptr + target[:, None] + column[None, :], x.to(out_ptr.dtype.element_ty), mask=here[:, None])
+                y = x.to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
 
 
 @gluon.jit
@@ -315,18 +340,19 @@ def sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, le
         "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
     ],
 )  # fmt: skip
-def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-                 part_lse_ptr, k_ptr, v_ptr, scale, want_lse, varlen, total_q, total_k, tokens, keys, kv_heads, group,
-                 page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
+                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, varlen, total_q, total_k, tokens, keys,
+                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
                  stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh,
                  stride_vb, stride_vt, stride_vh,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
+                 WARP_REGS: gl.constexpr):  # fmt: skip
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr,
-                                              HOW)  # fmt: skip
+    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr,
+                                              lengths_ptr, HOW)  # fmt: skip
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < rows:
@@ -401,14 +427,14 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                 (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
                                    o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0, tile_row,
-                                rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin,
-                                tile_end, scale, D, BM, BN, TILES, P_TMEM)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
-                                tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
+                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
                                 tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
-                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n,
-                            D, TILES, SLOTS, P_TMEM)),
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
+                                tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
+                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
+                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
+                            pv_done, n, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
                              tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
             ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
@@ -417,11 +443,11 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                 (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
                                    o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0, tile_row,
-                                rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin,
-                                tile_end, scale, D, BM, BN, TILES, P_TMEM)),
-                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n,
-                            D, TILES, SLOTS, P_TMEM)),
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
+                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
+                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
+                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
+                            pv_done, n, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
                              tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
