@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +17,17 @@ import numpy as np
 from softsm.errors import Fault
 
 
-@dataclass(slots=True)
+@dataclass
 class Allocation:
     start: int
     size: int
     name: str
-    bytes: np.ndarray  # uint8 view of the whole allocation
     keep: object = None  # what must stay alive while the allocation is known
+
+    @functools.cached_property
+    def bytes(self) -> np.ndarray:
+        """uint8 view of the whole allocation. Made at the first use: a program may own thousands of storages."""
+        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.start), np.uint8)
 
     @property
     def end(self) -> int:
@@ -33,8 +38,15 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.allocations: list[Allocation] = []
-        self.lo = np.zeros(1, np.uint64)
-        self.hi = np.zeros(1, np.uint64)
+
+    @property
+    def lo(self) -> np.ndarray:
+        """First addresses, sorted; `hi` are the addresses behind the last bytes."""
+        return np.array(self.starts, np.uint64)
+
+    @property
+    def hi(self) -> np.ndarray:
+        return np.array([a.end for a in self.allocations], np.uint64)
 
     def add(self, start: int, size: int, name: str, keep: object = None) -> None:
         """Make [start, start + size) known. Overlapping storages are merged into one."""
@@ -54,12 +66,8 @@ class GlobalMemory:
             names.append(old.name)
             keeps.append(old.keep)
             j += 1
-        raw = (ctypes.c_uint8 * (end - start)).from_address(start)
-        merged = Allocation(start, end - start, ", ".join(dict.fromkeys(names)), np.frombuffer(raw, np.uint8), keeps)
-        self.allocations[i:j] = [merged]
+        self.allocations[i:j] = [Allocation(start, end - start, ", ".join(dict.fromkeys(names)), keeps)]
         self.starts[i:j] = [start]
-        self.lo = np.array(self.starts, np.uint64)
-        self.hi = np.array([a.end for a in self.allocations], np.uint64)
 
     def find(self, address: int, size: int) -> Allocation | None:
         i = bisect.bisect_right(self.starts, address)
