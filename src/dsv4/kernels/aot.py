@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-SOURCES = ("compat.py", "shared/*.py", "sm90/*.py")
+SOURCES = ("compat.py", "shared/tiles.py", "shared/softmax.py", "shared/combine.py", "sm90/*.py")  # what the cubins are made of
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
 TMA_TYPES = {8: 10, 9: 8, 10: 9}
 

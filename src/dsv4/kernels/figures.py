@@ -1,4 +1,4 @@
-"""What a compiled kernel costs, from the assembler's own mouth: registers, spills, and where in the machine code they are.
+"""What a compiled kernel costs, by the assembler's own account: registers, spills, and where the spills are.
 
 The tools are those of the Triton wheel: ptxas with ``-v`` for the totals, cuobjdump for the SASS. A spill is a store to
 or load from local memory (STL, LDL). It lies in a main loop when a backward branch encloses both it and a tensor-core,
@@ -49,10 +49,10 @@ def figures(compiled: Any, arch: str, seconds: float = 0.0) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
+        command = [tool("ptxas-blackwell"), "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
         said = subprocess.run(
-            [tool("ptxas-blackwell"), "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}", str(source), "-o", str(cubin)],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+            [*command, str(source), "-o", str(cubin)], capture_output=True, text=True, check=True
+        ).stderr
         sass = subprocess.run(
             [tool("cuobjdump"), "-sass", str(cubin)], capture_output=True, text=True, check=True
         ).stdout
@@ -83,8 +83,8 @@ def instructions(sass: str) -> list[tuple[int, str]]:
 
 
 def loop_spills(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Spills inside main loops. The loops are the innermost ones that hold work: an outer loop (a worker warp's wait for
-    its next partition encloses all of its code) is none."""
+    """Spills inside main loops. Those are the innermost loops that hold work: one around all of a warp's code (a worker
+    waits for its next partition) is none."""
     loops = []
     for address, text in lines:
         branch = BRANCH.search(text)

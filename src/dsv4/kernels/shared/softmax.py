@@ -37,8 +37,8 @@ def finish(m, l, sink):
 def pin(l):
     """Row sums, unchanged. What they depend on is computed before the waits that follow in program order.
 
-    ptxas moves arithmetic behind a wgmma wait that it does not need, and the softmax would then run with the tensor
-    cores idle. A (never taken) branch on the result ends its basic block.
+    ptxas moves arithmetic behind a wgmma wait that it does not need. Where another warpgroup waits for the result of
+    this softmax, that is too late: a (never taken) branch on the result ends its basic block.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 1; mov.b32 $0, $1; }",

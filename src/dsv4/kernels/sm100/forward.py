@@ -342,9 +342,9 @@ def sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, le
 )  # fmt: skip
 def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
                  part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, varlen, total_q, total_k, tokens, keys,
-                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
-                 stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh,
-                 stride_vb, stride_vt, stride_vh,
+                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
+                 stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
                  P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
                  WARP_REGS: gl.constexpr):  # fmt: skip

@@ -116,7 +116,7 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
             if (column < full_first) | (column + BN > full_end):
                 s = softmax.see(s, column, row_first, row_end, LS)
             p, m, alpha = softmax.step(s, m, scale)
-            l = softmax.pin(l * alpha + gl.sum(p, 1))
+            l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             if SAME_KV:
                 mbarrier.arrive(k_free.index(slot), count=1)

@@ -1,0 +1,250 @@
+"""The Blackwell FMHA kernel, run by softsm: right under every order of completion, and no race found.
+
+Compiling a variant takes much longer than running it, so all tests share eleven of them (`VARIANTS`) through Triton's
+disk cache, and a lock keeps two workers from compiling the same one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dsv4
+import softsm
+from dsv4 import dispatch, suites
+from dsv4.suites import Case, Draw, Where, run_case
+from dsv4.suites.calls import Call
+from dsv4.suites.fmha_cases import dense, paged, varlen
+
+if dispatch.triton_version() < (3, 9):
+    pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
+
+from dsv4.kernels.sm100 import fmha
+from softsm.engine.launch import options
+
+WHERE = Where("softsm", "sm_100a")
+SEED = 20261115
+BF16, FP16 = torch.bfloat16, torch.float16
+ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many rows, by TMA
+
+# (head dim, dtype, P through tensor memory, how): all that `make test` compiles
+DIMS = (64, 128, 256, 512)
+VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
+PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
+VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (128, BF16, True, CELLS)]
+ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
+
+
+def default_path(head_dim: int) -> bool:
+    return head_dim < 512
+
+
+def variant(case: Case) -> tuple:
+    """What Triton compiles for a case of the suites, with the default P path."""
+    call = case.make(Draw(0))
+    how: str | int = ROWS
+    if isinstance(call, Call) and call.op == "fmha_paged":
+        page = call.args["k_pages"].shape[1]
+        how = min(page, 128 if case.head_dim < 256 else 64) if page >= 8 and page & (page - 1) == 0 else CELLS
+    return case.head_dim, case.dtype, default_path(case.head_dim), how
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A function that compiles a variant unless it is done, one worker at a time."""
+    root = tmp_path_factory.getbasetemp()
+    folder = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
+    done = set()
+
+    def ensure(key: tuple) -> None:
+        if key in done:
+            return
+        with open(folder / "sm100.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            d, dtype, p_tmem, how = key
+            with path(p_tmem):
+                if how == ROWS:
+                    call = dense(Draw(0), d, dtype, {"t": 1, "s": 1})
+                else:
+                    call = paged(Draw(0), d, dtype, page=3 if how == CELLS else how, lengths=[1], heads=1)
+                call.run(WHERE)
+        done.add(key)
+
+    return ensure
+
+
+@contextmanager
+def path(p_tmem: bool):
+    """Calls inside take P through tensor memory, or through shared memory."""
+    original = fmha.forward
+    fmha.forward = partial(original, p_tmem=p_tmem)
+    try:
+        yield
+    finally:
+        fmha.forward = original
+
+
+def right(call: Call) -> None:
+    """Run in softsm and compare with the oracle, guards and inputs included."""
+    bad = [str(check) for check in call.check(call.run(WHERE)) if not check.ok]
+    assert not bad, bad
+
+
+def unsplit(draw: Draw, d: int, dtype: torch.dtype, size: dict, **more) -> Call:
+    """A dense call whose keys one CTA walks alone, so that every ring and barrier comes round several times."""
+    call = dense(draw, d, dtype, size, **more)
+    plan = dsv4.plan(
+        dsv4.fmha, batch=1, q_heads=size["heads"], kv_heads=size["kv_heads"], head_dim=d, max_seqlen_q=size["t"],
+        max_seqlen_k=size["s"], device="cpu",
+    )  # fmt: skip
+    call.extra = {"plan": plan}
+    return call
+
+
+@pytest.mark.parametrize("case", suites.seeds(), ids=lambda case: case.name)
+def test_seeds_latest(case: Case, compiled) -> None:
+    """The 72 configurations, with every asynchronous operation completing as late as it may."""
+    compiled(variant(case))
+    with options(order="latest"):
+        result = run_case(case, WHERE, SEED)
+    assert result.ok, result.why()
+
+
+@pytest.mark.parametrize(("d", "p_tmem"), PATHS)
+def test_every_order_and_no_race(d: int, p_tmem: bool, compiled) -> None:
+    """One case per head dim and P path: more keys than the ring holds, rows that are masked in part, rising maxima."""
+    compiled((d, BF16, p_tmem, ROWS))
+    size = {"t": 12, "s": 5 * (128 if d < 256 else 64) + 9, "heads": 8, "kv_heads": 1}
+    for order, seed in ORDERS:
+        call = unsplit(Draw(seed), d, BF16, size, causal=True)
+        ramp = torch.linspace(0.2, 4.0, size["s"])[None, :, None, None]  # later keys are longer: O is rescaled
+        call.args["k"] = (call.args["k"].float() * ramp).to(BF16)
+        with path(p_tmem), softsm.checking(order=order, seed=seed) as report:
+            right(call)
+        assert report.launches > 0 and not report, f"{order} {seed}:\n{report}"
+
+
+FEATURES = [case for case in suites.fmha() if variant(case) in VARIANTS]
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.name)
+def test_features(case: Case, compiled) -> None:
+    compiled(variant(case))
+    result = run_case(case, WHERE, SEED)
+    assert result.ok, result.why()
+
+
+def test_features_meet_every_way_to_read_keys() -> None:
+    met = {variant(case) for case in FEATURES}
+    assert {(64, BF16, True, 16), (512, BF16, False, 16), (256, FP16, True, ROWS)} <= met
+    assert {"varlen", "sink", "window", "nan", "strided", "zero", "softmax", "deterministic"} <= {
+        feature for case in FEATURES for feature in case.features
+    }
+
+
+@pytest.mark.parametrize("page", [1, 3, 12, 24])
+def test_pages_by_cp_async(page: int, compiled) -> None:
+    """Page sizes that TMA boxes do not tile: shuffled pages, padding between them, NaN in every unused row."""
+    compiled((128, BF16, True, CELLS))
+    with softsm.checking(order="latest") as report:
+        right(paged(Draw(page), 128, BF16, page=page, lengths=[page + 3, 150, 0], t=2, causal=True, page_pad=2))
+    assert not report, str(report)
+
+
+def test_unaligned_pages(compiled) -> None:
+    """Rows that start at odd multiples of 2 bytes: neither TMA nor 16-byte copies can read them in place."""
+    compiled((64, BF16, True, 16))
+    call = paged(Draw(0), 64, BF16, page=16, lengths=[40, 100])
+    for name in ("k_pages", "v_pages"):
+        x = call.args[name]
+        wide = torch.full((*x.shape[:-1], 64 + 3), float("nan"), dtype=BF16)
+        wide[..., 1:65] = x
+        call.args[name] = wide[..., 1:65]
+    right(call)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+@pytest.mark.parametrize("d", [64, 512])
+def test_split_keys(d: int, splits: int, compiled) -> None:
+    """More splits than some sequences have tiles: the empty ones write no O, and the combine kernel reads none."""
+    compiled((d, BF16, default_path(d), ROWS))
+    call = varlen(Draw(splits), d, BF16, [(3, 400), (2, 0), (1, 70)], causal=True, sink=True)
+    plan = dsv4.plan(dsv4.fmha_varlen, batch=3, q_heads=4, kv_heads=2, head_dim=d, max_seqlen_q=3, max_seqlen_k=400,
+                     device="cpu")  # fmt: skip
+    call.extra = {"plan": replace(plan, num_splits=splits)}
+    with softsm.checking(order="latest") as report:
+        right(call)
+    assert report.launches == 2 and not report, str(report)
+
+
+def test_scale_of_zero(compiled) -> None:
+    """All weights are equal; a masked score of -inf times 0 must not become NaN."""
+    compiled((64, BF16, True, ROWS))
+    right(dense(Draw(0), 64, BF16, {"t": 20, "s": 30}, causal=True, softmax_scale=0.0))
+
+
+def test_budgets_are_checked() -> None:
+    for d, p_tmem in PATHS:
+        fmha.tiling(d, p_tmem)
+    with pytest.raises(ValueError, match="p_tmem: got True for head dim 512"):
+        fmha.tiling(512, True)
+    with pytest.raises(ValueError, match="640 of 512 columns"):
+        fmha.check_budget(256, 128, 64, 2, 4, True)
+    with pytest.raises(ValueError, match="of 232448 bytes"):
+        fmha.check_budget(128, 128, 128, 2, 4, False)
+
+
+@settings(max_examples=25)
+@given(
+    d=st.sampled_from([64, 512]), batch=st.integers(1, 2), t=st.integers(0, 70), s=st.integers(0, 270),
+    heads=st.sampled_from([(1, 1), (4, 4), (8, 1), (6, 2), (5, 5)]), left=st.sampled_from([-1, 0, 5, 40, 500]),
+    right_=st.sampled_from([-1, 0, 3, 90]), pad=st.sampled_from([0, 8, 3]), seed=st.integers(0, 1000),
+    order=st.sampled_from(["eager", "latest", "random"]),
+)  # fmt: skip
+def test_any_shape(compiled, d, batch, t, s, heads, left, right_, pad, seed, order) -> None:
+    """Shapes, head ratios, windows and row strides (3: not even a multiple of 4 bytes), under any order."""
+    compiled((d, BF16, default_path(d), ROWS))
+    size = {"t": t, "s": s, "heads": heads[0], "kv_heads": heads[1], "batch": batch}
+    call = dense(Draw(seed), d, BF16, size, window=(left, right_))
+    for name in "qkv":
+        x = call.args[name]
+        wide = torch.full((*x.shape[:-1], d + pad), float("nan"), dtype=BF16)
+        wide[..., :d] = x
+        call.args[name] = wide[..., :d]
+    call.out_pad = pad
+    with options(order=order, seed=seed):
+        right(call)
+
+
+# ---- the full product ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("d", "p_tmem"), PATHS)
+@pytest.mark.parametrize(("order", "seed"), ORDERS)
+def test_seeds_in_every_order(d: int, p_tmem: bool, order: str, seed: int, compiled) -> None:
+    compiled((d, BF16, p_tmem, ROWS))
+    for case in (case for case in suites.seeds() if case.head_dim == d):
+        with path(p_tmem), softsm.checking(order=order, seed=seed) as report:
+            result = run_case(case, WHERE, SEED + seed)
+        assert result.ok and not report, f"{case}: {result.why()}\n{report}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", suites.fmha(), ids=lambda case: case.name)
+def test_suite_without_races(case: Case) -> None:
+    with softsm.checking(order="latest") as report:
+        result = run_case(case, WHERE, SEED)
+    assert result.ok and not report, f"{result.why()}\n{report}"
