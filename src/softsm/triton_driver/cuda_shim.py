@@ -33,6 +33,11 @@ def _on_cpu(x: object) -> object:
     return CPU if _is_cuda(x) else x
 
 
+def _is_index(x: object) -> bool:
+    """A device given by its number, as in x.to(0) or device=0."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 _MOVES = (torch.Tensor.cuda, torch.Tensor.cpu)
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 _DEVICE = torch.Tensor.device.__get__
@@ -56,10 +61,28 @@ class CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}
+        if _is_index(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _is_index(args[1]):
+            args = (args[0], CPU, *args[2:])
         if func is torch.Tensor.to and any(_names_device(x) for x in (*args[1:], *kwargs.values())):
             args = tuple(_on_cpu(x) for x in args)
             return func(*args, **{**kwargs, "copy": True})
         return func(*map(_on_cpu, args), **kwargs)
+
+
+class Generator(torch.Generator):
+    """torch.Generator(device="cuda") makes one for the CPU."""
+
+    def __new__(cls, device: object = "cpu"):
+        return super().__new__(cls, device=_on_cpu(device))
+
+    def __init__(self, device: object = "cpu"):
+        super().__init__()
+
+    @property
+    def device(self) -> torch.device:
+        return GPU
 
 
 class Stream:
@@ -153,9 +176,28 @@ class CudaShim:
         self._patches = Patches()
         for attribute, answer in answers.items():
             self._patches.set(torch.cuda, attribute, answer)
+        if hasattr(torch, "accelerator"):
+            self._replace_accelerator()
+        # torch puts a default device below every other mode, where it would be applied after ours
+        set_default = torch.set_default_device
+        self._patches.set(torch, "set_default_device", lambda d: set_default(None if _is_cuda(d) else d))
+        self._patches.set(torch, "Generator", Generator)
         self._replace_cublas()
         self._mode = CudaToCpu()
         self._mode.__enter__()
+
+    def _replace_accelerator(self) -> None:
+        answers = {
+            "is_available": lambda: True,
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+            "device_count": lambda: 1,
+            "current_device_index": lambda: 0,
+            "set_device_index": lambda *_: None,
+            "synchronize": lambda *_: None,
+        }
+        for attribute, answer in answers.items():
+            if hasattr(torch.accelerator, attribute):
+                self._patches.set(torch.accelerator, attribute, answer)
 
     def _replace_cublas(self) -> None:
         from triton._C.libtriton import nvidia

@@ -33,6 +33,12 @@ def shim(request):
     lambda: torch.empty_like(torch.zeros(4, device="cuda")),
     lambda: torch.zeros(4, pin_memory=True).to(device="cuda", non_blocking=True),
     lambda: torch.nn.Linear(2, 2).to("cuda").weight,
+    lambda: torch.zeros(4).to(0),
+    lambda: torch.zeros(4, device=0),
+    lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
+    lambda: torch.zeros(4).to(0),
+    lambda: torch.zeros(4, device=0),
+    lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
 ])  # fmt: skip
 def test_tensors_on_cuda_live_on_the_cpu(shim, make):
     tensor = make()
@@ -132,3 +138,14 @@ def test_block_scaled_cublas(shim):
     blas.block_scaled_matmul_mxfp8(values, values, out, scales.flatten(), torch.full_like(scales, 127).flatten())
     rows = out[:, 0].tolist()
     assert rows[128 + 64 + 5] == 256 + 32 and sorted(set(rows)) == [256, 288]
+
+
+def test_default_device_and_accelerator(shim):
+    torch.set_default_device("cuda")
+    try:
+        assert torch.zeros(2).is_cuda
+    finally:
+        torch.set_default_device(None)
+    if hasattr(torch, "accelerator"):
+        assert torch.accelerator.current_accelerator().type == "cuda"
+        torch.accelerator.synchronize()
