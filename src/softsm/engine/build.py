@@ -23,7 +23,7 @@ from softsm.isa.registry import MICROS, Micro
 BANK = 120  # Numba's time grows faster than the number of branches; a change recompiles one bank only
 BANK_SIGNATURE = "void(u4,u4,u4,u4,u4,u4,u4,i8,i8,i8)"
 _ENGINE = pathlib.Path(__file__).parent
-_VOCABULARY = ("vec.py", "vec_types.py", "vec_rows.py", "vec_ops.py", "vec_math.py", "vec_round.py")
+_VOCABULARY = ("vec", "vec_types", "vec_rows", "vec_ops", "vec_math", "vec_round", "vec_access", "vec_small")
 _OPERANDS = ("ra", "rb", "rc", "rx")
 _LETTERS = "abcd"
 
@@ -140,7 +140,7 @@ def _fingerprint(source: str, depends: tuple[pathlib.Path, ...]) -> str:
     import numba
 
     h = hashlib.sha256(source.encode())
-    for path in [*(_ENGINE / name for name in _VOCABULARY), *depends]:
+    for path in [*(_ENGINE / f"{name}.py" for name in _VOCABULARY), *depends]:
         h.update(path.read_bytes())
     h.update(f"{numba.__version__} {sys.version_info[:2]} {llvm.get_host_cpu_name()}".encode())
     h.update(llvm.get_host_cpu_features().flatten().encode())

@@ -70,6 +70,8 @@ def run(lane_operation, S, pc, mask_, stop, quantum, multi):
         elif m != ZERO:
             if op == u4({OP_MACRO}):
                 return {MACRO}, pc - 1, i8(mask), i8(m), pc - begin + jumps
+            if op == u4({OP_CONVERGE}) and m == FULL:  # nobody can be missing
+                continue
             status = call_lane_operation(lane_operation, op, rd, ra, rb, rc, rx, m, S, pc - 1)
             if status:
                 about = status >> 8
@@ -84,7 +86,7 @@ _LANE_OPERATION = '''
 def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
     pool, R, Q, P = sget(S, {S_POOL}), sget(S, {S_R}), sget(S, {S_Q}), sget(S, {S_P})
     offset = i8(np.int32(rb))
-    if op <= u4({OP_STL}):
+{quick}    if op <= u4({OP_STL}):
 {note_store}        if op == u4({OP_LDG}):
             bad = load(R, Q, pool, S, 0, i8(rd), i8(ra), offset, i8(rc), m)
         elif op == u4({OP_STG}):
@@ -107,9 +109,6 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
         need = missing(R, S, i8(ra), m)
         if need:
             return i8({CONVERGE}) | (need << 8)
-    elif op == u4({OP_SHFL}):
-        where = pool + 4 * i8(rc)
-        shuffle(R, P, i8(rd), i8(ra), i8(rb), i8(load32(where)), i8(load32(where + 4)), i8(load32(where + 8)), m)
     elif op == u4({OP_VOTE}):
         member = rget(R, i8(rb), first_lane(m)) & m
         yes = load32(P + 4 * i8(ra)) & member
@@ -155,6 +154,23 @@ def _compiler(signature: str):
     return njit(signature, cache=True, nogil=True, error_model="numpy")
 
 
+# The plain cases all lanes at once; the checking engine needs each lane's address anyway.
+_QUICK = '''    if op == u4({OP_LDS}) or op == u4({OP_STS}):
+        write = op == u4({OP_STS})
+        if quick_shared(R, pool, i8(rd), i8(ra), offset, i8(rc), m, sget(S, {S_SHARED_BASE}), {SHARED_START},
+                        sget(S, {S_SHARED_SIZE}), sget(S, {S_SHARED}), write):
+            if write:
+                sput(S, {S_WRITES}, sget(S, {S_WRITES}) + 1)
+            return i8(0)
+    elif op == u4({OP_LDG}) or op == u4({OP_STG}):
+        write = op == u4({OP_STG})
+        p = global_run(Q, i8(ra), offset, pool, i8(rd), i8(rc), m)
+        if p != 0 and known(S, p, p + 128 * ((i8(rc) >> 4) & 15)):
+            move_run(R, pool, i8(rd), i8(rc), p, write)
+            if write:
+                sput(S, {S_WRITES}, sget(S, {S_WRITES}) + 1)
+            return i8(0)
+'''
 _NOTE_LOAD = '''        if op == u4({OP_LDG}) or op == u4({OP_LDS}) or op == u4({OP_LD}):
             note(S, (i8(rc >> u4(4)) & 15) << i8(rc & u4(3)), m, 0, i8(rx), pc)
 '''
@@ -186,7 +202,9 @@ def lane_operation_source(checking: bool) -> str:
     store = _NOTE_STORE.format(**numbers) if checking else ""
     access = _NOTE_LOAD.format(**numbers) if checking else ""
     atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
-    return _HEADER + _LANE_OPERATION.format(note_load=access, note_store=store, note_atomic=atomic, **numbers)
+    quick = "" if checking else _QUICK.format(**numbers)
+    notes = {"note_load": access, "note_store": store, "note_atomic": atomic}
+    return _HEADER + _LANE_OPERATION.format(quick=quick, **notes, **numbers)
 
 
 @functools.cache
@@ -220,7 +238,7 @@ def dispatch():
 def lane_operation(checking: bool):
     """The compiled function for memory and exchange between lanes."""
     lanes = lanes_module()
-    used = "load store atomic missing shuffle reduce first_lane rget rput sget load32 store32"
+    used = "load store atomic known missing reduce first_lane rget rput sget sput load32 store32"
     names = {n: getattr(lanes, n) for n in used.split()}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:

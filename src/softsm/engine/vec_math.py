@@ -21,11 +21,8 @@ from softsm.engine.vec_ops import (
     float_to_half,
     fma,
     half_to_float,
-    smax,
-    smin,
     tod,
     tof,
-    toi,
     tol,
     toq,
     tou,
@@ -35,6 +32,7 @@ from softsm.engine.vec_ops import (
     vrint,
     vsqrt,
 )
+from softsm.engine.vec_rows import lanes, permute
 from softsm.engine.vec_types import loaded, sel, spread
 
 # Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.
@@ -361,6 +359,15 @@ def narrow_to_odd(d):
 
 
 @_fn
+def odd_double(a):
+    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits go; what they were makes the last kept bit odd."""
+    kept = (a >> 11) << 11
+    sticky = sel(kept == a, a, kept | 0x800)
+    small = sel(a < 0, -a, a) < 0x20000000000000
+    return tod(sel(small, a, sticky))
+
+
+@_fn
 def fma_to_odd(a, b, c):
     """a * b + c for F whose product is exact in double, to F, rounded to odd."""
     return narrow_to_odd(add_to_odd(tod(a) * tod(b), tod(c)))
@@ -425,98 +432,62 @@ def ftz16(a):
     return sel((low & 0x7C000000) == 0, low & 0x8000FFFF, low)
 
 
-# ---------------------------------------------------------------- 8-, 6- and 4-bit floats
+# ---------------------------------------------------------------- shfl: which lane each lane reads, and whether it may
 
 
 @_fn
-def to_mini(x, mantissa, emin, top):
-    """|x| -> code of a small float format (round to nearest even, saturating at code `top`).
-
-    In units of the last place at its exponent, |x| is rounded to an integer; the carry of a rounding up goes into the
-    exponent by itself."""
-    u = smin(asI(x) & 0x7FFFFFFF, 0x7F7FFFFF)  # infinity saturates like the largest number
-    e = smax((u >> 23) - 127, emin)
-    units = asF(u) * asF((127 + mantissa - e) << 23)
-    code = ((e - emin) << mantissa) + toi(vrint(units))
-    return asU(smin(code, top))
+def _last_lane(c):
+    """The bound of each lane's segment; c holds the clamp in bits 0-4 and the segment mask in bits 8-12."""
+    segment = (c >> 8) & 31
+    return (lanes() & segment) | (c & 31 & ~segment)
 
 
 @_fn
-def to_e4m3(x):
-    code = sel(x == x, to_mini(x, 3, -6, 0x7E), 0x7F)
-    return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
+def _from_below(b):
+    return asI(lanes()) - asI(b & 31)
 
 
 @_fn
-def to_e5m2(x):
-    code = sel(x == x, to_mini(x, 2, -14, 0x7B), 0x7F)
-    return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
+def _from_segment(b, c):
+    segment = (c >> 8) & 31
+    return (lanes() & segment) | (b & 31 & ~segment)
 
 
 @_fn
-def to_e2m1(x):
-    return sel(x == x, to_mini(x, 1, 0, 7) | ((asU(x) >> 28) & 8), 7)
+def up_inside(b, c):
+    return _from_below(b) >= asI(_last_lane(c))
 
 
 @_fn
-def to_e2m3(x):
-    return sel(x == x, to_mini(x, 3, 0, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+def down_inside(b, c):
+    return lanes() + (b & 31) <= _last_lane(c)
 
 
 @_fn
-def to_e3m2(x):
-    return sel(x == x, to_mini(x, 2, -2, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+def bfly_inside(b, c):
+    return (lanes() ^ (b & 31)) <= _last_lane(c)
 
 
 @_fn
-def from_e4m3(code):
-    """To f16 bits, exactly. The bits stand at f16's places; the factor corrects the exponent's bias."""
-    h = float_to_half(half_to_float((code & 0x7F) << 7) * 256.0)
-    return sel((code & 0x7F) == 0x7F, 0x7FFF, h | ((code & 0x80) << 8))
+def idx_inside(b, c):
+    return _from_segment(b, c) <= _last_lane(c)
 
 
 @_fn
-def from_e5m2(code):
-    h = (code & 0xFF) << 8
-    return sel((h & 0x7FFF) > 0x7C00, 0x7FFF, h)
+def shfl_up(a, b, c):
+    return permute(a, sel(up_inside(b, c), asU(_from_below(b)), lanes()))
 
 
 @_fn
-def from_e2m1(code):
-    return float_to_half(half_to_float((code & 7) << 9) * 16384.0) | ((code & 8) << 12)
+def shfl_down(a, b, c):
+    return permute(a, sel(down_inside(b, c), lanes() + (b & 31), lanes()))
 
 
 @_fn
-def from_e2m3(code):
-    return float_to_half(half_to_float((code & 0x1F) << 7) * 16384.0) | ((code & 0x20) << 10)
+def shfl_bfly(a, b, c):
+    return permute(a, sel(bfly_inside(b, c), lanes() ^ (b & 31), lanes()))
 
 
 @_fn
-def from_e3m2(code):
-    return float_to_half(half_to_float((code & 0x1F) << 8) * 4096.0) | ((code & 0x20) << 10)
-
-
-@_fn
-def to_ue8m0(x, up, top):
-    """|x| -> biased exponent, toward zero or (up = 1) to the next power of two; over `top`: saturates or NaN."""
-    u = asU(x) & 0x7FFFFFFF
-    e = u >> 23
-    rest = u & 0x7FFFFF
-    # Exponent 0: subnormals; 2^-127 itself is code 0.
-    step = sel(e == 0, sel(rest > 0x400000, tou(1), 0), sel(rest != 0, tou(1), 0)) * tou(up)
-    return sel(x == x, umin(e + step, top), 0xFF)
-
-
-@_fn
-def from_ue8m0(code):
-    """To bf16 bits."""
-    return sel(code == 0xFF, 0x7FFF, sel(code == 0, tou(0x40), code << 7))
-
-
-@_fn
-def odd_double(a):
-    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits go; what they were makes the last kept bit odd."""
-    kept = (a >> 11) << 11
-    sticky = sel(kept == a, a, kept | 0x800)
-    small = sel(a < 0, -a, a) < 0x20000000000000
-    return tod(sel(small, a, sticky))
+def shfl_idx(a, b, c):
+    return permute(a, sel(idx_inside(b, c), _from_segment(b, c), lanes()))

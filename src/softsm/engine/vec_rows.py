@@ -172,6 +172,44 @@ def permute(typingctx, x, index):
     return x(x, U), codegen
 
 
+@intrinsic(prefer_literal=True)
+def strided_load(typingctx, address, n, k):
+    """Every n-th uint32 from a raw address on, starting with the k-th, as U; n and k are literals."""
+    step, first = n.literal_value, k.literal_value
+    whole = ir.VectorType(_I32, step * LANES)
+
+    def codegen(context, b, sig, args):
+        v = b.load(b.inttoptr(args[0], whole.as_pointer()), align=4)
+        order = ir.Constant(_U_IR, [first + step * i for i in range(LANES)])
+        return b.shuffle_vector(v, ir.Constant(whole, ir.Undefined), order)
+
+    return U(types.int64, n, k), codegen
+
+
+@intrinsic(prefer_literal=True)
+def strided_store(typingctx, address, x, y, z, w, n):
+    """Two or four (n, a literal) U written lane by lane, one after the other, to a raw address."""
+    parts = n.literal_value
+
+    def codegen(context, b, sig, args):
+        values = list(args[1 : 1 + parts])
+        while len(values) > 1:  # join neighbours until one vector is left: x y z w, 32 lanes each
+            values = [_joined(b, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        order = [part * LANES + lane for lane in range(LANES) for part in range(parts)]
+        whole = values[0].type
+        v = b.shuffle_vector(values[0], ir.Constant(whole, ir.Undefined),
+                             ir.Constant(ir.VectorType(_I32, len(order)), order))
+        b.store(v, b.inttoptr(args[0], whole.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, U, U, U, U, n), codegen
+
+
+def _joined(b, x, y):
+    n = x.type.count
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, 2 * n), list(range(2 * n))))
+
+
 def _make_reduce(name):
     @intrinsic
     def reduce(typingctx, x):

@@ -9,10 +9,13 @@ import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
-from softsm.isa.registry import lowers
+from softsm.isa.registry import lowers, micro
 from softsm.ptx.ast import Pair, Sink
 
-SHUFFLES = {"up": ln.UP, "down": ln.DOWN, "bfly": ln.BFLY, "idx": ln.IDX}
+SHUFFLES = ("up", "down", "bfly", "idx")
+for _mode in SHUFFLES:
+    micro(f"shfl.{_mode}", "u=uuu", f"shfl_{_mode}(a, b, c)", hot=_mode in ("bfly", "idx"))
+    micro(f"inside.{_mode}", "p=uu", f"{_mode}_inside(a, b)")
 VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
 REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32"): ln.R_MIN, ("max", "u32"): ln.R_MAX,
               ("min", "s32"): ln.R_SMIN, ("max", "s32"): ln.R_SMAX, ("and", "b32"): ln.R_AND, ("or", "b32"): ln.R_OR,
@@ -29,13 +32,17 @@ def shfl(asm, ins):
     if ins.modifiers[0] != "sync" or ins.modifiers[1] not in SHUFFLES or ins.modifiers[2:] != ("b32",):
         asm.refuse(ins, "expected shfl.sync.{up,down,bfly,idx}.b32")
     target, a, b, c, member = ins.operands
-    p = 0
-    if isinstance(target, Pair):
-        p = 0 if isinstance(target.second, Sink) else asm.dst(target.second, "p")
-        target = target.first
+    mode, inside = ins.modifiers[1], None
     converge(asm, ins, member)
-    rows = asm.pooled([asm.src(c, "u"), SHUFFLES[ins.modifiers[1]], p])
-    asm.record(pg.OP_SHFL, asm.dst(target, "u"), asm.src(a, "u"), asm.src(b, "u"), rows, ins=ins)
+    ra, rb, rc = (asm.src(x, "u") for x in (a, b, c))
+    if isinstance(target, Pair):
+        if not isinstance(target.second, Sink):
+            inside = asm.temp("p")  # before the destination is written: it may be b or c
+            asm.emit(f"inside.{mode}", inside, rb, rc)
+        target, p = target.first, target.second
+    asm.emit(f"shfl.{mode}", asm.dst(target, "u"), ra, rb, rc)
+    if inside is not None:
+        asm.emit("mov.pred", asm.dst(p, "p"), inside)
 
 
 @lowers("vote")
