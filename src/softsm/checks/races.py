@@ -1,27 +1,32 @@
 """Happens-before: who has seen what, and which accesses nobody ordered.
 
 Every warp has a vector clock over all resident warps, twice: what it has seen, and what of that is visible to the
-async proxy (after fence.proxy.async); and the set of asynchronous operations it knows to be complete. Barriers,
-fences and waits move these clocks; loads, stores and asynchronous operations are compared with the shadow of the memory
-they touch (checks/shadow.py). Asynchronous operations are checked when they are issued, so a race is found although
-the values came out right.
+async proxy (after fence.proxy.async); and sets of asynchronous operations as bits: those it knows to be complete, those
+of them that are visible to the async proxy, and at the strict level those that its tcgen05 operations come after, and
+those it passes on to who synchronises with it. Barriers, fences and waits move these clocks; loads, stores and
+asynchronous operations are compared with the shadow of the memory they touch (checks/shadow.py, checks/tensor.py).
+Asynchronous operations are checked when they are issued, so a race is found although the values came out right.
 
-Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, as Triton's output
-relies on. strict=True takes PTX 9.4 to the letter.
+Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, and an initialised
+mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to the letter.
 """
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.checks.tensor import TensorChecks
 from softsm.engine import program as pg
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 WORDS = sh.OPS // 32
 TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
-IN_ORDER = {("tcgen05.st", "tcgen05.ld"), ("tcgen05.st", "tcgen05.st"), ("tcgen05.ld", "tcgen05.st")}
-LANE_GROUPS, COLUMNS = 8, 512  # tensor memory is followed in groups of 16 lanes
+REDUCTIONS = ("TMA reduction", "bulk reduction")
+MUST_END = (*TENSOR, "TMA load", "bulk load", "TMA store (read)", "TMA reduction (read)", "bulk store (read)",
+            "bulk reduction (read)", "bulk copy to a peer")
 
 
 class SyncClock:
@@ -33,57 +38,75 @@ class SyncClock:
         self.checker = checker
         self.gathering, self.published = checker.new_clock(), checker.new_clock()
 
-    def gather(self) -> None:
+    def gather(self, relaxed: bool = False) -> None:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
-        self.checker.join(self.gathering, self.checker.publisher())
+        self.checker.join(self.gathering, self.checker.publisher(relaxed))
 
     def complete(self) -> None:
         self.checker.join(self.published, self.gathering)
         self.gathering[:] = 0
 
 
-class Checker:
+class Location:
+    """Releases at one address: by everybody at gpu scope, and what only a CTA or cluster may rely on."""
+
+    __slots__ = ("clocks",)
+
+    def __init__(self) -> None:
+        self.clocks: dict[object, np.ndarray] = {}  # None (gpu), id(cluster) or id(cta) -> clock
+
+
+class Checker(TensorChecks):
     def __init__(self, machine, report: Report, strict: bool):
         from softsm.engine.interpreter import checking_module
 
+        super().__init__()
         self.machine, self.report, self.strict = machine, report, strict
         self.module = checking_module()
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.slots = ctas * self.warps
+        self.known = slice(2 * self.slots, 2 * self.slots + WORDS)
+        self.fenced = slice(self.known.stop, self.known.stop + WORDS)
+        self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # strict only, as is the next
+        self.sent = slice(self.tensor.stop, self.tensor.stop + WORDS)
+        self.words = WORDS * (4 if strict else 2)
         self.free = [k * self.warps for k in range(ctas)][::-1]
         self.races = np.zeros(1 + sh.MAX_RACES * sh.RACE_FIELDS, np.int64)
         self.counter = np.ones(1, np.int64)  # number of the next asynchronous operation
         self.operations: dict[int, object] = {}
         self.performing = None  # the asynchronous operation whose effects are being applied
         self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
-        self.clocks: list[np.ndarray] = []  # all that hold bits of operations
+        self.clocks: dict[int, np.ndarray] = {}  # all that hold bits of operations
         self.global_shadows = self.shadow_global()
-        self.locations: dict[int, SyncClock] = {}  # strong accesses of global memory, by address
-        self.tmem: dict[int, TensorShadow] = {}
+        self.locations: dict[object, Location] = {}  # strong accesses, by address
+        self.products = None  # checks/products.py, where operands are looked at
 
     # ---- clocks ------------------------------------------------------------------------------------------------
 
     def new_clock(self) -> np.ndarray:
-        clock = np.zeros(2 * self.slots + 2 * WORDS, np.uint32)
-        self.clocks.append(clock)
+        clock = np.zeros(2 * self.slots + self.words, np.uint32)
+        self.clocks[id(clock)] = clock
         return clock
 
     def join(self, target: np.ndarray, source: np.ndarray) -> None:
-        self.module.join(target.ctypes.data, source.ctypes.data, 2 * self.slots, 2 * WORDS)
+        self.module.join(target.ctypes.data, source.ctypes.data, 2 * self.slots, self.words)
 
     def enter(self, cta) -> None:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         cta.slot0 = self.free.pop()
         cta.shadow = np.zeros((len(cta.shared) + 3) // 4 * (sh.FIXED + 2 * self.warps), np.uint32)
+        cta.outstanding = []  # numbers of operations that must be over when it ends
         for w in cta.warps:
             slot = cta.slot0 + w.index
             w.clock = self.new_clock()
             before = self.agents.get(slot + 1)
             w.clock[slot] = before.clock[slot] + 1 if before is not None else 1
             w.clock[self.slots + slot] = 0
-            w.issued = np.zeros(WORDS, np.uint32)  # its tcgen05 operations, for commit
+            w.issued = {}  # lane -> its tcgen05 operations, for commit
             w.copies = np.zeros(WORDS, np.uint32)  # its cp.async, for their arrival on an mbarrier
+            w.released = w.acquirable = None  # of fences beside relaxed accesses
+            w.initialised = []  # mbarriers since the last fence.mbarrier_init
             self.agents[slot + 1] = w
             S = w.S
             S[pg.S_RACES], S[pg.S_SHADOW] = self.races.ctypes.data, cta.shadow.ctypes.data
@@ -92,9 +115,29 @@ class Checker:
             S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.slot0, w.index, self.warps
 
     def leave(self, cta) -> None:
+        self.unfinished(cta)
         self.free.append(cta.slot0)
-        gone = {id(w.clock) for w in cta.warps}
-        self.clocks = [c for c in self.clocks if id(c) not in gone]
+        things = [*cta.barriers.values(), *cta.named_barriers.values()]
+        gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
+        for clock in [*gone, *(w.clock for w in cta.warps)]:
+            self.clocks.pop(id(clock), None)
+
+    def unfinished(self, cta) -> None:
+        """The CTA ends: operations whose completion none of its cluster's warps has seen."""
+        if not cta.outstanding:
+            return
+        known = np.zeros(WORDS, np.uint32)
+        for member in cta.cluster:
+            for w in member.warps:
+                known |= w.clock[self.known]
+        newest = int(self.counter[0])
+        for number in cta.outstanding:
+            bit = number % sh.OPS
+            op = self.operations.get(number)
+            if newest - number < sh.OPS - 64 and op is not None and not known[bit // 32] >> np.uint32(bit % 32) & 1:
+                self.report.add(Diagnostic("in-flight", f"{cta} ends, but nobody waited for this {op.kind}",
+                                           (self.party(op.warp, op, "may still be in flight"),)))
+        cta.outstanding = []
 
     def shadow_global(self) -> list[np.ndarray]:
         allocations = self.machine.global_memory.allocations
@@ -107,15 +150,23 @@ class Checker:
     def tick(self, w) -> None:
         w.clock[w.cta.slot0 + w.index] += 1
 
-    def publisher(self) -> np.ndarray:
-        """What the current arrival publishes; a warp's own later accesses are not part of it."""
+    def snapshot(self, w) -> np.ndarray:
+        """What the warp can pass on now; its own later accesses are not part of it."""
+        copy = w.clock.copy()
+        if self.strict:
+            copy[self.tensor] = 0
+        self.tick(w)
+        return copy
+
+    def publisher(self, relaxed: bool = False) -> np.ndarray:
+        """What the current arrival publishes; a relaxed one only what a fence released before."""
         op = self.performing
         if op is not None:
             return op.publishes
         w = self.machine.current
-        snapshot = w.clock.copy()
-        self.tick(w)
-        return snapshot
+        if not relaxed:
+            return self.snapshot(w)
+        return w.released if w.released is not None else np.zeros_like(w.clock)
 
     def clock_of(self, thing) -> SyncClock:
         clock = thing.clock
@@ -131,16 +182,86 @@ class Checker:
         """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy."""
         n = self.slots
         np.maximum(w.clock[n : 2 * n], w.clock[:n], out=w.clock[n : 2 * n])
-        w.clock[2 * n + WORDS :] |= w.clock[2 * n : 2 * n + WORDS]
+        w.clock[self.fenced] |= w.clock[self.known]
 
-    def strong(self, w, address: int) -> None:
-        """An atomic, volatile or otherwise strong access of global memory: releases to and acquires from its location."""
-        clock = self.locations.get(address)
-        if clock is None:
-            clock = self.locations[address] = SyncClock(self)
-        self.join(w.clock, clock.published)
-        self.join(clock.published, w.clock)
-        self.tick(w)
+    def fence(self, w, release: bool, acquire: bool) -> None:
+        """fence.acq_rel and the like: they make relaxed accesses beside them synchronise."""
+        if acquire and w.acquirable is not None:
+            self.join(w.clock, w.acquirable)
+        if release:
+            w.released = self.snapshot(w)
+
+    def fence_tensor(self, w, before: bool) -> None:
+        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+        if self.strict:
+            source, target = (self.tensor, self.sent) if before else (self.sent, self.tensor)
+            w.clock[target] |= w.clock[source]
+
+    def strong(self, w, address, order: str, scope: str, *, read: bool, write: bool) -> None:
+        """An atomic, volatile or otherwise strong access: a release passes on what the warp has seen, to those whose
+        acquire at the same place is within its scope; relaxed ones do so only beside fences."""
+        place = self.locations.get(address)
+        if place is None:
+            place = self.locations[address] = Location()
+        keys = {"cta": [id(w.cta)], "cluster": [id(w.cta.cluster), id(w.cta)]}.get(scope)
+        keys = keys or [None, id(w.cta.cluster), id(w.cta)]
+        if order == "volatile":
+            order = "relaxed" if self.strict else "acq_rel"
+        if read:
+            target = w.clock
+            if order not in ("acquire", "acq_rel"):
+                if w.acquirable is None:
+                    w.acquirable = np.zeros_like(w.clock)
+                target = w.acquirable
+            for key in keys:
+                if key in place.clocks:
+                    self.join(target, place.clocks[key])
+        if write:
+            sent = self.snapshot(w) if order in ("release", "acq_rel") else w.released
+            if sent is not None:
+                for key in keys:
+                    if key not in place.clocks:
+                        place.clocks[key] = self.new_clock()
+                    self.join(place.clocks[key], sent)
+
+    # ---- mbarriers ---------------------------------------------------------------------------------------------
+
+    def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
+        self.clock_of(barrier)
+        slot = w.cta.slot0 + w.index
+        barrier.origin = [slot, int(w.clock[slot]), w.pc, w, False]
+        w.initialised.append(barrier)
+        self.access(w, cta, offset, offset + 8, True)
+        threads = cta.threads * len(cta.cluster)
+        if count > threads:
+            self.report.add(Diagnostic(
+                "barrier-count", f"{barrier.name} expects {count} arrivals in each phase, but there are {threads} threads; "
+                "it looks like a number of bytes", (self.party(w, None, f"initialises it with {count}"),)))
+
+    def fence_init(self, w) -> None:
+        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
+        for barrier in w.initialised:
+            barrier.origin[4] = True
+        w.initialised = []
+
+    def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
+        """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""
+        if barrier.origin is None:
+            return
+        slot, epoch, pc, creator, fenced = barrier.origin
+        seen = int(w.clock[slot]) >= epoch or creator is w
+        if asynchronous and self.strict and not fenced:
+            seen = seen and int(w.clock[self.slots + slot]) >= epoch
+        if not seen:
+            kind = "the copy engine may not see" if asynchronous else "another warp may not see"
+            self.report.add(Diagnostic("barrier-init", f"{kind} that {barrier.name} is initialised",
+                                       (self.party(w, None, "uses it"), self.party(creator, None, "initialises it", pc=pc))))
+
+    def phase_skipped(self, barrier) -> None:
+        w = self.machine.current
+        self.report.add(Diagnostic(
+            "barrier-phase", f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase "
+            f"{barrier.phase - 1}", (self.party(w, self.performing, "ends the phase"),)))
 
     # ---- asynchronous operations -------------------------------------------------------------------------------
 
@@ -148,112 +269,103 @@ class Checker:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
         number = int(self.counter[0])
         self.counter[0] = number + 1
+        bit = number % sh.OPS
+        word, mask = bit // 32, np.uint32(1 << bit % 32)
         if number % 32 == 0:  # reuse of old numbers: nobody may seem to know the new ones
-            k = number % sh.OPS // 32
-            for clock in self.clocks:
-                clock[2 * self.slots + k] = clock[2 * self.slots + WORDS + k] = 0
+            for clock in self.clocks.values():
+                clock[2 * self.slots + word :: WORDS] = 0
             for warp in self.agents.values():
-                warp.issued[k] = warp.copies[k] = 0
+                warp.copies[word] = 0
+                for bits in warp.issued.values():
+                    bits[word] = 0
+        w = op.warp
         op.number, op.instruction = number, op.warp.instruction()
         self.operations[number] = op
         self.operations.pop(number - sh.OPS, None)
-        w = op.warp
-        bit = number % sh.OPS
-        word, mask = bit // 32, np.uint32(1 << bit % 32)
-        op.publishes = np.zeros(2 * self.slots + 2 * WORDS, np.uint32)
-        bits = op.publishes[2 * self.slots : 2 * self.slots + WORDS]
-        bits[word] = mask
+        op.publishes = np.zeros(2 * self.slots + self.words, np.uint32)
+        sections = (self.known, self.sent) if self.strict else (self.known,)
         if op.kind == "tcgen05.commit":
-            op.publishes[:] = w.clock
-            bits |= w.issued
-            self.tick(w)
+            op.publishes[:] = self.snapshot(w)
+        for section in sections:
+            op.publishes[section][word] |= mask
+            if op.kind == "tcgen05.commit" and op.lane in w.issued:
+                op.publishes[section] |= w.issued[op.lane]
+        if op.kind == "tcgen05.commit":
             return
         if op.kind == "cp.async arrival":
-            bits |= w.copies
+            op.publishes[self.known] |= w.copies
             return
         if op.kind in TENSOR:
-            w.issued[word] |= mask
+            w.issued.setdefault(op.lane, np.zeros(WORDS, np.uint32))[word] |= mask
+        if op.kind in MUST_END:
+            w.cta.outstanding.append(number)
         generic = op.kind == "cp.async"
         if generic:
             w.copies[word] |= mask
+        for write, regions in ((0, op.reads), (1, op.writes)):
+            for region in regions:
+                if region[0] == "tmem":
+                    self.tensor_access(op, region, bool(write))
+                else:
+                    self.memory_access(op, region, write, generic)
+        if self.races[0]:
+            self.collect(w, op)
+
+    def memory_access(self, op, region, write: int, generic: bool) -> None:
+        """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or ('tensor', box)."""
+        w, number = op.warp, op.number
         base = w.clock.ctypes.data
         known = base + 8 * self.slots
         fenced = known if generic else known + 4 * WORDS
-        pc = w.pc
-        for write, regions in ((0, op.reads), (1, op.writes)):
-            for region in regions:
-                if region[0] == "shared":
-                    _, cta, low, high = region
-                    # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
-                    seen = base if write or generic else base + 4 * self.slots
-                    self.module.asynchronous(cta.shadow.ctypes.data, self.warps, cta.slot0, low, high, write, number,
-                                             sh.GENERIC_COPY if generic else sh.ASYNC, seen, known, fenced,
-                                             self.races.ctypes.data, pc)
-                elif region[0] == "tmem":
-                    self.tensor_access(op, region, bool(write))
-        if self.races[0]:
-            self.collect(w, op)
+        # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
+        seen = base if write or generic else base + 4 * self.slots
+        kind = sh.GENERIC_COPY if generic else sh.ASYNC
+        place = region[0]
+        if place in ("shared", "spans"):
+            cta = region[1]
+            spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
+            self.module.asynchronous(cta.shadow.ctypes.data, self.warps, cta.slot0, spans.ctypes.data, len(spans), write,
+                                     number, kind, seen, known, fenced, self.races.ctypes.data, w.pc)
+            return
+        spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
+        if not len(spans):
+            return
+        memory = self.machine.global_memory
+        i = bisect.bisect_right(memory.starts, int(spans[0, 0])) - 1
+        if i < 0 or i >= len(self.global_shadows) or int(spans[:, 1].max()) > memory.allocations[i].end:
+            return
+        flags = sh.STRONG if op.kind in REDUCTIONS else 0
+        self.module.asynchronous_global(self.global_shadows[i].ctypes.data, memory.allocations[i].start & ~3,
+                                        spans.ctypes.data, len(spans), write, number, kind, seen, known, fenced,
+                                        self.races.ctypes.data, w.pc, flags)
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""
         number = op.number
         if number:
             bit = number % sh.OPS
-            w.clock[2 * self.slots + bit // 32] |= np.uint32(1 << bit % 32)
+            mask = np.uint32(1 << bit % 32)
+            w.clock[self.known][bit // 32] |= mask
+            if self.strict:
+                w.clock[self.tensor][bit // 32] |= mask
 
-    def knows(self, w, number: int) -> bool:
+    def knows(self, w, number: int, section: slice | None = None) -> bool:
         if int(self.counter[0]) - number >= sh.OPS - 64:
             return True
         bit = number % sh.OPS
-        return bool(w.clock[2 * self.slots + bit // 32] >> np.uint32(bit % 32) & 1)
+        return bool(w.clock[section or self.known][bit // 32] >> np.uint32(bit % 32) & 1)
 
-    def access(self, w, cta, low: int, high: int, write: bool) -> None:
+    def access(self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1) -> None:
         """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy."""
         if cta is w.cta:
             self.module.span(w.state, low, high, write, w.pc)
-        elif write:  # into a peer: remember the writer; what it overwrote is not compared
-            record = cta.shadow.reshape(-1, sh.FIXED + 2 * self.warps)[low // 4 : -(-high // 4)]
-            slot = w.cta.slot0 + w.index
-            record[:, 0], record[:, 1], record[:, 2], record[:, 3] = slot + 1, w.clock[slot], w.pc, 15
+        else:
+            base = w.clock.ctypes.data
+            self.module.peer(cta.shadow.ctypes.data, self.warps, cta.slot0, w.cta.slot0 + w.index + 1, base,
+                             base + 8 * self.slots, low, high, write, sh.STRONG if strong else 0, w.pc,
+                             int(self.counter[0]), self.races.ctypes.data, lane)
         if self.races[0]:
             self.collect(w)
-
-    # ---- tensor memory -----------------------------------------------------------------------------------------
-
-    def tensor_access(self, op, region, write: bool) -> None:
-        """region: ('tmem', cta, first column, end column[, lanes as a mask of groups of 16])."""
-        _, cta, low, high, *lanes = region
-        groups = lanes[0] if lanes else (1 << LANE_GROUPS) - 1
-        shadow = self.tmem.setdefault(id(cta.sm), TensorShadow())
-        rows = [g for g in range(LANE_GROUPS) if groups >> g & 1]
-        w = op.warp
-        window = np.ix_(rows, range(low, high))
-        others = {(int(n), "wrote") for n in np.unique(shadow.writer[window]) if n}
-        if write:
-            for ring in shadow.readers:
-                others |= {(int(n), "read") for n in np.unique(ring[window]) if n}
-        for number, did in sorted(others):
-            other = self.operations.get(number)
-            if other is None or other is op or self.knows(w, number) or self.in_order(other, op):
-                continue
-            where = f"tensor memory columns {low} to {high - 1}"
-            self.add_race(self.party(w, op, f"{'writes' if write else 'reads'} {where}"),
-                          self.party(other.warp, other, f"{did} {where}"), "tensor memory", other)
-        if write:
-            shadow.writer[window] = op.number
-        else:
-            shadow.readers[1][window] = shadow.readers[0][window]
-            shadow.readers[0][window] = op.number
-
-    def in_order(self, old, new) -> bool:
-        """Pairs that one warp issues and the hardware keeps in order (PTX 9.4, facts of tcgen05 pipelines)."""
-        if old.warp is not new.warp:
-            return False
-        if old.footprint is not None and new.footprint is not None:
-            from softsm.isa.tensor_copy import pipelined
-
-            return pipelined(old.footprint, new.footprint)
-        return (old.kind, new.kind) in IN_ORDER
 
     # ---- findings ----------------------------------------------------------------------------------------------
 
@@ -263,12 +375,12 @@ class Checker:
         entries = self.races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
         self.races[0] = 0
         for kind, place, address, pc, agent, epoch, other_pc, lane in entries:
-            where = f"shared bytes {address:#x} to {address + 3:#x}" if place == 0 else f"global bytes {address:#x} to {address + 3:#x}"
+            memory = "global" if place else "shared"
+            where = f"{memory} bytes {address:#x} to {address + 3:#x}"
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
             this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
             if kind == sh.UNINITIALISED:
-                self.report.add(Diagnostic("uninitialised", f"{where.split(' 0x')[0]} are read, but nobody wrote them", (this,),
-                                           "write the bytes, or wait for the copy that brings them, before reading"))
+                self.report.add(Diagnostic("uninitialised", f"{memory} bytes are read, but nobody wrote them", (this,)))
                 continue
             did = "read" if kind == sh.WAR else "wrote"
             if agent >= sh.ASYNC:
@@ -277,10 +389,12 @@ class Checker:
             else:
                 other_op = None
                 other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc)
-            self.add_race(this, other, "global memory" if place else "shared memory", other_op)
+            self.add_race(this, other, f"{memory} memory", other_op)
 
-    def add_race(self, this: Party, other: Party, memory: str, other_op) -> None:
-        if other_op is not None:
+    def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
+        if mend:
+            pass
+        elif other_op is not None:
             mend = f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this access"
         elif this.who.startswith("warp"):
             mend = "put a barrier, or an mbarrier arrive and wait, between the two"
@@ -299,9 +413,20 @@ class Checker:
         return Party(who, ins.line, ins.text, source, what)
 
 
-class TensorShadow:
-    """Last writer and last two readers of each column of each group of 16 lanes, as operation numbers."""
+def box_spans(box) -> np.ndarray:
+    """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
+    from softsm.memory.box_copy import Region
 
-    def __init__(self) -> None:
-        self.writer = np.zeros((LANE_GROUPS, COLUMNS), np.int64)
-        self.readers = [np.zeros((LANE_GROUPS, COLUMNS), np.int64) for _ in range(2)]
+    if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
+        from softsm.memory.box_copy import _row_region
+
+        _, first, length = _row_region(box.map, box.coords[0])
+        starts = np.array([box.map.base + r + first for r in box.rows if r is not None and length], np.int64)
+    else:
+        region = Region(box.map, box.coords)
+        if not region.nbytes:
+            return np.empty((0, 2), np.int64)
+        starts, length = np.array([region.address], np.int64), region.shape[-1]
+        for count, stride in zip(region.shape[:-1], region.strides[:-1]):
+            starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).reshape(-1)
+    return np.ascontiguousarray(np.stack([starts, starts + length], 1))

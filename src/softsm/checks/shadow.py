@@ -2,11 +2,13 @@
 
 One record of uint32 per 4-byte word of shared memory:
 
-    [writer, epoch, pc, bytes, async reader, async reader, (epoch, pc) of the last read by each warp of the CTA]
+    [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, (epoch, pc) of the last read by each
+     warp of the CTA]
 
 `writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
 `epoch`.
 `bytes` is the mask of the bytes written, plus STRONG for atomic and volatile accesses, which do not race with each other.
+The peer reader is the warp of another CTA of the cluster that read the word last.
 Global memory has records of 8: [writer, epoch, pc, bytes, reader, epoch, pc, 0]: the last writer and the last reader.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
@@ -28,7 +30,7 @@ ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
 QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
-FIXED = 6  # fields before the readers
+FIXED = 9  # fields before the readers
 GLOBAL_RECORD = 8
 OPS = 16384  # asynchronous operations told apart; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED = 0, 1, 2, 3
@@ -80,6 +82,18 @@ def ordered(agent, epoch, me, clock, known, newest):
     return 1 if i8(load32(clock + 4 * (agent - 1))) >= epoch else 0
 
 
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def other_readers(at, word, pc, me, clock, known, newest, races, lane):
+    """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
+    for k in range(2):
+        number = i8(load32(at + 16 + 4 * k))
+        if number and not (me == 0 and number == newest) and not complete(known, number, newest):
+            report(races, WAR, 0, word * 4, pc, ASYNC, number, 0, lane)
+    reader = i8(load32(at + 24))
+    if reader and reader != me and i8(load32(clock + 4 * (reader - 1))) < i8(load32(at + 28)):
+        report(races, WAR, 0, word * 4, pc, reader, i8(load32(at + 28)), i8(load32(at + 32)), lane)
+
+
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def shared_word(S, word, touched, write, pc, lane, clock, known):
     """One warp touches some bytes of one word of its own shared memory."""
@@ -102,14 +116,39 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         seen = i8(load32(at + 4 * (FIXED + 2 * r)))
         if seen and r != index and i8(load32(clock + 4 * (slot0 + r))) < seen and not touched & STRONG:
             report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), lane)
-    for k in range(2):
-        number = i8(load32(at + 16 + 4 * k))
-        if number and not complete(known, number, newest):
-            report(races, WAR, 0, word * 4, pc, ASYNC, number, 0, lane)
+    other_readers(at, word, pc, me, clock, known, newest, races, lane)
     store32(at, u4(me))
     store32(at + 4, load32(clock + 4 * (me - 1)))
     store32(at + 8, u4(pc))
     store32(at + 12, u4((touched & 31) | (theirs & 15 if agent == me else 0)))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
+    """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
+    for word in range(low >> 2, (high + 3) >> 2):
+        at = shadow + word * 4 * (FIXED + 2 * warps)
+        agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+        if agent == 0:
+            if not write:
+                report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
+        elif not flags & theirs & STRONG and not ordered(agent, epoch, me, clock, known, newest):
+            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        if not write:
+            store32(at + 24, u4(me))
+            store32(at + 28, load32(clock + 4 * (me - 1)))
+            store32(at + 32, u4(pc))
+            continue
+        for r in range(warps):
+            seen = i8(load32(at + 4 * (FIXED + 2 * r)))
+            if seen and i8(load32(clock + 4 * (slot0 + r))) < seen and not flags & STRONG:
+                report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), lane)
+        if not flags & STRONG:
+            other_readers(at, word, pc, me, clock, known, newest, races, lane)
+        store32(at, u4(me))
+        store32(at + 4, load32(clock + 4 * (me - 1)))
+        store32(at + 8, u4(pc))
+        store32(at + 12, u4(15 | flags & STRONG))
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -193,41 +232,71 @@ def note(S, size, m, write, flags, pc):
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous(shadow, warps, slot0, low, high, write, number, agent_kind, clock, known, fenced, races, pc):
-    """An asynchronous operation `number` reads or writes bytes [low, high) of a shared memory.
+def asynchronous(shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc):
+    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
 
     clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are complete and
     visible to that proxy. agent_kind: ASYNC or GENERIC_COPY."""
     newest = number
     stride = 4 * (FIXED + 2 * warps)
-    for word in range(low >> 2, (high + 3) >> 2):
-        at = shadow + word * stride
-        agent, epoch = i8(load32(at)), i8(load32(at + 4))
-        if agent == 0:
-            if not write:
-                report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
-        elif agent >= ASYNC:
-            if epoch != number and not complete(fenced if agent == GENERIC_COPY else known, epoch, newest):
+    for s in range(count):
+        low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
+        for word in range(low >> 2, (high + 3) >> 2):
+            at = shadow + word * stride
+            agent, epoch = i8(load32(at)), i8(load32(at + 4))
+            if agent == 0:
+                if not write:
+                    report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+            elif agent >= ASYNC:
+                if epoch != number and not complete(fenced if agent == GENERIC_COPY else known, epoch, newest):
+                    report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+            elif i8(load32(clock + 4 * (agent - 1))) < epoch:
                 report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
-        elif i8(load32(clock + 4 * (agent - 1))) < epoch:
-            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
-        if not write:
-            if i8(load32(at + 16)) != number:
-                store32(at + 20, load32(at + 16))
-                store32(at + 16, u4(number))
-            continue
-        for r in range(warps):
-            seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-            if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), -1)
-        for k in range(2):
-            other = i8(load32(at + 16 + 4 * k))
-            if other and other != number and not complete(known, other, newest):
-                report(races, WAR, 0, word * 4, pc, ASYNC, other, 0, -1)
-        store32(at, u4(agent_kind))
-        store32(at + 4, u4(number))
-        store32(at + 8, u4(pc))
-        store32(at + 12, u4(15))
+            if not write:
+                if i8(load32(at + 16)) != number:
+                    store32(at + 20, load32(at + 16))
+                    store32(at + 16, u4(number))
+                continue
+            for r in range(warps):
+                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
+                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), -1)
+            other_readers(at, word, pc, 0, clock, known, newest, races, -1)
+            store32(at, u4(agent_kind))
+            store32(at + 4, u4(number))
+            store32(at + 8, u4(pc))
+            store32(at + 12, u4(15))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def asynchronous_global(shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags):
+    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
+    for reductions, which do not race with each other."""
+    newest = number
+    for s in range(count):
+        low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
+        for word in range((low - origin) >> 2, (high - origin + 3) >> 2):
+            at = shadow + word * 4 * GLOBAL_RECORD
+            agent, epoch = i8(load32(at)), i8(load32(at + 4))
+            if agent and not flags & i8(load32(at + 12)) & STRONG:
+                if agent >= ASYNC:
+                    bad = epoch != number and not complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
+                else:
+                    bad = i8(load32(clock + 4 * (agent - 1))) < epoch
+                if bad:
+                    report(races, WAW if write else RAW, 1, origin + word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+            if not write:
+                store32(at + 16, u4(agent_kind))
+                store32(at + 20, u4(number))
+                store32(at + 24, u4(pc))
+                continue
+            reader, seen = i8(load32(at + 16)), i8(load32(at + 20))
+            if reader and not (reader >= ASYNC and seen == number) and not ordered(reader, seen, 0, clock, known, newest):
+                report(races, WAR, 1, origin + word * 4, pc, reader, seen, i8(load32(at + 24)) & 0x7FFFFFFF, -1)
+            store32(at, u4(agent_kind))
+            store32(at + 4, u4(number))
+            store32(at + 8, u4(pc))
+            store32(at + 12, u4(15 | flags & STRONG))
 
 
 @compiled("void(i8, i8, i8, i8, i8)")

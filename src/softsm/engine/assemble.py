@@ -31,7 +31,8 @@ from softsm.ptx.ast import (
     Vector,
 )
 
-CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "moves", "logic", "barriers",
+CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "moves", "logic",
+            "barriers",
             "async_copy", "tma", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
          "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
@@ -73,6 +74,9 @@ class Assembler:
         self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
         self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
         self.tmem_flush = None  # macro function, set by the tensor-memory chapter
+        self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
+        self.wgmma_pending: set[tuple[str, int]] = set()  # checking: accumulators of wgmma not yet waited for
+        self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
         self.entries: dict[str, int] = {}  # .func name -> pc
         self.layout()
 
@@ -296,7 +300,7 @@ class Assembler:
     _UNSET = object()
 
     def emit(self, name: str, dst: int, *srcs: int, guard=_UNSET) -> None:
-        """One micro-operation. It carries the guard of the current instruction unless another is given (None = none)."""
+        """One micro-operation, with the guard of the current instruction unless another is given (None = none)."""
         m = MICROS[name]
         assert len(srcs) == len(m.srcs), f"{name} takes {len(m.srcs)} sources, got {len(srcs)}"
         ins = self.ins if guard is self._UNSET else guard
@@ -331,14 +335,43 @@ class Assembler:
         lowering(self, ins)
         if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
             self.flush_tensor_loads(start)
+        if self.checking:
+            self.follow_registers(ins, start)
+
+    def follow_registers(self, ins: Instruction, start: int) -> None:
+        """For the checkers: what type each register was written as, and uses of registers that a wgmma works on."""
+        operands = ins.operands
+        if operands and isinstance(operands[0], Reg) and ("R", self.rows.get(operands[0].name, -1)) in self.touched:
+            kind = ins.modifiers[-1] if ins.modifiers else ""
+            if ins.opcode == "cvt" and len(ins.modifiers) > 1:
+                kind = ins.modifiers[-2]
+            elif ins.opcode == "mov" and kind == "b32" and len(operands) > 1:
+                source = operands[1]
+                if isinstance(source, Reg):
+                    kind = self.produced.get(("R", self.rows.get(source.name, -1)), "")
+                elif isinstance(source, Imm) and source.kind == "f32":
+                    kind = "f32"
+            self.produced["R", self.rows[operands[0].name]] = kind
+        if ins.opcode == "wgmma":
+            return
+        if self.wgmma_dirty is not None:
+            self.wgmma_dirty |= self.touched
+        early = self.touched & self.wgmma_pending
+        if early:
+            from softsm.isa.wgmma import do_early_use
+
+            self.insert_macro(start, do_early_use, rows=np.array(sorted(row for _, row in early)))
+
+    def insert_macro(self, at: int, function, **operands) -> None:
+        self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
+        self.records.insert(at, [pg.OP_MACRO, 0, len(self.macros) - 1, 0, 0, 0, 0, 0])
+        self.instructions.insert(at, self.ins)
+        self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
     def flush_tensor_loads(self, at: int) -> None:
         """tcgen05.ld delivers its registers at their first use, or at wait::ld: here is the first use."""
         if self.tmem_pending and self.tmem_flush is not None:
-            self.macros.append(pg.MacroCall(self.tmem_flush, SimpleNamespace(), self.ins, False))
-            self.records.insert(at, [pg.OP_MACRO, 0, len(self.macros) - 1, 0, 0, 0, 0, 0])
-            self.instructions.insert(at, self.ins)
-            self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
+            self.insert_macro(at, self.tmem_flush)
         self.tmem_pending.clear()
 
     def body(self, function: Function) -> None:

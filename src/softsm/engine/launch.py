@@ -25,6 +25,7 @@ from softsm.engine.scheduler import Cta, Machine
 from softsm.errors import Fault, PtxError
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.ast import Function, Module, Symbol
+from softsm.report.diagnostics import Diagnostic
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # of them at most for one CTA
@@ -150,7 +151,12 @@ class Kernel:
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:
-            machine.run()
+            try:
+                machine.run()
+            except Fault as fault:
+                if chosen.checks is not None:  # what stops the kernel is a finding too
+                    chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1]))
+                raise
         return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:

@@ -461,24 +461,10 @@ class Machine:
         return False
 
     def deadlock(self, why: str) -> None:
-        lines = [f"{why}. {len(self.live)} CTAs are resident, {self.left} clusters have not started."]
-        shown = 0
-        for cta in self.live:
-            for w in cta.warps:
-                for f in w.fragments:
-                    shown += 1
-                    if shown > 40:
-                        continue
-                    ins = self.program.instructions[f.pc]
-                    if f.blocked is not None:
-                        state = f"waits for {f.blocked.text}"
-                    elif f.parked:
-                        state = f"waits for lanes {f.parked & ~f.mask:#010x} of its own warp"
-                    else:
-                        state = "polls"
-                    source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
-                    lines.append(f"  {w}: {state} at PTX line {ins.line}{source}: {ins.text}")
-        if shown > 40:
-            lines.append(f"  ... and {shown - 40} more")
-        raise Deadlock("\n".join(lines))
+        from softsm.report.deadlock import describe, findings
+
+        if self.options.checks is not None:
+            for diagnostic in findings(self):
+                self.options.checks.report.add(diagnostic)
+        raise Deadlock(describe(self, why))
 

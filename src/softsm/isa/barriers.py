@@ -223,7 +223,7 @@ def _cluster(asm, ins, mods):
     op, *rest = mods or [""]
     flags = set(rest) - {"aligned"}
     if op == "arrive" and not flags - {"release", "relaxed"} and len(flags) < 2:
-        asm.macro(do_cluster_arrive, ins)
+        asm.macro(do_cluster_arrive, ins, relaxed="relaxed" in flags)
     elif op == "wait" and not flags - {"acquire"}:
         asm.macro(do_cluster_wait, ins)
     else:
@@ -314,7 +314,7 @@ class ClusterBarrier(Arrivals):
             cta.exit_hooks.append(lambda _: self.settle())
             cta.lane_hooks.append(lambda _: self.settle())
 
-    def arrive(self, w, mask: int) -> None:
+    def arrive(self, w, mask: int, relaxed: bool = False) -> None:
         here = self.here.get(w, 0)
         if here & mask:
             raise w.fault(
@@ -323,7 +323,7 @@ class ClusterBarrier(Arrivals):
             )
         self.here[w] = here | mask
         if w.machine.checker is not None:
-            w.machine.checker.clock_of(self).gather()
+            w.machine.checker.clock_of(self).gather(relaxed)
         self.enter(id(w), mask)
         self.settle()
 
@@ -355,7 +355,7 @@ def cluster_barrier(w) -> ClusterBarrier:
 
 
 def do_cluster_arrive(w, mask, o):
-    cluster_barrier(w).arrive(w, mask)
+    cluster_barrier(w).arrive(w, mask, o.relaxed)
 
 
 def do_cluster_wait(w, mask, o):
@@ -414,8 +414,13 @@ def fence_kind(asm, ins) -> str:
 
 @lowers("fence", "membar")
 def fence(asm, ins):
-    if fence_kind(asm, ins).startswith("proxy.async"):
+    kind = fence_kind(asm, ins)
+    if kind.startswith("proxy.async"):
         asm.macro(do_fence_async, ins)
+    elif asm.checking and kind.startswith("mbarrier_init"):
+        asm.macro(do_fence_init, ins)
+    elif asm.checking and not kind.startswith("proxy"):
+        asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind)
     for operand in ins.operands[:1]:  # fence.proxy.tensormap names the map
         asm.address(operand)
 
@@ -424,6 +429,14 @@ def do_fence_async(w, mask, o):
     """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
     if w.machine.checker is not None:
         w.machine.checker.fence_async(w)
+
+
+def do_fence_init(w, mask, o):
+    w.machine.checker.fence_init(w)
+
+
+def do_fence(w, mask, o):
+    w.machine.checker.fence(w, o.release, o.acquire)
 
 
 @lowers("griddepcontrol")

@@ -167,7 +167,7 @@ def destinations(
                 "barrier-remote",
                 f"{what}: lands in CTA rank {cta.rank}, but its mbarrier is in CTA rank {home.rank}",
             )
-        return [(cta, offset, barrier_at(w, signal))]
+        return [(cta, offset, signalled(w, signal))]
     cluster = w.cta.cluster
     if cta_mask == 0 or cta_mask >> len(cluster):
         raise w.fault("multicast", f"{what}: ctaMask {cta_mask:#x}; the cluster has {len(cluster)} CTAs")
@@ -176,8 +176,16 @@ def destinations(
     for rank in lanes(cta_mask):
         cta, offset = shared_bytes(w, rank << 24 | address & low, size, what, align)
         home = rank & ~1 | (signal >> 24) & 1 if pair else rank
-        out.append((cta, offset, barrier_at(w, home << 24 | signal & low)))
+        out.append((cta, offset, signalled(w, home << 24 | signal & low)))
     return out
+
+
+def signalled(w, address: int):
+    """The mbarrier a copy signals; the race checker asks whether the copy engine can see it."""
+    barrier = barrier_at(w, address)
+    if w.machine.checker is not None:
+        w.machine.checker.uses_barrier(w, barrier, asynchronous=True)
+    return barrier
 
 
 def do_bulk_load(w, mask, o):

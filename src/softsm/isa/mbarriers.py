@@ -88,6 +88,8 @@ def shared_bytes(w, address: int, size: int, what: str, align: int = 16):
 def barrier_at(w, address: int) -> Mbarrier:
     cta, offset = located(w, w.cta.resolve_shared, address)
     barrier = cta.barriers.get(offset)
+    if barrier is not None and w.machine.checker is not None:
+        w.machine.checker.uses_barrier(w, barrier)
     if barrier is None:
         shared_bytes(w, address, 8, "mbarrier", 8)
         raise w.fault(
@@ -156,6 +158,7 @@ def _arrive(asm, ins, flags, space):
         tx=asm.src(amount[0], "u") if expect else None,
         drop=ins.modifiers[0] == "arrive_drop",
         no_complete="noComplete" in flags,
+        relaxed="relaxed" in flags,
     )
 
 
@@ -182,6 +185,7 @@ def _wait(asm, ins, flags, space):
         at=shared_operand(asm, address, space),
         what=asm.src(what, "u" if parity else "q"),
         parity=parity,
+        relaxed="relaxed" in flags,
     )
 
 
@@ -220,7 +224,7 @@ def do_init(w, mask, o):
         count = int(w.R[o.count, lane])
         barrier = cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
         if w.machine.checker is not None:
-            w.machine.checker.clock_of(barrier)
+            w.machine.checker.initialised(w, barrier, cta, offset, count)
     w.machine.writes += 1
 
 
@@ -242,16 +246,16 @@ def do_arrive(w, mask, o):
     who = Issuer(w)
     w.machine.writes += 1
     on = lanes(mask)
-    if len(on) > 1 and o.state is None and o.tx is None and not o.drop and not o.no_complete:
+    if len(on) > 1 and o.state is None and o.tx is None and not (o.drop or o.no_complete or o.relaxed):
         return _arrive_together(w, on, o, who)
     for lane in on:
         barrier = barrier_at(w, shared_address(w, o.at, lane))
         count = 1 if o.count is None else int(w.R[o.count, lane])
         try:
             if o.tx is not None:
-                token = barrier.arrive_expect_tx(int(w.R[o.tx, lane]), count, who, drop=o.drop)
+                token = barrier.arrive_expect_tx(int(w.R[o.tx, lane]), count, who, drop=o.drop, relaxed=o.relaxed)
             else:
-                token = barrier.arrive(count, who, drop=o.drop, no_complete=o.no_complete)
+                token = barrier.arrive(count, who, drop=o.drop, no_complete=o.no_complete, relaxed=o.relaxed)
         except Fault as error:
             raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
         if o.state is not None:
@@ -316,7 +320,9 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
             if not passed:
                 waits.add(barrier)
             elif w.machine.checker is not None:
-                w.machine.checker.acquire(w, barrier)
+                barrier.waited = barrier.phase - 1
+                if not o.relaxed:
+                    w.machine.checker.acquire(w, barrier)
         if passed:
             bits |= mask if whole else 1 << lane
     return bits, waits.pop() if len(waits) == 1 else None

@@ -126,7 +126,7 @@ def ld(asm, ins):
     strong = not STRONG.isdisjoint(ins.modifiers)
     asm.record(LOAD_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
     if strong:
-        synchronises(asm, ins, space, row, offset)
+        synchronises(asm, ins, space, row, offset, read=True)
 
 
 @lowers("st")
@@ -144,20 +144,28 @@ def st(asm, ins):
     row, offset = address_of(asm, ins, ins.operands[0], space)
     strong = not STRONG.isdisjoint(ins.modifiers)
     if strong:
-        synchronises(asm, ins, space, row, offset)
+        synchronises(asm, ins, space, row, offset, write=True)
     asm.record(STORE_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
 
 
-def synchronises(asm, ins, space: int, row: int, offset: int) -> None:
+def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = False, write: bool = False) -> None:
     """A strong access may release what came before it and acquire what others released: tell the race checker."""
     if asm.checking:
-        asm.macro(do_synchronise, ins, aligned=False, space=space, row=row, offset=offset)
+        order = next((m for m in ins.modifiers if m in ("acquire", "release", "acq_rel", "volatile")), "relaxed")
+        scope = next((m for m in ins.modifiers if m in ("cta", "cluster", "gpu", "sys")), "gpu")
+        asm.macro(do_synchronise, ins, aligned=False, space=space, row=row, offset=offset, order=order, scope=scope,
+                  read=read, write=write)
 
 
 def do_synchronise(w, mask, o):
     bank = w.R if o.space == ln.SHARED else w.Q
     for address in {int(bank[o.row, lane]) + o.offset for lane in range(32) if mask >> lane & 1}:
-        w.machine.checker.strong(w, (w.cta, address) if o.space == ln.SHARED else address)
+        if o.space == ln.SHARED:
+            cta, at = w.cta.resolve_shared(address & pg.ALL)
+            key = (id(cta), at)
+        else:
+            key = address
+        w.machine.checker.strong(w, key, o.order, o.scope, read=o.read, write=o.write)
 
 
 # ---- atomics ---------------------------------------------------------------------------------------------------------
@@ -205,9 +213,9 @@ def atom(asm, ins):
         op_code = pg.OP_ATOM_S if space == ln.SHARED else pg.OP_ATOM_G
         fmt = ATOMIC_OPS[op] | ATOMIC_TYPES[type_] << 8
         generic = 1 if space == ln.GENERIC else 0
-        synchronises(asm, ins, space, row, offset)
+        synchronises(asm, ins, space, row, offset, write=True)
         asm.record(op_code, asm.pooled([rd, rb, rc]), row, offset, fmt, generic, ins=ins)
-        synchronises(asm, ins, space, row, offset)
+        synchronises(asm, ins, space, row, offset, read=True)
         return
     wide = type_ == "b128"
     rows = [] if target is None else rows_of(asm, target, count, type_, write=True)[0]
@@ -276,7 +284,7 @@ def locate(w, lane: int, space: int, row: int, offset: int, size: int, access: s
             cta, at = w.cta.resolve_shared(address)
             cta.check_shared(at, size, what)
             if w.machine.checker is not None:
-                w.machine.checker.access(w, cta, at, at + size, access == "store")
+                w.machine.checker.access(w, cta, at, at + size, access != "load", access == "atomic", lane)
             return cta.shared[at : at + size]
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:
@@ -290,8 +298,8 @@ def locate(w, lane: int, space: int, row: int, offset: int, size: int, access: s
         raise w.fault(getattr(error, "code", "out-of-bounds"), str(error).split(": ", 1)[-1]) from None
 
 
-SPACE_OF = {pg.OP_LDG: ln.GLOBAL, pg.OP_STG: ln.GLOBAL, pg.OP_LDS: ln.SHARED, pg.OP_STS: ln.SHARED, pg.OP_LD: ln.GENERIC,
-            pg.OP_ST: ln.GENERIC, pg.OP_LDL: ln.LOCAL, pg.OP_STL: ln.LOCAL}
+SPACE_OF = {pg.OP_LDG: ln.GLOBAL, pg.OP_STG: ln.GLOBAL, pg.OP_LDS: ln.SHARED, pg.OP_STS: ln.SHARED,
+            pg.OP_LD: ln.GENERIC, pg.OP_ST: ln.GENERIC, pg.OP_LDL: ln.LOCAL, pg.OP_STL: ln.LOCAL}
 LOADS = {pg.OP_LDG, pg.OP_LDS, pg.OP_LD, pg.OP_LDL}
 
 
@@ -342,7 +350,7 @@ def slow_atomic(w, op, rows, row, offset, fmt, generic, lanes, pool) -> None:
     w.fragment.pc += 1
 
 
-# ---- addresses ---------------------------------------------------------------------------------------------------------
+# ---- addresses ----------------------------------------------------------------------------------------------------
 
 
 @lowers("mapa")

@@ -293,6 +293,11 @@ def start(w, thread: int, ctas: list, o) -> None:
     )  # fmt: skip
     reads, writes = regions(work, ctas)
     effects = functools.partial(perform, work.product, ctas)
+    checker = w.machine.checker
+    if checker is not None:
+        reads, writes = checked_regions(work.product, reads, writes)
+        if checker.products is not None:
+            effects = functools.partial(checker.products.perform, w, thread, work.product, ctas, effects)
     tensor_copy.issue(w, thread, "tcgen05.mma", work.footprint, effects, reads=reads, writes=writes)
 
 
@@ -387,6 +392,30 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
                 )
             reads.append(("shared", cta, first, end))
     return tuple(reads), tuple(writes)
+
+
+def checked_regions(p: Product, reads: tuple, writes: tuple) -> tuple[tuple, tuple]:
+    """For the checkers: exactly the bytes of shared memory that are touched, the type A is read as, and whether D is
+    read."""
+    exact = [x for x in reads if x[0] == "tmem"]
+    if p.a is None:
+        exact = [(*x, p.shape.a) if x[2] == p.a_column and x[4] == accumulator_lanes(p) else x for x in exact]
+    for cta in dict.fromkeys(x[1] for x in writes):
+        exact += [("spans", cta, table) for table in operand_spans(p)]
+    return tuple(exact), tuple((*x, "accumulate" if p.add else "") for x in writes)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def operand_spans(p: Product) -> tuple[np.ndarray, ...]:
+    s = p.shape
+    out = []
+    for descriptor, k_major, rows, element in ((p.a, s.a_k_major, rows_of(p), s.a),
+                                               (p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b)):  # fmt: skip
+        if descriptor is not None:
+            per = 16 // tensor_core.element_bytes(element)
+            size = (rows, 2) if k_major else (s.k, -(-rows // per))
+            out.append(swizzle.spans(descriptor, k_major, *size))
+    return tuple(out)
 
 
 def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:

@@ -93,7 +93,7 @@ def do_cp(w, mask, o):
             located(
                 w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp"
             )
-        low, high = swizzle.footprint(descriptor, True, rows, chunks)
+        covered = swizzle.spans(descriptor, True, rows, chunks)
 
         def effects(lane=lane, column=column, descriptor=descriptor) -> None:
             for cta in ctas:
@@ -107,7 +107,7 @@ def do_cp(w, mask, o):
         columns = ((column, column + 4 * chunks),)
         what = "cp.4x256b" if o.shape == "4x256b" else "cp"
         issue(w, thread, "tcgen05.cp", Footprint(what, (), (), columns), effects,
-              reads=tuple(("shared", cta, low, high) for cta in ctas),
+              reads=tuple(("spans", cta, covered) for cta in ctas),
               writes=tuple(("tmem", cta, column, column + 4 * chunks) for cta in ctas))  # fmt: skip
 
 

@@ -151,6 +151,7 @@ def do_alloc(w, mask, o):
     )
     if w.machine.checker is not None:
         w.machine.checker.access(w, owner, offset, offset + 4, True)
+        w.machine.checker.allocated(cta, column, columns)
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
@@ -208,6 +209,8 @@ def do_dealloc(w, mask, o):
         raise w.fault(
             "tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0"
         )
+    if w.machine.checker is not None:
+        w.machine.checker.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
 
 
@@ -280,7 +283,8 @@ def lower_st(asm, ins, modifiers) -> None:
     if len(rows) != expected:
         raise asm.error(f"expected {expected} source registers, got {len(rows)}")
     settle(asm)
-    asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, **access)
+    as_f32 = asm.checking and all(asm.produced.get(("R", r)) == "f32" for r in rows)
+    asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note="f32" if as_f32 else "", **access)
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
@@ -306,9 +310,9 @@ def check_access(w, o, lane: int, column: int, what: str) -> int:
     tm.check_lanes(w.index, lane, o.shape, what)
     if column % tm.ALIGNMENT[o.shape]:
         raise Fault(
-            "tmem-alignment",
+            "misaligned",
             f"{what} at column {column}: .{o.shape} accesses start at a multiple of {tm.ALIGNMENT[o.shape]} columns "
-            "(one column is 32 bits)",
+            "(one column is 32 bits; .32x32b starts at any column)",
         )
     width = tm.span(o.shape, o.repeat, o.packed)
     tmem.check(w.cta, column, width, what)
@@ -335,6 +339,7 @@ def do_ld(w, mask, o):
 
 def do_st(w, mask, o):
     lane, column, regions = locate(w, mask, o, "tcgen05.st")
+    regions = tuple((*region, o.note) for region in regions)
     cells = w.cta.tmem.cells
     values = w.R[o.rows].copy()  # registers are read when the instruction is issued
 
@@ -396,3 +401,9 @@ def lower_wait_st(asm, ins, modifiers) -> None:
 def lower_fence(asm, ins, modifiers) -> None:
     """Orders tcgen05 operations against thread synchronisation; it has no effect of its own."""
     finish(asm, ins, modifiers, exactly(0))
+    if asm.checking:
+        asm.macro(do_fence, ins, before="fence::before_thread_sync" in ins.modifiers)
+
+
+def do_fence(w, mask, o):
+    w.machine.checker.fence_tensor(w, o.before)

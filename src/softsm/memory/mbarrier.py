@@ -35,7 +35,7 @@ class BarrierEvent(NamedTuple):
 class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
-    __slots__ = ("expected", "history", "name", "next_expected", "pending", "phase", "tx")
+    __slots__ = ("expected", "history", "name", "next_expected", "origin", "pending", "phase", "tx", "waited")
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
         super().__init__()
@@ -47,12 +47,16 @@ class Mbarrier(Waitable):
         self.phase = 0
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
+        self.origin = None  # who initialised it, when races are checked
+        self.waited = -1  # the last phase a wait has been answered for, when races are checked
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
 
     # -- arrivals and bytes ------------------------------------------------------------------------------------
 
-    def arrive(self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False) -> int:
+    def arrive(
+        self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False, relaxed: bool = False
+    ) -> int:
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
         expected count of the phases that follow; `no_complete` promises that the phase will not end here."""
         if not 1 <= count <= MAX_COUNT:
@@ -75,7 +79,7 @@ class Mbarrier(Waitable):
                 "barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})"
             )
         if self.clock is not None:
-            self.clock.gather()
+            self.clock.gather(relaxed)
         self._settle()
         return token
 
@@ -85,13 +89,15 @@ class Mbarrier(Waitable):
     def complete_tx(self, nbytes: int, who: object = "") -> None:
         self._add_tx(-nbytes, "complete_tx", nbytes, who)
 
-    def arrive_expect_tx(self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False) -> int:
+    def arrive_expect_tx(
+        self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False, relaxed: bool = False
+    ) -> int:
         """expect_tx, then arrive, as one step: the phase cannot end in between."""
         token = self.token()
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
         self.tx += nbytes
         self._note("expect_tx", nbytes, who)
-        self.arrive(count, who, drop=drop)
+        self.arrive(count, who, drop=drop, relaxed=relaxed)
         return token
 
     def increment_pending(self, count: int, who: object = "") -> None:
@@ -157,6 +163,8 @@ class Mbarrier(Waitable):
 
     def _settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
+            if self.clock is not None and self.waited < self.phase - 1:
+                self.clock.checker.phase_skipped(self)
             self.phase += 1
             self.expected = self.pending = self.next_expected
             if self.clock is not None:

@@ -147,6 +147,15 @@ def footprint(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> t
     return window + tile.low, window + tile.high
 
 
+@lru_cache(maxsize=4096)
+def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> np.ndarray:
+    """The bytes a tile really touches, as [low, high) pairs: int64 [n, 2]."""
+    starts = np.unique(addresses(descriptor, k_major, rows, count))
+    first = np.flatnonzero(np.diff(starts, prepend=-32) != 16)
+    last = np.append(first[1:], len(starts)) - 1
+    return np.ascontiguousarray(np.stack([starts[first], starts[last] + 16], 1))
+
+
 def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> np.ndarray:
     """Shared address of every chunk: int64 [rows, count]."""
     return (chunks(descriptor, k_major, rows, count).index << 4) + (descriptor.start & ~1023)

@@ -159,7 +159,7 @@ def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
     if lane not in starts:
         own = f"lanes {first}..{first + 31}"
         if not first <= lane < first + 32:
-            raise Fault("tmem-lane", f"{what} at lane {lane}: warp {warp_index} may access {own} only")
+            raise Fault("lane-ownership", f"{what} at lane {lane}: warp {warp_index} may access {own} only")
         raise Fault(
             "tmem-lane",
             f"{what} at lane {lane}: a .{shape} access of warp {warp_index} must start at one of {starts}",

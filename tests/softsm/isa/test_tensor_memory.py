@@ -474,7 +474,7 @@ LD = "tcgen05.ld.sync.aligned.{} {}, [{}];\ntcgen05.wait::ld.sync.aligned;\n"
 
 
 def test_misuse_has_a_name():
-    faults("tmem-lane", LD.format("32x32b.x1.b32", "{%r20}", "%r8"), "may access lanes .* only")
+    faults("lane-ownership", LD.format("32x32b.x1.b32", "{%r20}", "%r8"), "may access lanes .* only")
     faults("tmem-lane", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 524288"), "must start at one of")
     faults(
         "tmem-unallocated",
@@ -482,8 +482,8 @@ def test_misuse_has_a_name():
         "column 128, which is not allocated",
     )
     faults("tmem-bounds", LD.format("32x32b.x2.b32", "{%r20, %r21}", "%r9 + 511"), "there are 512")
-    faults("tmem-alignment", LD.format("16x256b.x1.b32", names(20, 4), "%r9 + 1"), "multiple of 4")
-    faults("tmem-alignment", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 3"), "multiple of 2")
+    faults("misaligned", LD.format("16x256b.x1.b32", names(20, 4), "%r9 + 1"), "multiple of 4")
+    faults("misaligned", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 3"), "multiple of 2")
     faults(
         "tmem-address", "add.u32 %r9, %r9, %r0;\n" + LD.format("32x32b.x1.b32", "{%r20}", "%r9"), "different"
     )

@@ -1,0 +1,136 @@
+"""Tensor memory under the checkers: order of tcgen05 operations, cells nobody wrote, types, and work in flight.
+
+Cells are followed in groups of 16 lanes by column: the last writer, the last two readers (numbers of operations), and
+what the cell holds as far as the program says so (an accumulator, f32 values stored by a warp).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.report.diagnostics import Diagnostic
+
+LANE_GROUPS, COLUMNS = 8, 512
+UNKNOWN, ACCUMULATOR, STORED_F32 = 0, 1, 2
+HELD = {ACCUMULATOR: "an accumulator wrote them", STORED_F32: "they were stored as f32 values"}
+IN_ORDER = {("tcgen05.st", "tcgen05.ld"), ("tcgen05.st", "tcgen05.st"), ("tcgen05.ld", "tcgen05.st")}
+PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
+
+
+class TensorShadow:
+    def __init__(self) -> None:
+        self.writer = np.zeros((LANE_GROUPS, COLUMNS), np.int64)
+        self.readers = [np.zeros((LANE_GROUPS, COLUMNS), np.int64) for _ in range(2)]
+        self.held = np.zeros((LANE_GROUPS, COLUMNS), np.uint8)
+
+
+class TensorChecks:
+    """The part of the checker that knows tensor memory."""
+
+    def __init__(self) -> None:
+        self.tmem: dict[int, TensorShadow] = {}  # by SM
+
+    def tensor_shadow(self, cta) -> TensorShadow:
+        shadow = self.tmem.get(cta.sm.index)
+        if shadow is None:
+            shadow = self.tmem[cta.sm.index] = TensorShadow()
+        return shadow
+
+    def tensor_access(self, op, region, write: bool) -> None:
+        """region: ('tmem', cta, first column, end column[, lanes as a mask of groups of 16[, note]]).
+
+        note: 'accumulate' when a product adds to what it overwrites, else the element type an operand A is read as or
+        the kind of cell a store leaves behind."""
+        _, cta, low, high, *more = region
+        groups = more[0] if more else (1 << LANE_GROUPS) - 1
+        note = more[1] if len(more) > 1 else ""
+        shadow = self.tensor_shadow(cta)
+        rows = [g for g in range(LANE_GROUPS) if groups >> g & 1]
+        w = op.warp
+        window = np.ix_(rows, range(low, high))
+        where = f"tensor memory lanes {lanes_text(rows)}, columns {low} to {high - 1}"
+        verb = "writes" if write else "reads"
+        writers = np.unique(shadow.writer[window])
+        if (not write or note == "accumulate") and writers[0] == 0:
+            self.report.add(Diagnostic("uninitialised", "tensor-memory cells are read, but nobody wrote them",
+                                       (self.party(w, op, f"reads {where}"),)))
+        others = {(int(n), "wrote") for n in writers if n}
+        if write:
+            for ring in shadow.readers:
+                others |= {(int(n), "read") for n in np.unique(ring[window]) if n}
+        for number, did in sorted(others):
+            other = self.operations.get(number)
+            if other is None or other is op or self.in_order(other, did, op, write):
+                continue
+            if self.knows(w, number, self.tensor if self.strict else None):
+                continue
+            mend = ""
+            if self.strict and self.knows(w, number):
+                mend = ("they are synchronised, but tcgen05.fence::before_thread_sync before the arrival, or "
+                        "tcgen05.fence::after_thread_sync after the wait, is missing")
+            self.add_race(self.party(w, op, f"{verb} {where}"), self.party(other.warp, other, f"{did} {where}"),
+                          "tensor memory", other, mend)
+        if write:
+            shadow.writer[window] = op.number
+            is_product = op.kind == "tcgen05.mma"
+            shadow.held[window] = ACCUMULATOR if is_product else STORED_F32 if note == "f32" else UNKNOWN
+            return
+        if note in PACKED:
+            wrong = [h for h in np.unique(shadow.held[window]) if h]
+            if wrong:
+                number = int(shadow.writer[window][shadow.held[window] == wrong[0]][0])
+                other = self.operations.get(number)
+                parties = [self.party(w, op, f"reads {where} as packed {note}")]
+                if other is not None:
+                    parties.append(self.party(other.warp, other, f"wrote {where}"))
+                self.report.add(Diagnostic("type", f"cells of operand A are read as packed {note}, but {HELD[wrong[0]]}",
+                                           tuple(parties)))
+        shadow.readers[1][window] = shadow.readers[0][window]
+        shadow.readers[0][window] = op.number
+
+    def in_order(self, old, did: str, new, write: bool) -> bool:
+        """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): `did` says what old did to the cells."""
+        if old.warp is not new.warp:
+            return False
+        a, b = old.footprint, new.footprint
+        if a is None or b is None:
+            return (old.kind, new.kind) in IN_ORDER
+        if a.what == "mma":
+            if did == "read":
+                return write
+            return b.what == "mma" and write and a.accumulator == b.accumulator
+        if a.what == "shift":
+            return b.what in ("mma", "cp.4x256b")
+        return b.what == "mma" and not write  # a copy, and the product that reads what it brought
+
+    # ---- allocation --------------------------------------------------------------------------------------------
+
+    def allocated(self, cta, column: int, columns: int) -> None:
+        """Fresh cells: nobody wrote them yet."""
+        shadow = self.tensor_shadow(cta)
+        window = slice(None), slice(column, column + columns)
+        for table in (shadow.writer, *shadow.readers, shadow.held):
+            table[window] = 0
+
+    def deallocated(self, w, cta, column: int, columns: int) -> None:
+        shadow = self.tensor_shadow(cta)
+        window = slice(None), slice(column, column + columns)
+        for number in sorted({int(n) for t in (shadow.writer, *shadow.readers) for n in np.unique(t[window]) if n}):
+            op = self.operations.get(number)
+            if op is not None and not self.knows(w, number):
+                where = f"tensor memory columns {column} to {column + columns - 1}"
+                self.report.add(Diagnostic(
+                    "in-flight", f"tensor memory is freed while this {op.kind} may still use it",
+                    (self.party(w, None, f"frees {where}"), self.party(op.warp, op, "may still be in flight"))))
+
+
+def lanes_text(rows: list[int]) -> str:
+    """Groups of 16 lanes as ranges."""
+    parts, start = [], None
+    for g in range(LANE_GROUPS + 1):
+        if g in rows and start is None:
+            start = g
+        elif g not in rows and start is not None:
+            parts.append(f"{16 * start} to {16 * g - 1}")
+            start = None
+    return " and ".join(parts)

@@ -1,0 +1,290 @@
+"""Asynchronous copies: cp.async, cp.async.bulk, TMA, st.async; the two proxies; what a wait is good for."""
+
+import numpy as np
+from ruling import findings, holds
+
+from softsm.memory.tensor_map import DataType, encode_tiled
+from softsm.museum import text as t
+
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"""
+X, OUT = np.arange(1024, dtype=np.uint32), np.zeros(1024, np.uint32)
+FULL = "mov.u32 %r40, a;\nshl.b32 %r41, %r0, 2;\nadd.u32 %r40, %r40, %r41;\n"  # address of the thread's word
+READ = FULL + "ld.shared.u32 %r42, [%r40];\n" + t.out("%r42", "%rd2")
+WRITE = FULL + "st.shared.u32 [%r40], %r0;\n"
+
+
+def when(keep, text):
+    return text if keep else ""
+
+
+def tensor(arrays):
+    """[32 rows, 32 columns] of u32, boxes of 32 x 32."""
+    return encode_tiled(DataType.UINT32, 2, arrays[0].ctypes.data, (32, 32), (128,), (32, 32))
+
+
+MAPPED = [X, OUT, tensor]
+
+
+def tma(body):
+    return t.kernel(t.init("bar", "bar2") + body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
+
+
+def plain(body):
+    return t.kernel(t.init("bar", "bar2") + body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+
+LOAD = t.only("%p0", t.expect("bar", 4096) + t.tma_load("a", "%rd3", "0, 0", "bar"))
+AGAIN = t.only("%p0", t.expect("bar2", 4096) + t.tma_load("a", "%rd3", "0, 0", "bar2"))
+BULK = t.only("%p0", t.expect("bar", 4096) + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
+              "[a], [%rd1], 4096, [bar];\n")  # fmt: skip
+STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd3, {0, 0}], [a];\ncp.async.bulk.commit_group;\n"
+BULK_STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 4096;\ncp.async.bulk.commit_group;\n"
+DONE, READ_DONE = "cp.async.bulk.wait_group 0;\n", "cp.async.bulk.wait_group.read 0;\n"
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def test_reading_after_a_tma_load_requires_the_mbarrier_wait():
+    def make(keep):
+        return tma(LOAD + when(keep, t.wait("bar", 0)) + READ + when(not keep, t.wait("bar", 0)))
+
+    holds(make, args=MAPPED, also=("uninitialised",))
+    holds(make, args=MAPPED, strict=False, also=("uninitialised",))
+
+
+def test_reading_after_a_bulk_load_requires_the_mbarrier_wait():
+    def make(keep):
+        return plain(BULK + when(keep, t.wait("bar", 0)) + READ + when(not keep, t.wait("bar", 0)))
+
+    holds(make, args=[X, OUT], also=("uninitialised",))
+
+
+def test_a_relaxed_wait_orders_nothing():
+    def make(keep):
+        return tma(LOAD + t.wait("bar", 0, "" if keep else ".relaxed.cta") + READ + when(not keep, t.wait("bar", 0)))
+
+    holds(make, args=MAPPED)
+
+
+def test_a_tma_load_over_bytes_being_read_requires_a_barrier():
+    def make(keep):
+        body = LOAD + t.wait("bar", 0) + READ + when(keep, "bar.sync 0;\n") + AGAIN + t.wait("bar2", 0)
+        return tma(body)
+
+    holds(make, args=MAPPED)
+    holds(make, args=MAPPED, strict=False)
+
+
+def test_two_loads_into_the_same_bytes_are_not_ordered():
+    def make(keep):
+        body = LOAD + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + AGAIN + t.wait("bar", 0) + t.wait("bar2", 0)
+        return tma(body)
+
+    holds(make, args=MAPPED)
+
+
+def test_the_kernel_may_not_end_with_a_load_in_flight():
+    holds(lambda keep: tma(LOAD + when(keep, t.wait("bar", 0))), args=MAPPED, code="in-flight")
+
+
+def test_expect_tx_is_the_bytes_of_the_box():
+    def make(keep):
+        size = 4096 if keep else 2048
+        copy = t.only("%p0", t.expect("bar", size) + t.tma_load("a", "%rd3", "0, 0", "bar"))
+        return tma(copy + t.wait("bar", 0) + READ)
+
+    holds(make, args=MAPPED, code=("barrier-tx",), also=("deadlock", "in-flight"))
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tma_store_after_ordinary_stores_requires_proxy_fence():
+    def make(keep):
+        body = t.fill("a", 4096, 5) + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
+        return tma(body + t.only("%p0", STORE + DONE))
+
+    holds(make, args=MAPPED)
+    holds(make, args=MAPPED, strict=False)
+
+
+def test_a_bulk_store_after_ordinary_stores_requires_proxy_fence():
+    def make(keep):
+        body = t.fill("a", 4096, 5) + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
+        return plain(body + t.only("%p0", BULK_STORE + DONE))
+
+    holds(make, args=[X, OUT])
+
+
+def test_the_proxy_fence_must_cover_the_stores_of_all_warps():
+    """A fence of one warp before the barrier says nothing about the others' stores."""
+
+    def make(keep):
+        body = t.fill("a", 4096, 5) + ("fence.proxy.async;\n" if keep else t.only("warp 0", "fence.proxy.async;\n"))
+        return tma(body + "bar.sync 0;\n" + t.only("%p0", STORE + DONE))
+
+    holds(make, args=MAPPED)
+
+
+def test_reusing_the_source_of_a_tma_store_requires_wait_group_read():
+    def make(keep):
+        body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        body += t.only("%p0", STORE + when(keep, READ_DONE)) + "bar.sync 0;\n" + t.fill("a", 4096, 6)
+        return tma(body + t.only("%p0", DONE))
+
+    holds(make, args=MAPPED)
+    holds(make, args=MAPPED, strict=False)
+
+
+def test_reading_what_a_tma_store_wrote_requires_wait_group():
+    def make(keep):
+        body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        body += t.only("%p0", STORE + (DONE if keep else READ_DONE)) + "bar.sync 0;\n"
+        body += "mul.wide.u32 %rd20, %r0, 4;\nadd.s64 %rd20, %rd1, %rd20;\nld.global.u32 %r42, [%rd20];\n"
+        return tma(body + t.out("%r42", "%rd2") + t.only("%p0", DONE))
+
+    holds(make, args=MAPPED)
+
+
+def test_a_tma_load_of_bytes_written_by_ordinary_stores_requires_proxy_fence():
+    def make(keep):
+        body = t.out("%r0", "%rd1") + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
+        return tma(body + LOAD + t.wait("bar", 0) + READ)
+
+    holds(make, args=MAPPED)
+
+
+def test_a_kernel_waits_for_its_stores_to_have_read():
+    def make(keep):
+        body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        return tma(body + t.only("%p0", STORE + when(keep, READ_DONE)))
+
+    holds(make, args=MAPPED, code="in-flight")
+
+
+# -- cp.async ----------------------------------------------------------------------------------------------------------
+
+COPY = (FULL + "mul.wide.u32 %rd20, %r0, 4;\nadd.s64 %rd20, %rd1, %rd20;\n"
+        "cp.async.ca.shared.global [%r40], [%rd20], 4;\ncp.async.commit_group;\n")  # fmt: skip
+
+
+def test_reading_after_cp_async_requires_wait_group():
+    def make(keep):
+        return plain(COPY + when(keep, "cp.async.wait_group 0;\n") + READ)
+
+    holds(make, args=[X, OUT], also=("uninitialised",))
+
+
+def test_reading_the_copies_of_other_warps_requires_a_barrier():
+    other = READ.replace("shl.b32 %r41, %r0, 2;", "xor.b32 %r41, %r0, 96;\nshl.b32 %r41, %r41, 2;")
+
+    def make(keep):
+        return plain(COPY + "cp.async.wait_group 0;\n" + when(keep, "bar.sync 0;\n") + other)
+
+    holds(make, args=[X, OUT], also=("uninitialised",))
+
+
+def test_cp_async_arrival_covers_the_copies_before_it():
+    def make(keep):
+        arrive = "cp.async.mbarrier.arrive.noinc.shared.b64 [bar3];\n" if keep else t.arrive("bar3")
+        first = "@%p0 mbarrier.init.shared::cta.b64 [bar3], 128;\n"
+        text = t.kernel(first + t.init("bar") + COPY + arrive + t.wait("bar3", 0) + READ, "x out", target="sm_90a",
+                        shared=SHARED + ".shared .align 8 .b64 bar3;", version="8.6")  # fmt: skip
+        return text
+
+    holds(make, args=[X, OUT])
+
+
+def test_a_bulk_store_of_copied_bytes_requires_proxy_fence():
+    def make(keep):
+        copies = "".join(COPY.replace("[%r40]", f"[%r40+{512 * i}]").replace("[%rd20]", f"[%rd20+{512 * i}]") for i in range(8))
+        body = copies + "cp.async.wait_all;\n" + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
+        return plain(body + t.only("%p0", BULK_STORE + DONE))
+
+    holds(make, args=[X, OUT])
+
+
+# -- between CTAs ------------------------------------------------------------------------------------------------------
+
+PEER = "mov.u32 %r50, %cluster_ctarank;\nxor.b32 %r51, %r50, 1;\n"
+SYNC = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
+TWO = dict(grid=2, cluster=2)
+
+
+def pair(body):
+    return t.kernel(t.init("bar", "bar2") + PEER + body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+
+MINE = PEER + "mapa.shared::cluster.u32 %r52, %r40, %r51;\n"
+
+
+def test_reading_a_peers_shared_memory_requires_a_cluster_barrier():
+    def make(keep):
+        body = WRITE + when(keep, SYNC) + MINE + "ld.shared::cluster.u32 %r42, [%r52];\n" + SYNC
+        return pair(body)
+
+    holds(make, args=[X, OUT], also=("uninitialised",), **TWO)
+
+
+def test_a_relaxed_cluster_arrival_orders_nothing():
+    def make(keep):
+        sync = SYNC if keep else SYNC.replace("arrive.release", "arrive.relaxed")
+        return pair(WRITE + sync + MINE + "ld.shared::cluster.u32 %r42, [%r52];\n" + SYNC)
+
+    holds(make, args=[X, OUT], **TWO)
+
+
+def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
+    def make(keep):
+        body = WRITE + "ld.shared.u32 %r42, [%r40];\n" + when(keep, SYNC) + MINE + "st.shared::cluster.u32 [%r52], %r0;\n"
+        return pair(body + SYNC)
+
+    holds(make, args=[X, OUT], **TWO)
+
+
+def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
+    def make(keep):
+        body = t.only("%p0", t.expect("bar", 512)) + SYNC + FULL + MINE
+        body += "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
+        body += "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r52], %r0, [%r53];\n"
+        body += when(keep, t.wait("bar", 0)) + READ.replace("%rd2", "%rd2") + when(not keep, t.wait("bar", 0)) + SYNC
+        return pair(body)
+
+    one = holds(make, args=[X, OUT], also=("uninitialised",), code=("race", "uninitialised"), **TWO)
+    assert "race" in one.codes() or "uninitialised" in one.codes()
+
+
+def test_multicast_is_complete_for_each_cta_at_its_own_mbarrier():
+    def make(keep):
+        copy = ("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                "[a], [%rd3, {0, 0}], [bar], %h0;\n")  # fmt: skip
+        first = t.only("%p0", t.expect("bar", 4096)) + SYNC + "mov.b16 %h0, 3;\n"
+        lead = "setp.eq.u32 %p5, %r50, 0;\nand.pred %p5, %p5, %p0;\n@%p5 " + copy
+        body = t.init("bar", "bar2") + PEER + first + lead + when(keep, t.wait("bar", 0)) + READ
+        body += when(not keep, t.wait("bar", 0)) + SYNC
+        return t.kernel(body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
+
+    holds(make, args=MAPPED, also=("uninitialised",), **TWO)
+
+
+# -- initialising mbarriers --------------------------------------------------------------------------------------------
+
+
+def test_other_warps_use_an_mbarrier_after_a_barrier():
+    def make(keep):
+        body = "@%p0 mbarrier.init.shared::cta.b64 [bar], 128;\n" + when(keep, "bar.sync 0;\n")
+        body += t.only("warp 0", "fence.proxy.async;\n") + t.arrive("bar") + t.wait("bar", 0)
+        return t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+    holds(make, args=[X, OUT], code="barrier-init")
+    holds(make, args=[X, OUT], code="barrier-init", strict=False)
+
+
+def test_the_copy_engine_sees_an_mbarrier_after_a_fence():
+    def make(keep):
+        body = t.init("bar", fence=keep) + LOAD + t.wait("bar", 0) + READ
+        return t.kernel(body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
+
+    holds(make, args=MAPPED, code="barrier-init")
+    assert not findings(make(False), MAPPED, strict=False)

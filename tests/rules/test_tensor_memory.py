@@ -1,0 +1,286 @@
+"""Order of tcgen05 operations (PTX 9.4): each test is the smallest kernel with one synchronisation that can be left out."""
+
+import numpy as np
+import pytest
+from ruling import findings, holds
+
+from softsm.museum import text as t
+
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;
+.shared .align 4 .b32 place;"""
+PUBLISH = "fence.proxy.async;\nbar.sync 0;\n"
+START = (
+    t.init("bar", "bar2")
+    + t.alloc(64)
+    + t.fill("a", 4096)
+    + t.fill("b", 256)
+    + PUBLISH
+    + t.descriptor("%rd10", "a")
+    + t.descriptor("%rd11", "b")
+    + t.lanes_of_warp("%r4")
+)
+MMA = t.mma("%r3", "%rd10", "%rd11", t.idesc())
+OUT = [np.zeros(128, np.uint32)]
+
+
+def when(keep, text):
+    return text if keep else ""
+
+
+def whole(body, end=None):
+    """An address in %r3 and tiles of ones; tensor memory is freed at the end."""
+    end = t.dealloc(64) if end is None else end
+    return t.kernel(START + body + end, "out", shared=SHARED)
+
+
+def product(barrier="bar", extra=""):
+    return t.only("thread 0", MMA + extra + t.commit(barrier))
+
+
+# -- completion of products --------------------------------------------------------------------------------------------
+
+
+def test_load_after_product_requires_commit_and_wait():
+    def make(keep):
+        read = when(keep, t.wait("bar", 0) + t.AFTER) + t.load("%r4", 10, 8) + t.WAIT_LD + t.out("%r10")
+        last = when(not keep, t.wait("bar", 0) + t.AFTER)
+        return whole(product() + read + last)
+
+    holds(make, args=OUT, also=("uninitialised",))
+    holds(make, args=OUT, strict=False, also=("uninitialised",))
+
+
+def test_load_after_product_requires_fence_after_the_wait():
+    def make(keep):
+        return whole(product() + t.wait("bar", 0) + when(keep, t.AFTER) + t.load("%r4", 10, 8) + t.WAIT_LD)
+
+    holds(make, args=OUT)
+    assert not findings(make(False), OUT, strict=False)
+
+
+def test_commit_covers_the_products_of_its_own_thread_only():
+    def make(keep):
+        body = t.only("thread 0", MMA) + t.only("thread 0" if keep else "thread 1", t.commit("bar"))
+        return whole(body + t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD)
+
+    holds(make, args=OUT, also=("in-flight",))
+    holds(make, args=OUT, strict=False, also=("in-flight",))
+
+
+def test_commit_of_another_warp_covers_nothing():
+    def make(keep):
+        body = t.only("thread 0", MMA) + "bar.sync 0;\n" + t.only("thread 0" if keep else "thread 64", t.commit("bar"))
+        return whole(body + t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD)
+
+    holds(make, args=OUT, also=("in-flight",))
+
+
+# -- reuse of the accumulator ------------------------------------------------------------------------------------------
+
+
+def again(between):
+    """Product, read by all warps, `between`, the next product over the same cells."""
+    read = t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8)
+    return whole(product() + read + between + product("bar2") + t.wait("bar2", 0) + t.AFTER)
+
+
+def test_product_after_load_requires_wait_ld():
+    holds(lambda keep: again(when(keep, t.WAIT_LD) + t.BEFORE + "bar.sync 0;\n" + t.AFTER), args=OUT, also=("in-flight",))
+
+
+def test_product_after_load_requires_fence_before_the_barrier():
+    holds(lambda keep: again(t.WAIT_LD + when(keep, t.BEFORE) + "bar.sync 0;\n" + t.AFTER), args=OUT)
+
+
+def test_product_after_load_requires_fence_after_the_barrier():
+    holds(lambda keep: again(t.WAIT_LD + t.BEFORE + "bar.sync 0;\n" + when(keep, t.AFTER)), args=OUT)
+
+
+def test_product_after_load_of_other_warps_requires_a_barrier():
+    def make(keep):
+        return again(t.WAIT_LD + t.BEFORE + when(keep, "bar.sync 0;\n") + t.AFTER)
+
+    holds(make, args=OUT)
+    holds(make, args=OUT, strict=False)
+
+
+@pytest.mark.parametrize("missing", ["before", "after"])
+def test_default_level_needs_no_tensor_fences(missing):
+    fences = (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")
+    assert not findings(again(t.WAIT_LD + fences), OUT, strict=False)
+
+
+# -- operand A in tensor memory ----------------------------------------------------------------------------------------
+
+
+def stored(between):
+    """All warps store packed ones to columns 32..39; the product reads them as A."""
+    put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8)) + "add.u32 %r5, %r4, 32;\n"
+    use = "add.u32 %r6, %r3, 32;\n" + t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar")
+    return whole(put + t.store("%r5", 10, 8) + between + t.only("thread 0", use) + t.wait("bar", 0) + t.AFTER)
+
+
+def test_product_after_store_requires_wait_st():
+    def make(keep):
+        return stored(when(keep, t.WAIT_ST) + t.BEFORE + "bar.sync 0;\n" + t.AFTER)
+
+    holds(make, args=OUT, also=("in-flight",))
+    holds(make, args=OUT, strict=False, also=("in-flight",))
+
+
+def test_product_after_store_requires_a_barrier():
+    def make(keep):
+        return stored(t.WAIT_ST + t.BEFORE + when(keep, "bar.sync 0;\n") + t.AFTER)
+
+    holds(make, args=OUT, also=("uninitialised",))
+
+
+def test_product_after_store_requires_fence_before_the_barrier():
+    holds(lambda keep: stored(t.WAIT_ST + when(keep, t.BEFORE) + "bar.sync 0;\n" + t.AFTER), args=OUT)
+
+
+def test_product_after_store_requires_fence_after_the_barrier():
+    holds(lambda keep: stored(t.WAIT_ST + t.BEFORE + "bar.sync 0;\n" + when(keep, t.AFTER)), args=OUT)
+
+
+# -- pairs kept in order without help, within one warp -----------------------------------------------------------------
+
+
+def test_products_on_one_accumulator_stay_in_order_within_a_warp():
+    second = t.mma("%r3", "%rd10", "%rd11", t.idesc(), 1)
+
+    def make(keep):
+        body = t.only("thread 0", MMA + t.commit("bar2")) + "bar.sync 0;\n" + t.AFTER
+        body += t.only("thread 0" if keep else "thread 32", second + t.commit("bar"))
+        return whole(body + t.wait("bar2", 0) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+
+
+def test_products_of_different_shape_are_not_ordered():
+    def make(keep):
+        second = t.mma("%r3", "%rd10", "%rd11", t.idesc(m=128 if keep else 64))
+        return whole(product("bar", second) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+
+
+def test_product_reading_what_another_product_wrote_requires_a_wait():
+    def make(keep):
+        first = t.only("thread 0", "add.u32 %r6, %r3, 32;\n" + t.mma("%r6", "%rd10", "%rd11", t.idesc()) + t.commit("bar2"))
+        gap = when(keep, t.wait("bar2", 0) + t.AFTER)
+        second = t.only("thread 0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
+        return whole(first + gap + second + t.wait("bar", 0) + t.wait("bar2", 0) + t.AFTER)
+
+    for order in ("eager", "latest"):  # it is also a mix of types, which is another matter
+        assert "race" not in findings(make(True), OUT, order=order).codes()
+        assert "race" in findings(make(False), OUT, order=order).codes()
+
+
+def test_store_then_load_stay_in_order_within_a_warp():
+    put = "".join(f"mov.b32 %r{10 + i}, 7;\n" for i in range(8))
+    body = put + t.store("%r4", 10, 8) + t.load("%r4", 20, 8) + t.WAIT_LD + t.WAIT_ST + t.out("%r20")
+    for order in ("eager", "latest"):
+        assert not findings(whole(body), OUT, order=order)
+
+
+def test_load_by_another_warp_of_the_same_lanes_requires_wait_st():
+    def make(keep):
+        put = "".join(f"mov.b32 %r{10 + i}, 7;\n" for i in range(8))
+        body = t.only("warp 0", put + t.store("%r4", 10, 8) + when(keep, t.WAIT_ST) + t.BEFORE)
+        body += "bar.sync 0;\n" + t.AFTER + t.only("warp 4", t.load("%r4", 20, 8) + t.WAIT_LD)
+        return whole(body)
+
+    holds(make, block=160, args=[np.zeros(160, np.uint32)], also=("in-flight",))
+
+
+def test_copy_then_product_stay_in_order_within_a_warp():
+    """tcgen05.cp brings A into tensor memory; the product of the same warp reads it, that of another may not."""
+
+    def make(keep):
+        copy = "add.u32 %r6, %r3, 32;\ntcgen05.cp.cta_group::1.128x256b [%r6], %rd10;\n"
+        use = "add.u32 %r6, %r3, 32;\n" + t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar")
+        first = t.only("thread 0", copy + t.commit("bar2")) + "bar.sync 0;\n" + t.AFTER
+        return whole(first + t.only("thread 0" if keep else "thread 32", use) + t.wait("bar2", 0) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+
+
+# -- shared memory operands --------------------------------------------------------------------------------------------
+
+
+def test_product_after_ordinary_store_requires_proxy_fence():
+    def make(keep):
+        body = t.fill("a", 4096) + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
+        return whole(body + product() + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+    holds(make, args=OUT, strict=False)
+
+
+def test_product_after_ordinary_store_requires_a_barrier():
+    def make(keep):
+        body = t.fill("a", 4096) + "fence.proxy.async;\n" + when(keep, "bar.sync 0;\n")
+        return whole(body + product() + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+
+
+def test_overwriting_an_operand_requires_the_products_completion():
+    def make(keep):
+        late = when(not keep, t.wait("bar", 0) + t.AFTER)
+        return whole(product() + when(keep, t.wait("bar", 0) + t.AFTER) + t.fill("b", 256, 0) + late)
+
+    holds(make, args=OUT)
+    holds(make, args=OUT, strict=False)
+
+
+def test_bytes_between_the_rows_of_an_operand_are_free():
+    """A swizzled product reads 32 bytes of each 128-byte row: writing the others meanwhile is no race."""
+    shared = SHARED.replace("a[4096]", "a[16384]")
+    body = t.init("bar", "bar2") + t.alloc(64) + t.fill("a", 16384) + t.fill("b", 256) + PUBLISH
+    body += t.descriptor("%rd10", "a", lbo=16, sbo=1024, swizzle=2) + t.descriptor("%rd11", "b") + product()
+    body += "shl.b32 %r10, %r0, 7;\nmov.u32 %r11, a;\nadd.u32 %r11, %r11, %r10;\nand.b32 %r12, %r0, 7;\n"
+    body += "xor.b32 %r12, %r12, CHUNK;\nshl.b32 %r12, %r12, 4;\nadd.u32 %r11, %r11, %r12;\nst.shared.b32 [%r11], %r0;\n"
+    body += t.wait("bar", 0) + t.AFTER + t.dealloc(64)
+    beside = t.kernel(body.replace("CHUNK", "2"), "out", shared=shared)  # chunk 2 of k is not read
+    inside = t.kernel(body.replace("CHUNK", "1"), "out", shared=shared)
+    for order in ("eager", "latest"):
+        assert not findings(beside, OUT, order=order)
+        assert set(findings(inside, OUT, order=order).codes()) == {"race"}
+
+
+# -- allocation --------------------------------------------------------------------------------------------------------
+
+
+def test_other_warps_read_the_allocated_address_after_a_barrier():
+    def make(keep):
+        ask = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], 32;\n"
+        body = t.only("warp 0", ask) + when(keep, "bar.sync 0;\n") + "ld.shared.u32 %r3, [place];\n"
+        return t.kernel(body + "bar.sync 0;\nld.shared.u32 %r3, [place];\n" + t.dealloc(32), "out", shared=SHARED)
+
+    holds(make, args=OUT)
+
+
+def test_dealloc_requires_the_products_completion():
+    def make(keep):
+        return whole(product() + when(keep, t.wait("bar", 0) + t.AFTER))
+
+    holds(make, args=OUT, code="in-flight")
+    holds(make, args=OUT, code="in-flight", strict=False)
+
+
+def test_dealloc_requires_the_loads_of_other_warps_to_be_over():
+    def make(keep):
+        read = t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD + t.BEFORE
+        return whole(product() + read, end=t.dealloc(64, sync=keep))
+
+    holds(make, args=OUT, code=("in-flight", "tmem-unallocated"))
+
+
+def test_reading_cells_that_nobody_wrote():
+    def make(keep):
+        body = when(keep, product()) + when(keep, t.wait("bar", 0) + t.AFTER)
+        return whole(body + t.load("%r4", 10, 8) + t.WAIT_LD)
+
+    holds(make, args=OUT, code="uninitialised")
