@@ -1,0 +1,80 @@
+"""`pytest --softsm` in a process of its own: fails on a diagnostic, is silent otherwise, and costs nothing without."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+TESTS = '''
+import sys
+import numpy as np
+import pytest
+import softsm
+
+PTX = """
+.version 8.6
+.target sm_90
+.address_size 64
+.visible .entry exchange(.param .u64 x) .reqntid 64
+{
+    .reg .b32 %r<8>; .reg .b64 %rd<4>; .shared .align 4 .b8 buffer[256];
+    ld.param.u64 %rd1, [x];
+    mov.u32 %r1, %tid.x;
+    shl.b32 %r2, %r1, 2;
+    mov.u32 %r3, buffer;
+    add.u32 %r4, %r3, %r2;
+    st.shared.u32 [%r4], %r1;
+    BARRIER
+    xor.b32 %r5, %r2, 128;
+    add.u32 %r5, %r3, %r5;
+    ld.shared.u32 %r6, [%r5];
+    mad.wide.u32 %rd2, %r1, 4, %rd1;
+    st.global.u32 [%rd2], %r6;
+    ret;
+}
+"""
+
+def test_right():
+    softsm.load(PTX.replace("BARRIER", "bar.sync 0;")).launch(1, 64, [np.zeros(64, np.uint32)])
+
+def test_racy():
+    softsm.load(PTX.replace("BARRIER", "")).launch(1, 64, [np.zeros(64, np.uint32)])
+
+def test_expects_it():
+    with softsm.checking() as report:
+        test_racy()
+    assert report.codes()
+'''
+
+DORMANT = '''
+import sys
+
+def test_nothing_is_imported():
+    assert "softsm.pytest_plugin" in sys.modules
+    heavy = [m for m in sys.modules if m.startswith(("softsm.", "numba", "torch", "triton"))]
+    assert heavy == ["softsm.pytest_plugin"], heavy
+'''
+
+
+def run(folder, text: str, *options: str) -> subprocess.CompletedProcess:
+    (folder / "test_it.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    installed = any(e.value == "softsm.pytest_plugin" for e in importlib.metadata.entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "softsm.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *options, "test_it.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_a_diagnostic_fails_the_test(tmp_path) -> None:
+    done = run(tmp_path, TESTS, "--softsm")
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "FAILED test_it.py::test_racy" in done.stdout
+    assert "race: " in done.stdout and "mend: " in done.stdout and "st.shared.u32" in done.stdout
+
+
+def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
+    done = run(tmp_path, TESTS)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    done = run(tmp_path, DORMANT)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
