@@ -1,0 +1,141 @@
+"""Order between threads: bar.sync, named barriers, mbarriers, atomics with their semantics and scope, fences."""
+
+import numpy as np
+from ruling import findings, holds
+
+from softsm.museum import text as t
+
+SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; .shared .align 4 .b32 flag;"
+X, OUT = np.zeros(64, np.uint32), np.zeros(1024, np.uint32)
+OWN = "mov.u32 %r40, a;\nshl.b32 %r41, %r0, 2;\nadd.u32 %r40, %r40, %r41;\n"
+OTHER = "mov.u32 %r40, a;\nxor.b32 %r41, %r0, 96;\nshl.b32 %r41, %r41, 2;\nadd.u32 %r40, %r40, %r41;\n"
+WRITE = OWN + "st.shared.u32 [%r40], %r0;\n"
+READ = OTHER + "ld.shared.u32 %r42, [%r40];\n" + t.out("%r42", "%rd2")
+ARGS = [X, OUT]
+
+
+def when(keep, text):
+    return text if keep else ""
+
+
+def plain(body):
+    return t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+
+def test_reading_what_other_warps_wrote_requires_a_barrier():
+    holds(lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",))
+    holds(lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",), strict=False)
+
+
+def test_overwriting_what_other_warps_read_requires_a_barrier():
+    body = WRITE + "bar.sync 0;\n" + READ
+    holds(lambda keep: plain(body + when(keep, "bar.sync 0;\n") + WRITE.replace("%r0;", "7;")), args=ARGS)
+
+
+def test_a_named_barrier_orders_its_arrivals_before_its_waits():
+    """Warps 0 and 1 produce and arrive; warps 2 and 3 wait. Two barriers of 64 threads do not order them."""
+
+    def make(keep):
+        count = 128 if keep else 64
+        other = 1 if keep else 2
+        body = "setp.lt.u32 %p4, %r0, 64;\n"
+        first = t.only("%p4", WRITE + f"bar.arrive 1, {count};\n" if keep else WRITE + f"bar.sync 1, {count};\n")
+        second = "setp.ge.u32 %p5, %r0, 64;\n" + t.only("%p5", f"bar.sync {other}, {count};\n" + READ)
+        return plain(body + first + second)
+
+    holds(make, args=ARGS, also=("uninitialised",))
+
+
+def test_an_mbarrier_orders_arrivals_before_the_wait():
+    def make(keep):
+        body = t.init(("bar", 128), "bar2") + WRITE + t.arrive("bar") + when(keep, t.wait("bar", 0)) + READ
+        return plain(body + when(not keep, t.wait("bar", 0)))
+
+    holds(make, args=ARGS, also=("uninitialised",))
+    holds(make, args=ARGS, also=("uninitialised",), strict=False)
+
+
+def test_a_relaxed_arrival_orders_nothing():
+    def make(keep):
+        arrive = t.arrive("bar", "" if keep else ".relaxed.cta")
+        return plain(t.init(("bar", 128)) + WRITE + arrive + t.wait("bar", 0) + READ)
+
+    holds(make, args=ARGS)
+
+
+def test_a_phase_must_be_waited_for_before_the_next_one_ends():
+    def make(keep):
+        turn = "@%p0 " + t.arrive("bar")
+        return plain(t.init("bar") + turn + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + turn + t.wait("bar", 1))
+
+    holds(make, args=ARGS, code="barrier-phase")
+
+
+def test_the_count_of_an_mbarrier_is_not_a_number_of_bytes():
+    def make(keep):
+        body = t.init(("bar", 1 if keep else 16384)) + t.only("%p0", t.arrive("bar"))
+        return plain(body + when(keep, t.wait("bar", 0)))
+
+    holds(make, args=ARGS, code="barrier-count")
+
+
+# -- global memory between CTAs ----------------------------------------------------------------------------------------
+
+RANK = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nand.pred %p4, %p4, %p0;\nsetp.eq.u32 %p5, %r50, 1;\n" \
+       "and.pred %p5, %p5, %p0;\n"  # fmt: skip
+GRID = dict(grid=2, block=32)
+
+
+def message(store, load, before="", after=""):
+    """CTA 0 writes x[1] and sets x[0]; CTA 1 polls x[0] and reads x[1]."""
+    send = f"st.global.u32 [%rd1+4], 5;\n{before}{store}\n"
+    poll = f"POLL:\n{load}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n{after}ld.global.u32 %r61, [%rd1+4];\nst.global.u32 [%rd2], %r61;\n"
+    return t.kernel(RANK + t.only("%p4", send) + t.only("%p5", poll), "x out", target="sm_90a", version="8.6")
+
+
+STORE, LOAD = "st.release.gpu.global.u32 [%rd1], 1;", "ld.acquire.gpu.global.u32 %r60, [%rd1];"
+FENCE = "fence.acq_rel.gpu;\n"
+RELAXED = ("st.relaxed.gpu.global.u32 [%rd1], 1;", "ld.relaxed.gpu.global.u32 %r60, [%rd1];")
+
+
+def test_a_flag_requires_release():
+    holds(lambda keep: message(STORE if keep else RELAXED[0], LOAD), args=ARGS, **GRID)
+    holds(lambda keep: message(STORE if keep else RELAXED[0], LOAD), args=ARGS, strict=False, **GRID)
+
+
+def test_a_flag_requires_acquire():
+    holds(lambda keep: message(STORE, LOAD if keep else RELAXED[1]), args=ARGS, **GRID)
+
+
+def test_a_relaxed_flag_requires_a_fence_before_it():
+    holds(lambda keep: message(*RELAXED, when(keep, FENCE), FENCE), args=ARGS, **GRID)
+
+
+def test_a_relaxed_flag_requires_a_fence_after_it():
+    holds(lambda keep: message(*RELAXED, FENCE, when(keep, FENCE)), args=ARGS, **GRID)
+
+
+def test_cta_scope_does_not_reach_another_cta():
+    narrow = STORE.replace("gpu", "cta")
+    holds(lambda keep: message(STORE if keep else narrow, LOAD), args=ARGS, **GRID)
+
+
+def test_an_atomic_orders_by_its_semantics():
+    def make(keep):
+        order = "acq_rel" if keep else "relaxed"
+        return message(f"atom.{order}.gpu.global.add.u32 %r62, [%rd1], 1;", f"atom.{order}.gpu.global.add.u32 %r60, [%rd1], 0;")
+
+    holds(make, args=ARGS, **GRID)
+
+
+def test_an_ordinary_flag_is_a_race():
+    def make(keep):
+        return message(STORE if keep else "st.global.u32 [%rd1], 1;", LOAD)
+
+    holds(make, args=ARGS, **GRID)
+
+
+def test_volatile_is_enough_at_the_default_level_only():
+    text = message("st.volatile.global.u32 [%rd1], 1;", "ld.volatile.global.u32 %r60, [%rd1];")
+    assert not findings(text, ARGS, strict=False, **GRID)
+    assert "race" in findings(text, ARGS, **GRID).codes()
