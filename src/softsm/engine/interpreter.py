@@ -82,11 +82,11 @@ def run(lane_operation, S, pc, mask_, stop, quantum, multi):
 # Memory and exchange between lanes. Returns 0, or a status and above it the lanes it is about (0 = the active ones).
 _LANE_OPERATION = '''
 
-@cfunc("i8(u4, u4, u4, u4, u4, u4, u4, i8, i8)", cache=True, error_model="numpy")
-def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
+@njit("i8(u4, u4, u4, u4, u4, u4, u4, i8, i8)", cache=True, nogil=True, error_model="numpy")
+def lane_by_lane(op, rd, ra, rb, rc, rx, m, S, pc):
     pool, R, Q, P = sget(S, {S_POOL}), sget(S, {S_R}), sget(S, {S_Q}), sget(S, {S_P})
     offset = i8(np.int32(rb))
-{quick}    if op <= u4({OP_STL}):
+    if op <= u4({OP_STL}):
 {note_store}        if op == u4({OP_LDG}):
             bad = load(R, Q, pool, S, 0, i8(rd), i8(ra), offset, i8(rc), m)
         elif op == u4({OP_STG}):
@@ -145,6 +145,11 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
 {note_atomic}    else:
         return i8({UNKNOWN})
     return i8(0)
+
+
+@cfunc("i8(u4, u4, u4, u4, u4, u4, u4, i8, i8)", cache=True, error_model="numpy")
+def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
+{quick}    return lane_by_lane(op, rd, ra, rb, rc, rx, m, S, pc)
 '''
 
 
@@ -155,18 +160,19 @@ def _compiler(signature: str):
 
 
 # The plain cases all lanes at once; the checking engine needs each lane's address anyway.
-_QUICK = '''    if op == u4({OP_LDS}) or op == u4({OP_STS}):
+_QUICK = '''    offset = i8(np.int32(rb))
+    if op == u4({OP_LDS}) or op == u4({OP_STS}):
         write = op == u4({OP_STS})
-        if quick_shared(R, pool, i8(rd), i8(ra), offset, i8(rc), m, sget(S, {S_SHARED_BASE}), {SHARED_START},
-                        sget(S, {S_SHARED_SIZE}), sget(S, {S_SHARED}), write):
+        if quick_shared(sget(S, {S_R}), sget(S, {S_POOL}), i8(rd), i8(ra), offset, i8(rc), m, sget(S, {S_SHARED_BASE}),
+                        {SHARED_START}, sget(S, {S_SHARED_SIZE}), sget(S, {S_SHARED}), write):
             if write:
                 sput(S, {S_WRITES}, sget(S, {S_WRITES}) + 1)
             return i8(0)
     elif op == u4({OP_LDG}) or op == u4({OP_STG}):
         write = op == u4({OP_STG})
-        p = global_run(Q, i8(ra), offset, pool, i8(rd), i8(rc), m)
+        p = global_run(sget(S, {S_Q}), i8(ra), offset, sget(S, {S_POOL}), i8(rd), i8(rc), m)
         if p != 0 and known(S, p, p + 128 * ((i8(rc) >> 4) & 15)):
-            move_run(R, pool, i8(rd), i8(rc), p, write)
+            move_run(sget(S, {S_R}), sget(S, {S_POOL}), i8(rd), i8(rc), p, write)
             if write:
                 sput(S, {S_WRITES}, sget(S, {S_WRITES}) + 1)
             return i8(0)

@@ -23,7 +23,7 @@ from softsm.engine.vec_rows import (
     strided_store,
     vst,
 )
-from softsm.engine.vec_types import FULL, ZERO, tomask, vany
+from softsm.engine.vec_types import FULL, LANES, ZERO, tomask, vany
 
 _fn = njit(error_model="numpy", forceinline=True)
 u4, i4, i8, u8 = np.uint32, np.int32, np.int64, np.uint64
@@ -79,6 +79,14 @@ def _store_run(R, pool, rows, count, p):
 
 
 @_fn
+def move_run(R, pool, rows, fmt, p, write):
+    if write:
+        _store_run(R, pool, rows, (fmt >> 4) & 15, p)
+    else:
+        _load_run(R, pool, rows, (fmt >> 4) & 15, p)
+
+
+@_fn
 def _plain(pool, rows, fmt):
     """One, two or four words, each with a row (a load may drop parts: those have none)."""
     count = (fmt >> 4) & 15
@@ -101,25 +109,24 @@ def quick_shared(R, pool, rows, row, offset, fmt, m, base, start, size, memory, 
     count = _plain(pool, rows, fmt)
     if count == 0:
         return i8(0)
-    bytes_ = u4(4 * count)
+    bytes_ = 4 * count
     a = _shared_offsets(R, row, offset, base)
-    bad = (a < u4(start)) | (a > u4(size) - bytes_) | ((a & (bytes_ - u4(1))) != 0)
+    if m == FULL:
+        first = i8(lane_get(a, 0))
+        steps = lanes() << u4(2 if count == 1 else 3 if count == 2 else 4)
+        if not vany(a != steps + u4(first)):  # one run: its two ends are all there is to check
+            if first < start or first + LANES * bytes_ > size or first & (bytes_ - 1) != 0:
+                return i8(0)
+            move_run(R, pool, rows, fmt, memory + first, write)
+            return i8(1)
+    bad = (a < u4(start)) | (a > u4(size - bytes_)) | ((a & u4(bytes_ - 1)) != 0)
     if tomask(bad) & m != ZERO:
         return i8(0)
-    first = lane_get(a, 0)
-    run = m == FULL and not vany(a != lanes() * bytes_ + first)
-    if run:
-        p = memory + i8(first)
-        if write:
-            _store_run(R, pool, rows, count, p)
-        else:
-            _load_run(R, pool, rows, count, p)
+    addresses = toq(a) + u8(memory)
+    if write:
+        _store_rows(R, pool, rows, count, addresses, m)
     else:
-        addresses = toq(a) + u8(memory)
-        if write:
-            _store_rows(R, pool, rows, count, addresses, m)
-        else:
-            _load_rows(R, pool, rows, count, addresses, m)
+        _load_rows(R, pool, rows, count, addresses, m)
     return i8(1)
 
 
@@ -138,11 +145,3 @@ def global_run(Q, row, offset, pool, rows, fmt, m):
         return i8(0)
     p = i8(first) + offset
     return p if p & (4 * count - 1) == 0 else i8(0)
-
-
-@_fn
-def move_run(R, pool, rows, fmt, p, write):
-    if write:
-        _store_run(R, pool, rows, (fmt >> 4) & 15, p)
-    else:
-        _load_run(R, pool, rows, (fmt >> 4) & 15, p)
