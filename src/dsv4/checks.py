@@ -43,11 +43,10 @@ def tensor(
     like = (name, tensor) demands the same device. unit_last demands stride 1 in the last dimension; all other
     strides are honoured as they are.
     """
-    wanted = "[" + ", ".join(str(s) for s in shape) + "]"
     if not isinstance(x, Tensor):
-        fail(name, describe(x), f"a tensor {wanted}")
+        fail(name, describe(x), f"a tensor {_in_brackets(shape)}")
     if x.ndim != len(shape) or any(isinstance(s, int) and s != have for s, have in zip(shape, x.shape)):
-        fail(name, f"shape {list(x.shape)}", f"shape {wanted}")
+        fail(name, f"shape {list(x.shape)}", f"shape {_in_brackets(shape)}")
     if x.layout != torch.strided:
         fail(name, f"layout {x.layout}", "a dense strided tensor")
     if x.dtype not in dtypes:
@@ -58,6 +57,10 @@ def tensor(
     if unit_last and x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
         fail(name, f"strides {list(x.stride())}", "stride 1 in the last dimension (call .contiguous())")
     return x
+
+
+def _in_brackets(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def int32(

@@ -17,25 +17,29 @@ from torch import Tensor
 from dsv4 import checks, dispatch, problem
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-# The key below autograd: tensors keep requires_grad, grad mode is as the caller left it.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def define(schema: str, kernel: Callable, fake: Callable) -> None:
-    """Register one operator of this namespace: real kernel, fake kernel, refusal of grad."""
+    """Register one operator of this namespace: real kernel, fake kernel, refusal of grad.
+
+    Autograd falls through to the kernel, which sees grad mode and requires_grad as the caller left them; one step
+    through the dispatcher less than an autograd kernel of our own.
+    """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dsv4::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.dsv4, name).default
-    arguments = [a.name for a in op._schema.arguments]
+    arguments = [a.name for a in getattr(torch.ops.dsv4, name).default._schema.arguments]
 
-    def refuse_grad(*args, **kwargs):
-        checks.forward_only(**dict(zip(arguments, args)), **kwargs)
-        with _below_autograd():
-            return op(*args, **kwargs)
+    def forward_only(function: Callable) -> Callable:
+        def checked(*args, **kwargs):
+            if torch.is_grad_enabled():
+                checks.forward_only(**dict(zip(arguments, args)), **kwargs)
+            return function(*args, **kwargs)
 
-    LIBRARY.impl(name, refuse_grad, "Autograd")
+        return checked
+
+    LIBRARY.impl(name, forward_only(kernel), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"dsv4::{name}", forward_only(fake), lib=LIBRARY)
 
 
 OPTIONS = (
