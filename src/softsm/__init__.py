@@ -17,10 +17,11 @@ _HOME = {
     "active_arch": "softsm.triton_driver.install",
     "load": "softsm.engine.launch",
     "checking": "softsm.checks.checking",
+    "counting": "softsm.report.activity",
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "errors", "load", "use"]
+__all__ = ["active_arch", "checking", "counting", "errors", "load", "use"]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,134 @@
+"""Who did what: instructions and asynchronous operations of each warp role, counted while launches run.
+
+    with softsm.counting() as activity:
+        kernel[grid](...)
+    activity.roles["load_role"].operations["TMA load"]     # -> Amount(count, bytes)
+
+A role is a function of the program's source whose name ends in `_role`; a warp takes it from the source locations that
+its instructions carry (their function is the kernel, into which all others are inlined, so the source file is read).
+Outside of `counting` nothing is counted and nothing is slower.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.scheduler import Machine, Warp
+
+TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")
+
+
+@dataclass
+class Amount:
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Role:
+    """warps: of all CTAs. operations: by kind, 'TMA load', 'tcgen05.mma', 'tcgen05.ld', ..."""
+
+    warps: int = 0
+    instructions: int = 0
+    operations: dict[str, Amount] = field(default_factory=lambda: defaultdict(Amount))
+
+
+class Activity:
+    def __init__(self) -> None:
+        self._warps: dict[Warp, Role] = {}
+        self._names: dict[Warp, str] = {}
+        self.launches = 0
+
+    def of(self, warp: Warp) -> Role:
+        return self._warps.setdefault(warp, Role(1))
+
+    def note_source(self, warp: Warp) -> None:
+        """The role that the instruction under way belongs to, unless it is known already."""
+        if warp in self._names:
+            return
+        place = warp.instruction().loc
+        while place is not None:
+            name = function_at(place.file, place.line)
+            if name.endswith("_role"):
+                self._names[warp] = name
+                return
+            place = place.caller
+
+    def note(self, op: AsyncOp) -> None:
+        self.note_source(op.warp)
+        amount = self.of(op.warp).operations[op.kind]
+        amount.count += 1
+        amount.bytes += size(op)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """By name; warps that never were in a role (they idle, or the kernel has none) are '-'."""
+        found: dict[str, Role] = {}
+        for warp, mine in self._warps.items():
+            total = found.setdefault(self._names.get(warp, "-"), Role())
+            total.warps += 1
+            total.instructions += mine.instructions
+            for kind, amount in mine.operations.items():
+                total.operations[kind].count += amount.count
+                total.operations[kind].bytes += amount.bytes
+        return found
+
+
+@cache
+def functions(file: str) -> list[tuple[int, int, str]]:
+    """(first line, last line, name) of the functions of a source file; none where it cannot be read."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [(f.lineno, f.end_lineno or f.lineno, f.name) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
+
+
+def function_at(file: str, line: int) -> str:
+    """The innermost function around a line of a source file, '' if there is none."""
+    around = [f for f in functions(file) if f[0] <= line <= f[1]]
+    return max(around)[2] if around else ""
+
+
+def size(op: AsyncOp) -> int:
+    """Bytes moved by a copy into shared memory or by a tensor-memory access; 0 for anything else."""
+    if op.kind in ("tcgen05.ld", "tcgen05.st"):
+        found = TENSOR_ACCESS.search(op.warp.instruction().text)
+        return int(found[1]) * int(found[2]) * int(found[3]) // 8 if found else 0
+    return sum(r[3] - r[2] for r in op.writes if r[0] == "shared") if op.kind in ("TMA load", "cp.async") else 0
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Activity]:
+    """Launches inside are counted."""
+    activity = Activity()
+    issue, run_warp, run = AsyncEngine.issue, Machine.run_warp, Machine.run
+
+    def counted_issue(self, op):
+        activity.note(op)
+        return issue(self, op)
+
+    def counted_run_warp(self, warp):
+        before = self.steps
+        run_warp(self, warp)
+        activity.of(warp).instructions += self.steps - before
+
+    def counted_run(self):
+        # A machine keeps its engine's method as an attribute of its own, for speed.
+        self.issue = lambda op: counted_issue(self.engine, op)
+        activity.launches += 1
+        run(self)
+
+    Machine.run_warp, Machine.run = counted_run_warp, counted_run
+    try:
+        yield activity
+    finally:
+        Machine.run_warp, Machine.run = run_warp, run
