@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from dsv4.commands import bench, compile, demo, doctor, support, verify
+from dsv4.commands import bench, compile, demo, doctor, kernels, support, verify
 
 app = typer.Typer(
     help="Attention for DeepSeek-V4-class models: run it, verify it, ask what this machine can do.",
@@ -24,6 +24,7 @@ app.command("doctor")(doctor.doctor)
 app.command("support")(support.support)
 app.command("bench")(bench.bench)
 app.command("compile")(compile.compile)
+app.command("kernels")(kernels.kernels)
 
 
 def main() -> None:

@@ -1,0 +1,120 @@
+"""`dsv4 kernels`: what the compiled Blackwell kernels cost; docs/kernels.md is its output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dsv4 import problem
+
+from . import show
+
+DIMS = (64, 128, 256, 512)
+WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py
+PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
+HEAD = """\
+# What the Blackwell kernels cost
+
+Made by `dsv4 kernels --write docs/kernels.md`, on any machine: the compiler and the assembler come with Triton. The
+kernel is `src/dsv4/kernels/sm100/forward.py`; its first page has the roles, the memory maps and the barriers.
+"""
+
+FIGURES = """\
+P: through tensor or shared memory. Keys: `rows` of dense and varlen tensors by TMA, `pages` of 64 rows by TMA, `cells`
+of other pages by cp.async. Registers: at launch, and what `setmaxnreg` makes of them in the roles and
+while they idle. Spills: bytes stored / loaded, as the assembler counts them; those in main loops are instructions,
+counted in the SASS.
+"""
+
+
+def kernels(
+    arch: Annotated[str, typer.Option(help="sm_100a")] = "sm_100a",
+    head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
+    way: Annotated[list[str] | None, typer.Option(help="rows, pages, cells; default all")] = None,
+    write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
+) -> None:
+    """Registers, memory and spills of every variant, and the instruction budget of its main loop."""
+    if arch != "sm_100a":
+        raise typer.BadParameter(f"{arch}: accepted: sm_100a")
+    console = show.console()
+    rows = []
+    for d, p_tmem in PATHS:
+        for how in way or WAYS:
+            # Pages are read by a warp of their own: the P path makes no difference to it, so one is enough.
+            if d in (head_dim or DIMS) and (how == "rows" or p_tmem == (d < 512)):
+                line = variant_line(d, p_tmem, how)
+                console.print(line, soft_wrap=True, markup=False)
+                rows.append(line)
+    page = "\n".join([HEAD, *figures_section(rows), "", *budget_section()]) + "\n"
+    if write is None:
+        console.print(page, soft_wrap=True, markup=False)
+    else:
+        write.write_text(page)
+
+
+def launch_of(head_dim: int, p_tmem: bool, how: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, list, dict]:
+    """(kernel, arguments, compile-time constants) as a call would launch it; nothing runs."""
+    from dsv4.kernels import aot
+    from dsv4.kernels.sm100 import fmha
+
+    q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
+    if how == "rows":
+        k = torch.empty(1, 256, 1, head_dim, dtype=dtype)
+        p = problem.dense(q, k, torch.empty_like(k))
+    else:
+        k = torch.empty(2, 64 if how == "pages" else 12, 1, head_dim, dtype=dtype)
+        table = torch.zeros(1, 4, dtype=torch.int32)
+        p = problem.paged(q, k, torch.empty_like(k), table, torch.zeros(1, dtype=torch.int32))
+    p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=1)
+    with aot.collecting() as launches:
+        fmha.forward(p, p_tmem)
+    return launches[0]
+
+
+def variant_line(head_dim: int, p_tmem: bool, how: str) -> str:
+    from dsv4.kernels import aot
+    from dsv4.kernels.figures import figures
+
+    launch = launch_of(head_dim, p_tmem, how)
+    started = time.perf_counter()
+    compiled = aot.compile_kernel(*launch, capability=100)
+    f = figures(compiled, "sm_100a", time.perf_counter() - started)
+    regs = " ".join(str(n) for n in f.setmaxnreg)
+    path = "tensor" if p_tmem else "shared"
+    return (f"| {head_dim} | {path} | {how} | {f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | "
+            f"{f.stack} | {f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions} |")  # fmt: skip
+
+
+def figures_section(rows: list[str]) -> Iterator[str]:
+    import triton
+
+    yield f"## Figures of the assembler\n\nbf16, sm_100a, Triton {triton.__version__}, its own ptxas with `-v`.\n"
+    yield FIGURES
+    yield "| head dim | P | keys | threads | registers | by role | shared memory, bytes | tensor memory, columns | "\
+        "stack, bytes | spills, bytes | spills in main loops | instructions |"  # fmt: skip
+    yield "|---:|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"
+    yield from rows
+
+
+def budget_section() -> Iterator[str]:
+    from dsv4.kernels.sm100 import budget
+
+    text = (budget.__doc__ or "").split("\n", 2)[2].strip()
+    yield f"## Budget of one main-loop iteration\n\n{text}\n"
+    yield "| head dim | P | rows x keys | MMAs | tensor cycles | exponentials | exp cycles | shared memory, bytes | "\
+        "its cycles | tensor memory, bytes | bottleneck | tensor core busy at best |"  # fmt: skip
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|"
+    for d, p_tmem in PATHS:
+        b = budget.budget(d, p_tmem)
+        yield (f"| {d} | {'tensor' if p_tmem else 'shared'} | {b.rows} x {b.keys} | {b.mma} | {b.tensor_cycles} | "
+               f"{b.exponentials} | {b.exp_cycles} | {b.shared_bytes} | {b.shared_cycles} | {b.tensor_memory_bytes} | "
+               f"{b.bottleneck} | {b.tensor_share:.0%} |")  # fmt: skip
+    yield ""
+    yield "At head dims 64 and 128 two query tiles are in flight, so that the softmax of one runs under the products of"
+    yield "the other; at 256 and 512 the scores of the next keys are computed under the softmax of these."

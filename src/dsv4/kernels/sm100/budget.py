@@ -1,0 +1,65 @@
+"""What one main-loop iteration of the forward kernel costs on an SM of sm_100, resource by resource.
+
+An iteration takes all query tiles of a CTA past one tile of keys. The rates are the published ones of a B200: 2.25
+PFLOP/s dense bf16 on 148 SMs at 1.85 GHz is 8192 operations per clock and SM; a product of 64 rows uses half of the
+tensor core's rows and runs at half of that; 16 exponentials per clock (the multi-function unit); 128 bytes of shared
+memory per clock. For tensor memory no rate is published, so its bytes are given and no cycles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.kernels.sm100.fmha import tiling
+
+FLOPS_PER_CLOCK = 8192
+EXPONENTIALS_PER_CLOCK = 16
+SHARED_BYTES_PER_CLOCK = 128
+MMA_K = 16  # of one tcgen05.mma with 16-bit operands
+MMA_N = 256  # at most
+
+
+@dataclass(frozen=True)
+class Budget:
+    head_dim: int
+    p_tmem: bool
+    rows: int  # query rows per CTA
+    keys: int
+    mma: int  # instructions
+    tensor_cycles: int
+    exponentials: int
+    exp_cycles: int
+    shared_bytes: int
+    shared_cycles: int
+    tensor_memory_bytes: int
+
+    @property
+    def bottleneck(self) -> str:
+        cycles = {"tensor core": self.tensor_cycles, "exp": self.exp_cycles, "shared memory": self.shared_cycles}
+        most = max(cycles.values())
+        return " = ".join(name for name, n in cycles.items() if n == most)
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the tensor core's time at best, all else hidden under the slowest resource."""
+        return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
+
+
+def budget(head_dim: int, p_tmem: bool) -> Budget:
+    options = tiling(head_dim, p_tmem).options
+    rows, keys, tiles = options["BM"], options["BN"], options["TILES"]
+    qk = head_dim // MMA_K
+    pv = keys // MMA_K * -(-head_dim // MMA_N)
+    flops = 2 * 2 * tiles * rows * keys * head_dim
+    rate = FLOPS_PER_CLOCK if rows == 128 else FLOPS_PER_CLOCK // 2
+    tile = keys * head_dim * 2  # bytes of a K or V tile
+    scores = rows * keys
+    # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
+    # after softmax has written it.
+    shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + (0 if p_tmem else 2 * 2 * scores))
+    # S: written by the tensor core, read by softmax. P: written, then read. O: read and written by the tensor core.
+    tensor_memory = tiles * (2 * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
+    return Budget(
+        head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
+        tiles * scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,
+    )  # fmt: skip
