@@ -77,6 +77,59 @@ def explain(
         _stop(str(problem))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def trace(
+    file: Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="as for `softsm run`")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
+        "softsm-trace"
+    ),
+    arch: Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")] = "",
+    entry: Annotated[str | None, typer.Option(help="which kernel of the PTX file")] = None,
+    grid: Annotated[str, typer.Option(help="x,y,z")] = "1",
+    block: Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")] = "",
+    cluster: Annotated[str, typer.Option(help="x,y,z")] = "1",
+    shared: Annotated[int, typer.Option(help="bytes of dynamic shared memory")] = 0,
+    sms: Annotated[int, typer.Option(help="SMs played")] = 4,
+    order: Annotated[
+        str, typer.Option(help="completion of asynchronous operations: eager, latest, random")
+    ] = "latest",
+    seed: Annotated[int, typer.Option(help="of random order and random arguments")] = 0,
+    strict: Annotated[bool, typer.Option(help="check PTX 9.4 to the letter")] = False,
+    check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
+) -> None:
+    """Run as `softsm run` does, and write what happened: an HTML report, and a timeline for ui.perfetto.dev."""
+    from softsm.errors import SoftsmError
+    from softsm.report.trace import tracing
+
+    if not file.is_file():
+        _stop(f"there is no file {file}")
+    made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
+    made_by = None
+    try:
+        with made as made_by:
+            if file.suffix == ".py":
+                _program(file, arguments or [], arch, sms, order, seed)
+            else:
+                _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, [])
+    except SoftsmError as problem:
+        typer.echo(str(problem), err=True)
+    finally:
+        if made_by is not None:
+            _traced(made_by)
+    if made_by.report or made_by.failure:
+        raise typer.Exit(1)
+
+
+def _traced(made) -> None:
+    launches, found = made.recorder.launches, len(made.report) + bool(made.failure)
+    typer.echo(f"{len(launches)} launch(es), {sum(x.steps for x in launches)} warp instructions, {found} diagnostic(s)")
+    for path in made.files:
+        typer.echo(f"wrote {path}")
+    if len(made.files) == 1:
+        typer.echo("no timeline: the package perfetto is missing (pip install dsv4[trace])")
+
+
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
     """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
     import runpy

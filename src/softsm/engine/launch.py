@@ -44,6 +44,7 @@ class Options:
     budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
     arch: str = ""
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
+    recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
 
 
 _DEFAULT = Options()
@@ -147,7 +148,8 @@ class Kernel:
         for name, raw in self.variables.items():
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
         memory.add(parameters.ctypes.data, parameters.nbytes, "the kernel's parameters", parameters)
-        machine = Machine(self, grid, block, shared, cluster, memory, parameters, chosen)
+        build = Machine if chosen.recorder is None else chosen.recorder.machine
+        machine = build(self, grid, block, shared, cluster, memory, parameters, chosen)
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:

@@ -1,0 +1,54 @@
+"""The role of a warp: the function of the program's source that it works in.
+
+Compilers name only the kernel in their line tables, but every instruction has its place in the source and the places it
+was inlined at. The functions that stand there are read from the source itself; one whose name ends in `_role`,
+`_partition` or `_worker` names the warp.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+ENDINGS = ("_role", "_partition", "_worker")
+
+
+@functools.lru_cache(maxsize=256)
+def functions(file: str) -> tuple[tuple[int, int, str], ...]:
+    """(first line, last line, name) of the functions in a Python file; none if it cannot be read."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    found = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in found)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def function_at(file: str, line: int) -> str:
+    inside = [(last - first, name) for first, last, name in functions(file) if first <= line <= last]
+    return min(inside)[1] if inside else ""
+
+
+def role_of(ins) -> str:
+    """The role an instruction belongs to, without its ending; '' where the source names none."""
+    at = ins.loc
+    while at is not None:
+        for name in (at.function.rpartition(".")[2], function_at(at.file, at.line)):
+            for ending in ENDINGS:
+                if name.endswith(ending):
+                    return name.removesuffix(ending).strip("_")
+        at = at.caller
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def source_lines(file: str, line: int, around: int = 3) -> tuple[tuple[int, str], ...]:
+    """Numbered lines of a source file about a place; empty if it cannot be read."""
+    try:
+        text = Path(file).read_text().splitlines()
+    except (OSError, ValueError):
+        return ()
+    first = max(1, line - around)
+    return tuple((n, text[n - 1]) for n in range(first, min(line + around, len(text)) + 1))
