@@ -17,11 +17,12 @@ _HOME = {
     "active_arch": "softsm.triton_driver.install",
     "load": "softsm.engine.launch",
     "checking": "softsm.checks.checking",
+    "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "counting", "errors", "load", "use"]
+__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "load", "use"]
 
 
 def __getattr__(name: str):

@@ -80,7 +80,12 @@ class Checker(TensorChecks):
         self.clocks: dict[int, np.ndarray] = {}  # all that hold bits of operations
         self.global_shadows = self.shadow_global()
         self.locations: dict[object, Location] = {}  # strong accesses, by address
-        self.products = None  # checks/products.py, where operands are looked at
+        self.products = None  # where operands are looked at
+        checks = machine.options.checks
+        if strict or checks.expectations or report.tap is not None:
+            from softsm.checks.products import Products
+
+            self.products = Products(self, report.tap, checks.expectations, strict)
 
     # ---- clocks ------------------------------------------------------------------------------------------------
 
@@ -262,6 +267,17 @@ class Checker(TensorChecks):
         self.report.add(Diagnostic(
             "barrier-phase", f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase "
             f"{barrier.phase - 1}", (self.party(w, self.performing, "ends the phase"),)))
+
+    def filled(self, w, box) -> None:
+        """A TMA load is issued: a box wholly outside its tensor brings nothing but fill."""
+        if self.strict and not len(box_spans(box)):
+            m = box.map
+            outside = [f"{c} of dimension {i} (0 to {d - 1})" for i, (c, d) in enumerate(zip(box.coords, m.dims))
+                       if not -m.box[i] < c < d]  # fmt: skip
+            rows = len(box.rows) if box.rows is not None else m.rows
+            self.report.add(Diagnostic(
+                "out-of-bounds-fill", f"the box at {box.coords} of {m.describe()} lies outside the tensor: all {rows} rows are "
+                f"filled; coordinate {', '.join(outside) or 'of every row'}", (self.party(w, None, "loads it"),)))
 
     # ---- asynchronous operations -------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ compiled = globals().get("compiled") or (lambda signature: lambda function: func
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
+LATER = 64  # not the first word of a vector: a compiler may load padding with it
 QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
 FIXED = 9  # fields before the readers
 GLOBAL_RECORD = 8
@@ -103,7 +104,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     strong = touched & theirs & STRONG
     if agent == 0:
-        if not write:
+        if not write and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
     elif (touched & theirs & 15) and not strong and not ordered(agent, epoch, me, clock, known, newest) and not (
             touched & QUIET and i8(load32(at + 8)) == pc):
@@ -223,7 +224,7 @@ def note(S, size, m, write, flags, pc):
             while done < size:
                 inside = (a + done) & 3
                 n = min(4 - inside, size - done)
-                touched = (((i8(1) << n) - 1) << inside) | flag
+                touched = (((i8(1) << n) - 1) << inside) | flag | (LATER if done else 0)
                 if shared:
                     shared_word(S, (a + done) >> 2, touched, write, pc, lane, clock, known)
                 else:

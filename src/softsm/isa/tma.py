@@ -157,6 +157,8 @@ def do_load(w, mask, o):
         box = box_of(w, o, lane, offsets)
         if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
             raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")
+        if w.machine.checker is not None:
+            w.machine.checker.filled(w, box)
         cta_mask = None if o.cta_mask is None else int(w.R[o.cta_mask, lane]) & 0xFFFF
         targets = destinations(
             w, int(w.R[o.dst, lane]), box.footprint, o.barrier, lane, cta_mask, "TMA load",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from softsm.report.codes import CODES, mend
 
@@ -46,6 +47,7 @@ class Report:
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
     launches: int = 0
+    tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
     _seen: set = field(default_factory=set)
 
     def add(self, diagnostic: Diagnostic) -> None:

@@ -1,0 +1,200 @@
+"""What matrix products really read and wrote: the operand tap, expectations, and where a NaN came from.
+
+    with softsm.checking(tap=True) as report:
+        softsm.expect_mma("qk", b=k_tiles, column=0)     # K by tile: [tiles, n, head dim]
+        kernel[grid](...)
+    report.tap.mma[3].b                                   # float32 [n, k], with .tile and .step
+
+A tile begins with a product that does not accumulate; steps count the products that follow on the same accumulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from softsm.checks import shadow as sh
+from softsm.isa import tensor_core
+from softsm.memory import swizzle
+from softsm.memory import tensor_memory as tm
+from softsm.report.diagnostics import Diagnostic, Party
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One tcgen05.mma: its logical operands and the accumulator after it."""
+
+    a: np.ndarray  # float32 [m, k]
+    b: np.ndarray  # float32 [n, k]
+    d: np.ndarray  # float32 [m, n]
+    tile: int
+    step: int
+    column: int  # of the accumulator, from the start of its allocation
+    line: int  # PTX line
+    who: str
+    cta: tuple[int, int, int]
+
+
+@dataclass
+class Tap:
+    mma: list[Mma] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Operands that products should read: arrays [tiles, steps, rows, k], [tiles, rows, K] or [rows, K]."""
+
+    name: str
+    a: np.ndarray | None
+    b: np.ndarray | None
+    column: int | None
+
+    def part(self, operand: str, tile: int, step: int, k: int) -> np.ndarray | None:
+        """[rows, k] of that tile and step; None when nothing is expected there."""
+        whole = self.a if operand == "a" else self.b
+        if whole is None:
+            return None
+        if whole.ndim == 4:
+            return whole[tile, step] if tile < len(whole) and step < whole.shape[1] else None
+        if whole.ndim == 3:
+            if tile >= len(whole):
+                return None
+            whole = whole[tile]
+        return whole[:, step * k : step * k + k] if (step + 1) * k <= whole.shape[1] else None
+
+    def find(self, operand: str, value: float) -> str:
+        """Where in the expected operand the value stands, when it stands at one place."""
+        whole = self.a if operand == "a" else self.b
+        places = np.argwhere(whole == value)
+        if len(places) != 1:
+            return ""
+        return f"{operand.upper()}[{', '.join(map(str, places[0]))}]"
+
+
+class Products:
+    """Looks at every tcgen05.mma while it is performed."""
+
+    def __init__(self, checker, tap: Tap | None, expectations: list[Expectation], nan: bool):
+        self.checker, self.tap, self.expectations, self.nan = checker, tap, expectations, nan
+        self.places: dict[tuple, list[int]] = {}  # accumulator -> [tile, step]
+
+    def perform(self, w, thread: int, p, ctas: list, effects) -> None:
+        from softsm.isa import tcgen05
+
+        a = np.concatenate([logical_a(tcgen05, p, cta) for cta in ctas])
+        b = tcgen05.operand_b(p, ctas)
+        effects()
+        place = self.places.setdefault((id(ctas[0]), p.column, p.lane), [-1, 0])
+        if not p.add or place[0] < 0:
+            place[0], place[1] = place[0] + 1, 0
+        else:
+            place[1] += 1
+        first = min((x.column for x in ctas[0].tmem.allocations.values() if x.owner is ctas[0] and x.column <= p.column
+                     < x.column + x.columns), default=0)  # fmt: skip
+        op = self.checker.performing
+        if self.tap is not None:
+            d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
+            self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid))
+        for e in self.expectations:
+            if e.column is None or e.column == p.column - first:
+                self.compare(e, "a", a, p, ctas, op, place)
+                self.compare(e, "b", b, p, ctas, op, place)
+        if self.nan:
+            for operand, values in (("a", a), ("b", b)):
+                if np.isnan(values).any():
+                    self.report_nan(operand, values, p, ctas, op)
+                    break
+
+    def compare(self, e: Expectation, operand: str, got: np.ndarray, p, ctas, op, place) -> None:
+        tile, step = place
+        want = e.part(operand, tile, step, got.shape[1])
+        if want is None or want.shape != got.shape:
+            return
+        wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)))
+        if not wrong.any():
+            return
+        row, k = (int(x) for x in np.argwhere(wrong)[0])
+        found = e.find(operand, float(got[row, k]))
+        name = operand.upper()
+        message = (f"{e.name}: element ({row}, {k}) of {name} in tile {tile}, step {step} is {float(got[row, k]):g}, expected "
+                   f"{float(want[row, k]):g}" + (f"; it is {found} of what was expected" if found else "")
+                   + f"; {int(wrong.sum())} of {wrong.size} elements differ")  # fmt: skip
+        self.add("operand", message, operand, row, k, p, ctas, op)
+
+    def report_nan(self, operand: str, values: np.ndarray, p, ctas, op) -> None:
+        row, k = (int(x) for x in np.argwhere(np.isnan(values))[0])
+        self.add("nan", f"element ({row}, {k}) of {operand.upper()} is NaN, so is every sum it enters, even times 0", operand,
+                 row, k, p, ctas, op)  # fmt: skip
+
+    def add(self, code: str, message: str, operand: str, row: int, k: int, p, ctas, op) -> None:
+        parties = [self.checker.party(op.warp, op, f"reads {operand.upper()}")]
+        parties += self.provenance(operand, row, k, p, ctas)
+        self.checker.report.add(Diagnostic(code, message, tuple(parties)))
+
+    def provenance(self, operand: str, row: int, k: int, p, ctas) -> list[Party]:
+        """Who wrote the element last."""
+        from softsm.isa import tcgen05
+
+        s = p.shape
+        if operand == "a":
+            rows, descriptor, k_major, element = tcgen05.rows_of(p), p.a, s.a_k_major, s.a
+        else:
+            rows, descriptor, k_major, element = s.n // len(ctas), p.b, s.b_k_major, s.b
+        cta, row = ctas[row // rows], row % rows
+        if descriptor is None:
+            number = self.checker.tensor_shadow(cta).writer[tcgen05.lane_plan(rows, s.n, p.ws, p.pair, p.lane).lanes[row] // 16,
+                                                            p.a_column]  # fmt: skip
+            return self.by_number(int(number), f"wrote row {row} of A")
+        size = tensor_core.element_bytes(element)
+        per = 16 // size
+        table = swizzle.addresses(descriptor, k_major, *((rows, 2) if k_major else (s.k, -(-rows // per))))
+        at, inside = (table[row, k // per], k % per) if k_major else (table[k, row // per], row % per)
+        return self.writer(cta, int(at) + inside * size)
+
+    def writer(self, cta, address: int) -> list[Party]:
+        checker = self.checker
+        record = cta.shadow.reshape(-1, sh.FIXED + 2 * checker.warps)[address // 4].tolist()
+        what = f"wrote shared byte {address:#x}"
+        if record[0] == 0:
+            return [Party("nobody", what=what)]
+        if record[0] >= sh.ASYNC:
+            return self.by_number(record[1], what)
+        return [checker.party(checker.agents[record[0]], None, what, pc=record[2])]
+
+    def by_number(self, number: int, what: str) -> list[Party]:
+        op = self.checker.operations.get(number)
+        if op is None:
+            return []
+        for region in op.reads:
+            if region[0] == "tensor":
+                what += f" from coordinates {region[1].coords} of {region[1].map.describe()}"
+            elif region[0] == "global":
+                what += f" from global address {region[1]:#x}"
+                break
+        return [self.checker.party(op.warp, op, what)]
+
+
+def logical_a(tcgen05, p, cta) -> np.ndarray:
+    """Rows of A that this CTA multiplies: float32 [rows, k]."""
+    rows = tcgen05.rows_of(p)
+    plan = tcgen05.lane_plan(rows, p.shape.n, p.ws, p.pair, p.lane)
+    by_lane = tcgen05.operand_a(p, cta, plan)[:-2].reshape(p.shape.k, 128).view(np.float32)
+    return by_lane.T[plan.lanes]
+
+
+def logical_d(p, cta, rows: int) -> np.ndarray:
+    """The accumulator of this CTA: [rows, n]."""
+    d = np.empty((rows, p.shape.n), np.uint32)
+    for x in blocks(rows, p.shape.n, p.ws, p.pair):
+        column, lane = p.column + x.column, p.lane + x.lane
+        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[column : column + x.count, lane : lane + x.rows].T
+    if p.shape.d == "s32":
+        return d.view(np.int32)
+    if p.shape.d == "f16":
+        return d.astype(np.uint16).view(np.float16).astype(np.float32)
+    return d.view(np.float32)
+
+
+blocks = lru_cache(tm.accumulator_blocks)
