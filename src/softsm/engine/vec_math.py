@@ -98,15 +98,16 @@ def bfe_s32(a, pos, length):
     return sel(length == 0, 0, sel(length >= 32, field, (field << (keep & 31)) >> (keep & 31)))
 
 
+# The 64-bit forms are software on the device and take position and length whole, not modulo 256.
+
+
 @_fn
 def bfe_u64(a, pos, length):
-    return shr64(a, pos & 255) & low_bits64(length & 255)
+    return shr64(a, pos) & low_bits64(length)
 
 
 @_fn
 def bfe_s64(a, pos, length):
-    pos = pos & 255
-    length = length & 255
     field = sar64(a, pos)
     keep = asL(toq(tou(64) - umin(length, 64)))
     return sel(length == 0, 0, sel(length >= 64, field, (field << (keep & 63)) >> (keep & 63)))
@@ -120,8 +121,8 @@ def bfi32(a, b, pos, length):
 
 @_fn
 def bfi64(a, b, pos, length):
-    mask = shl64(low_bits64(length & 255), pos & 255)
-    return (b & ~mask) | (shl64(a, pos & 255) & mask)
+    mask = shl64(low_bits64(length), pos)
+    return (b & ~mask) | (shl64(a, pos) & mask)
 
 
 @_fn

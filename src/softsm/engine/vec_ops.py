@@ -197,7 +197,7 @@ def canonical(typingctx, x):
 
 
 def _make_divide(signed: bool, remainder: bool):
-    """PTX leaves division by zero open; the device gives all ones, and the dividend as remainder."""
+    """PTX leaves division by zero open; the device gives all ones, for the remainder too."""
 
     @intrinsic
     def divide(typingctx, x, y):
@@ -211,12 +211,10 @@ def _make_divide(signed: bool, remainder: bool):
             safe = k.select(special, _constant(x, 1), d)
             if remainder:
                 r = (k.srem if signed else k.urem)(a, safe)
-                r = k.select(zero, a, r)
             else:
                 r = (k.sdiv if signed else k.udiv)(a, safe)
                 r = k.select(minus, k.neg(a), r) if signed else r
-                r = k.select(zero, _constant(x, -1), r)
-            k.ret(r)
+            k.ret(k.select(zero, _constant(x, -1), r))
 
         def codegen(context, b, sig, args):
             name = f"softsm_{'s' if signed else 'u'}{'rem' if remainder else 'div'}_{_suffix(x.ir)}"

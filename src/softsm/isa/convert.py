@@ -25,28 +25,30 @@ micro("cvt.rn.f64.u32", "d=u", "tod(a)")
 micro("cvt.odd.f64.s64", "d=l", "odd_double(a)")
 micro("cvt.odd.f64.u64", "d=q", "odd_double(a)")
 micro("cvt.odd.f32.f64", "f=d", "narrow_to_odd(a)")
-micro("cvt.f64.f32", "d=f", "tod(a)", hot=True)
+micro("cvt.f64.f32", "d=f", "tod(canonical(a))", hot=True)
 micro("cvt.rn.f32.f64", "f=d", "canonical(tof(a))", hot=True)
 micro("sat.f64", "d=d", "saturate(a)")
-micro("canonical.f32", "f=f", "canonical(a)")
 micro("cvt.rz.f16.f32", "u=f", "float_to_f16_rz(a)")
 micro("cvt.rm.f16.f32", "u=f", "float_to_f16_rm(a)")
 micro("cvt.rp.f16.f32", "u=f", "float_to_f16_rp(a)")
 micro("cvt.rz.bf16.f32", "u=f", "sel(a == a, asU(a) >> 16, 0x7fff)")
 micro("cvt.rm.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((asU(a) >> 31) * 0xffff)) >> 16, 0x7fff)")
 micro("cvt.rp.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((1 - (asU(a) >> 31)) * 0xffff)) >> 16, 0x7fff)")
-micro("cvt.rna.tf32.f32", "u=f", "sel(a == a, (asU(a) + 0x1000) & 0xffffe000, 0x7fffffff)", hot=True)
+micro("cvt.rna.tf32.f32", "u=f", "sel(a == a, asU(a) + 0x1000, asU(a)) & 0xffffe000", hot=True)  # NaNs are cut too
 micro("cvt.rn.tf32.f32", "u=f", "sel(a == a, (asU(a) + 0xfff + ((asU(a) >> 13) & 1)) & 0xffffe000, 0x7fffffff)")
 micro("cvt.rz.tf32.f32", "u=f", "sel(a == a, asU(a) & 0xffffe000, 0x7fffffff)")
+# A NaN becomes 0 from f32 to 32 bits and less, the sign bit alone from f64 or to 64 bits.
+micro("cvt.rzi.s32.f32", "i=f", "toi(a)", hot=True)
+micro("cvt.rzi.u32.f32", "u=f", "tou(a)", hot=True)
+micro("cvt.rzi.s32.f64", "i=d", "sel(a == a, toi(a), -0x80000000)")
+micro("cvt.rzi.u32.f64", "u=d", "sel(a == a, tou(a), 0x80000000)")
+micro("cvt.rzi.s64.f64", "l=d", "sel(a == a, tol(a), -0x8000000000000000)")
+micro("cvt.rzi.u64.f64", "q=d", "sel(a == a, toq(a), 0x8000000000000000)")
 for _k, _t in (("f", "f32"), ("d", "f64")):
-    micro(f"cvt.rzi.s32.{_t}", f"i={_k}", "toi(a)", hot=_t == "f32")
-    micro(f"cvt.rzi.u32.{_t}", f"u={_k}", "tou(a)", hot=_t == "f32")
     micro(f"rni.{_t}", f"{_k}={_k}", "vrint(a)")
     micro(f"rzi.{_t}", f"{_k}={_k}", "vtrunc(a)")
     micro(f"rmi.{_t}", f"{_k}={_k}", "vfloor(a)")
     micro(f"rpi.{_t}", f"{_k}={_k}", "vceil(a)")
-micro("cvt.rzi.s64.f64", "l=d", "tol(a)")
-micro("cvt.rzi.u64.f64", "q=d", "toq(a)")
 for _r, _mode in MODES.items():
     micro(f"cvt.{_r}.f32.f64", "f=d", f"canonical(rounded_tof({_mode}, a))")
     for _t, _k in (("s32", "i"), ("u32", "u"), ("s64", "l"), ("u64", "q")):
@@ -343,6 +345,8 @@ def cvt(asm, ins):
         asm.refuse(ins, f"no conversion from .{stype} to .{dtype}")
     if flags["ftz"] and "f32" not in (dtype, stype):
         asm.refuse(ins, ".ftz is for .f32")
+    if {dtype, stype} & {"u8", "s8"} and "bf16" in (dtype, stype):
+        asm.refuse(ins, "there is no conversion between .bf16 and 8-bit integers")
     d, a = operands(asm, ins, 2)
     if dtype in FLOATS and stype in FLOATS:
         return float_to_float(asm, ins, dtype, stype, rounding, flags, d, a)

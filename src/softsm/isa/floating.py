@@ -25,6 +25,7 @@ micro("max.f32", "f=ff", "canonical(maxnum(a, b))", hot=True)
 micro("nan.f32", "f=fff", "asF(sel((b == b) & (c == c), asU(a), 0x7fffffff))", hot=True)  # .NaN: any NaN wins
 micro("ftz.f32", "f=f", "ftz(a)", hot=True)
 micro("sat.f32", "f=f", "saturate(a)")
+micro("canonical.f32", "f=f", "canonical(a)")
 micro("signs.f32", "u=uuu", "(a & 0x7fffffff) | ((b ^ c) & 0x80000000)")  # .xorsign, and copysign
 micro("ex2.ftz.f32", "f=f", "ex2_ftz(a)", hot=True)
 micro("ex2.f32", "f=f", "ex2(a)", hot=True)
@@ -75,7 +76,7 @@ TESTS = {
     "infinite": "(a & {all}) == {exp}",
     "number": "(a & {all}) <= {exp}",
     "notanumber": "(a & {all}) > {exp}",
-    "normal": "((a & {exp}) != 0) & ((a & {exp}) != {exp})",
+    "normal": "((a & {exp}) != {exp}) & (((a & {exp}) != 0) | ((a & {all}) == 0))",  # zero counts
     "subnormal": "((a & {exp}) == 0) & ((a & {all}) != 0)",
 }
 for _test, _text in TESTS.items():
@@ -271,7 +272,7 @@ def min_max(asm, ins):
             best = unary(asm, "nan.f32", "f", best, *inputs)
     if xorsign:
         best = unary(asm, "signs.f32", "u", best, *sign_rows)
-    asm.emit("mov.b32", asm.dst(d, "f"), best)
+    asm.emit("canonical.f32" if xorsign else "mov.b32", asm.dst(d, "f"), best)
 
 
 @lowers("testp")

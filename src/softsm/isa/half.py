@@ -39,9 +39,6 @@ for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
     # Negative halves become +0; NaN stays.
     micro(f"relu.lo.{_t}", "u=u", f"sel(((a & 0x8000) != 0) & ((a & 0x7fff) <= {_inf}), a & 0xffff0000, a)")
     micro(f"relu.hi.{_t}", "u=u", f"sel((a > 0x7fffffff) & ((a & 0x7fffffff) <= {_high}), a & 0xffff, a)")
-# fma.oob: where an operand is the out-of-bounds NaN 0x7fff the result is +0.
-micro("oob", "u=uu", "sel((b & 0xffff) == 0x7fff, a & 0xffff0000, a) "
-      "& sel((b >> 16) == 0x7fff, tou(0xffff), 0xffffffff)")
 
 HALVES = ("f16", "f16x2", "bf16", "bf16x2")
 
@@ -129,22 +126,22 @@ def fused(asm, ins):
     if "f32" in m.left:
         return mixed(asm, ins)
     rounding, ftz, sat = m.one_of("rn"), m.flag("ftz"), m.flag("sat")
-    relu, oob = m.flag("relu"), m.flag("oob")
+    relu = m.flag("relu")
+    if m.flag("oob"):
+        asm.refuse(ins, "which NaN counts as out of bounds is not known")
     m.done()
     if rounding is None:
         asm.refuse(ins, "fma of halves needs .rn")
     if base(t) == "bf16" and (ftz or sat):
         asm.refuse(ins, ".ftz and .sat are for f16")
-    if sat and relu or oob and (ftz or sat):
-        asm.refuse(ins, ".sat excludes .relu, .oob excludes .ftz and .sat")
+    if sat and relu:
+        asm.refuse(ins, ".sat excludes .relu")
     d, *sources = operands(asm, ins, 4)
     rows = [source(asm, x, t) for x in sources]
     if ftz:
         rows = [unary(asm, "ftz.f16x2", "u", r) for r in rows]
     columns = zip(*(parts(asm, r, t) for r in rows))
     row = joined(asm, [unary(asm, "fma.odd.f32", "f", *column) for column in columns], t)
-    for r in rows if oob else ():
-        row = unary(asm, "oob", "u", row, r)
     finish(asm, d, t, row, ftz=ftz, sat=sat, relu=relu)
 
 
@@ -193,6 +190,7 @@ def min_max(asm, ins):
         row = unary(asm, f"nan.hi.{packed}", "u", row, r)
     if xorsign:
         row = unary(asm, "mux.b32", "u", signs, row, asm.const(0x80008000, "u"))
+        row = unary(asm, f"nan.hi.{packed}", "u", unary(asm, f"nan.lo.{packed}", "u", row, row), row)
     finish(asm, d, t, row)
 
 

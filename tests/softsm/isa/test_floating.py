@@ -140,7 +140,8 @@ def test_min_and_max_prefer_numbers_and_order_zeros():
             Case(f"{name}.ftz.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, f=f: f(flush(F32, a), flush(F32, b))),
             Case(f"{name}.NaN.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, f=f: F32.nan if either(a, b) else f(a, b)),
             Case(f"{name}.xorsign.abs.f32 {{d}}, {{a}}, {{b}};", "b32",
-                 lambda a, b, f=f: f(a & magnitude, b & magnitude) & magnitude | (a ^ b) & sign),
+                 lambda a, b, f=f: F32.nan if is_nan(F32, a) and is_nan(F32, b) else
+                 f(a & magnitude, b & magnitude) | (a ^ b) & sign),
         ]
     check(inputs("f32", 2), cases)
     columns = inputs("f64", 2)
@@ -160,13 +161,18 @@ def test_three_inputs_of_sm_100():
 
 
 def test_signs():
-    numbers = [x for x in floats("f32", 1)[0].tolist() if not is_nan(F32, x)]  # PTX leaves the NaN of neg and abs open
+    numbers = [x for x in floats("f32", 1)[0].tolist() if not is_nan(F32, x)]
     check({"a": ("b32", numbers), "b": ("b32", numbers[::-1])}, [
         Case("neg.f32 {d}, {a};", "b32", lambda a, b: a ^ 0x80000000),
         Case("abs.f32 {d}, {a};", "b32", lambda a, b: a & 0x7FFFFFFF),
         Case("neg.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) ^ 0x80000000),
         Case("abs.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) & 0x7FFFFFFF),
         Case("copysign.f32 {d}, {a}, {b};", "b32", lambda a, b: a & 0x80000000 | b & 0x7FFFFFFF),
+    ])
+    nans = [0x7F800001, 0x7FC00000, 0xFFC12345]
+    check({"a": ("b32", nans)}, [
+        Case("neg.f32 {d}, {a};", "b32", lambda a: a ^ 0x80000000),
+        Case("abs.f32 {d}, {a};", "b32", lambda a: a & 0x7FFFFFFF),
     ])
     check(inputs("f64", 2), [
         Case("neg.f64 {d}, {a};", "b64", lambda a, b: a ^ 1 << 63),
@@ -183,7 +189,7 @@ def test_classes_of_numbers():
             "infinite": lambda x: x & ~f.sign == f.inf,
             "number": lambda x: not is_nan(f, x),
             "notanumber": lambda x: is_nan(f, x),
-            "normal": lambda x: exponent(x) not in (0, f.inf),
+            "normal": lambda x: exponent(x) not in (0, f.inf) or x & ~f.sign == 0,  # zero counts
             "subnormal": lambda x: exponent(x) == 0 and x & ~f.sign != 0,
         }
 
@@ -301,8 +307,7 @@ def test_circular_functions_near_zero():
 
 def test_hyperbolic_tangent():
     a = floats("f32", 1)[0].tolist() + near(-5, 5, 300, 6)
-    check({"a": ("b32", a)}, [Case("tanh.approx.f32 {d}, {a};", "b32", real(math.tanh), relative(10.5, 2.0**-126))],
-          version="7.0")
+    check({"a": ("b32", a)}, [Case("tanh.approx.f32 {d}, {a};", "b32", real(math.tanh), relative(10.5, 2.0**-126))])
 
 
 def test_approximate_reciprocals_and_roots():
