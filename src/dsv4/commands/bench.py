@@ -13,6 +13,8 @@ from rich.table import Table
 
 from . import show
 
+BEGIN = "<!-- speed: made by `dsv4 bench --from benchmarks/results/h200.json --write README.md` -->"
+END = "<!-- end of speed -->"
 
 def bench(
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
@@ -20,8 +22,18 @@ def bench(
     aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
+    recorded: Annotated[Path | None, typer.Option("--from", help="measure nothing: take this --json file")] = None,
+    write: Annotated[Path | None, typer.Option(help="put the table into this file, between its marks")] = None,
 ) -> None:
     """Time dsv4 and its peers on this GPU: CUDA-graph replays with a cold L2, medians, random data."""
+    if recorded is not None:
+        record = json.loads(recorded.read_text())
+        show.console().print(markdown(record), markup=False)
+        if plot is not None:
+            draw(record, plot)
+        if write is not None:
+            write.write_text(replaced(write.read_text(), record))
+        return
     if not torch.cuda.is_available():
         show.console().print("dsv4 bench needs a GPU; torch sees none here")
         raise typer.Exit(2)
@@ -70,6 +82,43 @@ def row(result: Any) -> tuple[str, ...]:
     return *mine, peer, f"{result.microseconds[peer]:.1f}", f"{ratio:.2f}x"
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The table of the README: one row per case, the better of all peers beside ours."""
+    lines = [
+        f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, medians. "
+        f"Ceilings: copy {record['ceilings']['copy_terabytes_per_second']:.2f} TB/s, "
+        f"bf16 matmul {record['ceilings']['matmul_tflops']:.0f} TFLOP/s.",
+        "",
+        "| case (bf16) | dsv4 | | best peer | | speed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in record["cases"]:
+        mine, peer = case["microseconds"]["dsv4"], best_peer(case)
+        unit, values = (
+            ("TB/s", case["terabytes_per_second"]) if "decode" in case["case"] else ("TFLOP/s", case["tflops"])
+        )
+        theirs = case["microseconds"][peer]
+        lines.append(
+            f"| {case['case']} | {mine:.0f} us | {values['dsv4']:.4g} {unit} | {peer} | {theirs:.0f} us "
+            f"| {theirs / mine:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def best_peer(case: dict[str, Any]) -> str:
+    others = {who: us for who, us in case["microseconds"].items() if not who.startswith("dsv4")}
+    return min(others, key=others.__getitem__)
+
+
+def replaced(text: str, record: dict[str, Any]) -> str:
+    """The text with the table between the marks made anew."""
+    head, mark, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not mark or not end:
+        raise typer.BadParameter(f"the file has no marks {BEGIN!r} and {END!r}")
+    return f"{head}{BEGIN}\n\n{markdown(record)}\n\n{END}{tail}"
+
+
 def draw(record: dict[str, Any], path: Path) -> None:
     """Bars: each case's speed relative to its best peer's."""
     import matplotlib
@@ -80,11 +129,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
     cases = [c for c in record["cases"] if "dsv4" in c["microseconds"]]
     names, ratios, peers = [], [], []
     for case in cases:
-        others = {who: us for who, us in case["microseconds"].items() if not who.startswith("dsv4")}
-        peer = min(others, key=others.__getitem__)
+        peer = best_peer(case)
         names.append(case["case"])
         peers.append(peer)
-        ratios.append(others[peer] / case["microseconds"]["dsv4"])
+        ratios.append(case["microseconds"][peer] / case["microseconds"]["dsv4"])
     figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1.2))
     bars = axes.barh(names, ratios, color="#3b6ea8")
     axes.bar_label(bars, [f"{r:.2f}x {p}" for r, p in zip(ratios, peers)], padding=4, fontsize=8)

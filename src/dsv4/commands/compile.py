@@ -82,4 +82,5 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             k = torch.empty(batch, keys, 1, head_dim, **options)
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k))
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
-        yield replace(p, out=out, lse=lse, num_splits=16 if phase == "split" else 1)
+        for splits in (16, 128) if phase == "split" else (1,):  # few and many splits are merged by two variants
+            yield replace(p, out=out, lse=lse, num_splits=splits)

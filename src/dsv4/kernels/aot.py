@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-SOURCES = ("compat.py", "shared/tiles.py", "shared/softmax.py", "shared/combine.py", "sm90/*.py")  # what the cubins are made of
+# What the cubins are made of.
+SOURCES = ("compat.py", "shared/tiles.py", "shared/softmax.py", "shared/combine.py", "sm90/*.py")
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
 TMA_TYPES = {8: 10, 9: 8, 10: 9}
 
