@@ -130,6 +130,33 @@ def _traced(made) -> None:
         typer.echo("no timeline: the package perfetto is missing (pip install dsv4[trace])")
 
 
+@app.command()
+def museum(
+    numbers: Annotated[list[int] | None, typer.Argument(help="exhibits to run; default: all")] = None,
+    full: Annotated[bool, typer.Option(help="print the whole diagnostic of each bug")] = False,
+) -> None:
+    """Run the museum: each bug must be named by softsm, its corrected twin must be right and silent."""
+    from softsm.museum.exhibits import gather, judge
+
+    everything = gather()
+    unknown = [n for n in numbers or () if n not in everything]
+    if unknown:
+        _stop(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
+    failed = 0
+    for number in numbers or everything:
+        verdict = judge(everything[number])
+        failed += not verdict.passed
+        found = verdict.shown.code if verdict.shown else "-"
+        typer.echo(f"{number:2d}  {'ok' if verdict.passed else 'FAILED':6s}  {found:18s}  {verdict.exhibit.title}")
+        if not verdict.passed:
+            typer.echo(f"    {verdict.problem}")
+        elif full:
+            typer.echo("    " + str(verdict.shown).replace("\n", "\n    "))
+    typer.echo(f"{len(numbers or everything) - failed} passed, {failed} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
     """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
     import runpy

@@ -19,6 +19,7 @@ from softsm.checks import shadow as sh
 from softsm.isa import tensor_core
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
+from softsm.ptx.ast import Reg, Vector
 from softsm.report.diagnostics import Diagnostic, Party
 
 
@@ -64,10 +65,13 @@ class Expectation:
             whole = whole[tile]
         return whole[:, step * k : step * k + k] if (step + 1) * k <= whole.shape[1] else None
 
-    def find(self, operand: str, value: float) -> str:
-        """Where in the expected operand the value stands, when it stands at one place."""
+    def find(self, operand: str, values: np.ndarray) -> str:
+        """Where in the expected operand these neighbours along k stand, when they stand at one place."""
         whole = self.a if operand == "a" else self.b
-        places = np.argwhere(whole == value)
+        places = np.argwhere(whole == values[0])
+        for i, value in enumerate(values[1:], 1):
+            if len(places) > 1:
+                places = [p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value]
         if len(places) != 1:
             return ""
         return f"{operand.upper()}[{', '.join(map(str, places[0]))}]"
@@ -116,7 +120,7 @@ class Products:
         if not wrong.any():
             return
         row, k = (int(x) for x in np.argwhere(wrong)[0])
-        found = e.find(operand, float(got[row, k]))
+        found = e.find(operand, got[row, k : k + 4])
         name = operand.upper()
         message = (f"{e.name}: element ({row}, {k}) of {name} in tile {tile}, step {step} is {float(got[row, k]):g}, expected "
                    f"{float(want[row, k]):g}" + (f"; it is {found} of what was expected" if found else "")
@@ -161,7 +165,9 @@ class Products:
             return [Party("nobody", what=what)]
         if record[0] >= sh.ASYNC:
             return self.by_number(record[1], what)
-        return [checker.party(checker.agents[record[0]], None, what, pc=record[2])]
+        w = checker.agents[record[0]]
+        fed = feeding_load(checker.machine.program.instructions, record[2])
+        return [checker.party(w, None, what, pc=record[2]), *([] if fed is None else [checker.party(w, None, "loaded it", pc=fed)])]
 
     def by_number(self, number: int, what: str) -> list[Party]:
         op = self.checker.operations.get(number)
@@ -174,6 +180,25 @@ class Products:
                 what += f" from global address {region[1]:#x}"
                 break
         return [self.checker.party(op.warp, op, what)]
+
+
+def feeding_load(instructions: list, pc: int) -> int | None:
+    """The load whose value the store at `pc` wrote: the nearest one before it, following the registers backwards."""
+    def registers(operand) -> list[str]:
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [x.name for x in items if isinstance(x, Reg)]
+
+    wanted = {name for operand in instructions[pc].operands[1:] for name in registers(operand)}
+    for at in range(pc - 1, max(pc - 400, -1), -1):
+        ins = instructions[at]
+        if not ins.operands or not wanted & set(registers(ins.operands[0])) or ins.opcode in ("st", "setp"):
+            continue
+        if ins.opcode == "ld":
+            return at
+        wanted = {name for operand in ins.operands[1:] for name in registers(operand)}
+        if not wanted:
+            return None
+    return None
 
 
 def logical_a(tcgen05, p, cta) -> np.ndarray:

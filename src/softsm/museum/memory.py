@@ -76,9 +76,9 @@ def nan_row(bug: bool) -> Program:
     clean = K[:ROWS].copy()
     clean[5] = 0
     mask = "" if bug else "setp.eq.u32 %p4, %r94, 5;\n" + "".join(f"selp.b32 %r{100 + i}, 0, %r{100 + i}, %p4;\n" for i in range(4))
-    body = tiles.START + tiles.copy_tile("q", "%rd1", 128, 128)
-    body += tiles.copy_tile("k", "%rd2", ROWS, 128, mask + "and.b32 %r96, %r94, 7;")
-    body += tiles.describe("%rd10", "q") + tiles.describe("%rd11", "k") + tiles.PUBLISH
+    body = tiles.START + tiles.copy_tile("q_tile", "%rd1", 128, 128)
+    body += tiles.copy_tile("k_tile", "%rd2", ROWS, 128, mask + "and.b32 %r96, %r94, 7;")
+    body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile") + tiles.PUBLISH
     body += t.only("%p0", tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
     body += tiles.READ_ACC + tiles.write_out() + t.dealloc(64)
     right = tiles.scores(Q, clean)

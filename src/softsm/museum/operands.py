@@ -34,37 +34,37 @@ def single(body: str, k: np.ndarray, **more) -> Program:
 @exhibit(1, "K tile written with the template head dim as the data stride", "operand")
 def data_stride(bug: bool) -> Program:
     stride = 256 if bug else 128  # bytes between the rows of K: the template's 128 columns, or the 64 there are
-    body = tiles.copy_tile("q", "%rd1", 128, 128) + tiles.copy_tile("k", "%rd2", ROWS, stride)
-    body += tiles.describe("%rd10", "q") + tiles.describe("%rd11", "k")
+    body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, stride)
+    body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     return single(body, K, expect=expect(a=Q, b=K[:ROWS]))
 
 
 @exhibit(2, "a (128, 64) tile read through descriptors made for a 16-column tile", "operand")
 def narrow_descriptor(bug: bool) -> Program:
-    body = tiles.copy_tile("q", "%rd1", 128, 128) + tiles.copy_tile("k", "%rd2", ROWS, 128)
+    body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, 128)
     if bug:  # row pitch 32 bytes: 16 columns of bf16
-        body += t.descriptor("%rd10", "q", lbo=16, sbo=256, swizzle=6)
+        body += t.descriptor("%rd10", "q_tile", lbo=16, sbo=256, swizzle=6)
     else:
-        body += tiles.describe("%rd10", "q")
-    return single(body + tiles.describe("%rd11", "k"), K, expect=expect(a=Q, b=K[:ROWS]))
+        body += tiles.describe("%rd10", "q_tile")
+    return single(body + tiles.describe("%rd11", "k_tile"), K, expect=expect(a=Q, b=K[:ROWS]))
 
 
 @exhibit(18, "P written to shared memory by hand with the wrong swizzle", "operand")
 def hand_swizzle(bug: bool) -> Program:
     """P plays the part of Q: the chunk must be XORed with the row modulo 8, not modulo 4."""
     flip = "and.b32 %r96, %r94, 3;" if bug else "and.b32 %r96, %r94, 7;"
-    body = tiles.copy_tile("q", "%rd1", 128, 128, flip) + tiles.copy_tile("k", "%rd2", ROWS, 128)
-    body += tiles.describe("%rd10", "q") + tiles.describe("%rd11", "k")
+    body = tiles.copy_tile("q_tile", "%rd1", 128, 128, flip) + tiles.copy_tile("k_tile", "%rd2", ROWS, 128)
+    body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     return single(body, K, expect=expect(a=Q, b=K[:ROWS]))
 
 
 def two_tiles(coordinate: list[int], rows: int = 2 * ROWS, count: int = 2, **more) -> Program:
     """S of `count` tiles of K, each brought by TMA from its coordinate; the whole S [128, count * 32] is written out."""
     size = ROWS * 128
-    body = tiles.START + tiles.copy_tile("q", "%rd1", 128, 128) + tiles.PUBLISH
-    body += tiles.describe("%rd10", "q") + tiles.describe("%rd11", "k")
+    body = tiles.START + tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.PUBLISH
+    body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     for i in range(count):
-        bring = t.expect("full", size) + t.tma_load("k", "%rd4", f"0, {coordinate[i]}", "full")
+        bring = t.expect("full", size) + t.tma_load("k_tile", "%rd4", f"0, {coordinate[i]}", "full")
         body += t.only("%p0", bring + t.wait("full", i % 2) + tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
         body += t.wait("bar", i % 2) + t.AFTER + tiles.write_out(offset=i * ROWS, stride=count * ROWS)
         body += t.BEFORE + "bar.sync 0;\n" + t.AFTER

@@ -14,13 +14,15 @@ D = 64  # head dim: 128 bytes of bf16
 ROWS = 32  # keys of a tile
 _labels = itertools.count()
 
-SHARED = f""".shared .align 1024 .b8 q[16384]; .shared .align 1024 .b8 k[{ROWS * 128}]; .shared .align 1024 .b8 k2[{ROWS * 128}];
+SHARED = f""".shared .align 1024 .b8 q_tile[16384]; .shared .align 1024 .b8 k_tile[{ROWS * 128}];
 .shared .align 8 .b64 bar; .shared .align 8 .b64 full; .shared .align 8 .b64 full2; .shared .align 4 .b32 place;"""
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
-    """bf16 values that are all different, so that a wrong element can be found again."""
-    codes = np.resize(np.random.default_rng(seed).permutation(4096), int(np.prod(shape)))
+    """bf16 values, 4096 different ones in a random order, so that a wrong element can be found again."""
+    count = int(np.prod(shape))
+    rng = np.random.default_rng(seed)
+    codes = np.concatenate([rng.permutation(4096) for _ in range(-(-count // 4096))])[:count]
     return (0x3800 + codes % 2048 + 0x8000 * (codes // 2048)).astype(np.uint16).view(ml_dtypes.bfloat16).reshape(shape)
 
 

@@ -10,13 +10,10 @@ SHOWN = 40
 
 def describe(machine, why: str) -> str:
     lines = [f"{why}. {len(machine.live)} CTAs are resident, {machine.left} clusters have not started."]
-    shown = 0
+    alike: dict[tuple, list[int]] = {}  # what is the same for several warps of a CTA is said once
     for cta in machine.live:
         for w in cta.warps:
             for f in w.fragments:
-                shown += 1
-                if shown > SHOWN:
-                    continue
                 ins = machine.program.instructions[f.pc]
                 if f.blocked is not None:
                     state = f"waits for {f.blocked.text}"
@@ -25,9 +22,14 @@ def describe(machine, why: str) -> str:
                 else:
                     state = "polls"
                 source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
-                lines.append(f"  {w}: {state} at PTX line {ins.line}{source}: {ins.text}")
-    if shown > SHOWN:
-        lines.append(f"  ... and {shown - SHOWN} more")
+                key = (cta.ctaid, f"{state} at PTX line {ins.line}{source}: {ins.text}")
+                alike.setdefault(key, []).append(w.index)
+    for (ctaid, text), warps in list(alike.items())[:SHOWN]:
+        numbers = list(dict.fromkeys(warps))
+        who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
+        lines.append(f"  {who} of CTA {ctaid}: {text}")
+    if len(alike) > SHOWN:
+        lines.append(f"  ... and {len(alike) - SHOWN} more")
     found = cycle(machine)
     if found:
         lines.append("  cycle: " + "; ".join(found))
@@ -45,6 +47,8 @@ def suppliers(machine, barrier) -> list:
     living = [w for cta in machine.live for w in cta.warps if w.fragments]
     if isinstance(barrier, Mbarrier):
         came = {(e.who.ctaid, e.who.warp): e.phase for e in barrier.history if hasattr(e.who, "warp") and e.what != "init"}
+        if not came:  # nobody has arrived ever: it can only be one of those that wait for something else
+            return [w for w, on in awaited(machine).items() if on is not barrier]
         return [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
     if hasattr(barrier, "missing"):
         return barrier.missing()

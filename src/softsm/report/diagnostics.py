@@ -34,7 +34,7 @@ class Diagnostic:
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
-        lines += [f"  {name} {party}" for name, party in zip(("this  ", "other "), self.parties)]
+        lines += [f"  {name} {party}" for name, party in zip(("this  ", "other ", "      "), self.parties)]
         advice = self.mend or mend(self.code)
         if advice:
             lines.append(f"  mend: {advice}")

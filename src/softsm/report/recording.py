@@ -175,7 +175,7 @@ class Recorder:
     def track_name(self, track: Track) -> str:
         if track.kind == "warp":
             return f"warp {track.index} {self.role(track)}"
-        return track.kind
+        return track.kind + (f" {track.index + 1}" if track.index else "")
 
     @property
     def ticks(self) -> int:
@@ -215,6 +215,7 @@ class RecordingMachine(Machine):
         self.performing: AsyncOp | None = None
         self.times: dict[int, tuple[int, int, AsyncOp]] = {}  # id(op) -> end, slice, op
         self.queues: dict[tuple[int, str], int] = {}
+        self.lanes: dict[tuple[int, str], list[int]] = defaultdict(list)  # ends of what is drawn on each row of an engine
         self.clocks: dict[object, Clock] = {}
         self.numbers: dict[object, int] = {}
         self.free_at: dict[int, int] = {}  # SM -> when its last CTA ended
@@ -466,7 +467,8 @@ class RecordingMachine(Machine):
             details = {"at": place(ins), "by": self.recorder.track_name(clock.track)}
             if moved:
                 details["bytes"] = moved
-            number = self.recorder.add(track, op.kind, start, max(end, start + 1), kind, **details)
+            end = max(end, start + 1)
+            number = self.recorder.add(self.lane(track, start, end), op.kind, start, end, kind, **details)
             self.recorder.flow(cause, number)
         clock.time += 1
         self.note_tensor(op, start, end)
@@ -477,6 +479,13 @@ class RecordingMachine(Machine):
         elif "store" in op.kind or "reduction" in op.kind:
             if "(read)" not in op.kind:
                 clock.stores.append(end)
+
+    def lane(self, track: Track, start: int, end: int) -> Track:
+        """Operations of one engine overlap: each goes to the first row that is free."""
+        ends = self.lanes[track.cta, track.kind]
+        index = next((i for i, e in enumerate(ends) if e <= start), len(ends))
+        ends[index : index + 1] = [end]
+        return track._replace(index=index)
 
     def busy(self, op: AsyncOp, clock: Clock, moved: int) -> int:
         """Ticks during which the engine can take nothing else."""

@@ -11,7 +11,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from softsm.report.recording import Recorder, Track
 
 SEQUENCE = 1
-ORDER = {"warp": 0, "TMA": 100, "copies": 101, "tensor core": 102, "other": 103}
+ORDER = {"warp": 0, "TMA": 100, "copies": 300, "tensor core": 500, "other": 700}
 
 
 class Writer:

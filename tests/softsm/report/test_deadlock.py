@@ -1,0 +1,35 @@
+"""The report of a deadlock: who waits, for which phase, what is missing, and the cycle."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.errors import Deadlock
+from softsm.museum import text as t
+
+SHARED = ".shared .align 8 .b64 ping; .shared .align 8 .b64 pong;"
+
+
+def stuck(body, block=64):
+    with pytest.raises(Deadlock) as found:
+        softsm.load(t.kernel(body, "out", shared=SHARED, target="sm_90a", version="8.6")).launch(
+            1, block, [np.zeros(64, np.uint32)]
+        )
+    return str(found.value)
+
+
+def test_the_cycle_of_two_warps_is_named():
+    """Warp 0 and warp 1 serve each other once; in the second round both wait first."""
+    turn = "setp.eq.u32 %p4, %r2, 0;\n" + t.init("ping", "pong")
+    zero = "@%p4 " + t.arrive("ping") + t.wait("pong", 0) + t.wait("pong", 1)
+    one = "@%p4 " + t.arrive("pong") + t.wait("ping", 0) + t.wait("ping", 1)
+    text = stuck(turn + t.only("warp 0", zero) + t.only("warp 1", one))
+    assert "warp 0 of CTA (0, 0, 0) waits for warp 1 of CTA (0, 0, 0) at mbarrier pong" in text
+    assert "phase 1 (parity 1)" in text and "missing 1 of 1 arrival(s)" in text
+    assert "last: init 1" in text and "arrive 1 by warp 1" in text
+
+
+def test_missing_bytes_are_counted():
+    body = t.init("ping") + "@%p0 " + t.expect("ping", 64) + t.wait("ping", 0)
+    text = stuck(body)
+    assert "missing 64 byte(s)" in text and "warps 0, 1 of CTA" in text
