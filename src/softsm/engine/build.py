@@ -84,8 +84,8 @@ def hot_cases(first: int, indent: int, files: tuple[str, str, str] = ("R", "Q", 
     return "".join(f"{pad}elif op == {n}: {statement(m, files)}  # {m.name}\n" for n, m in hot)
 
 
-def bank_cases(first: int, indent: int, files: tuple[str, str, str] = ("RA", "QA", "PA")) -> str:
-    """`elif op < N: bankK(...)` lines for the others; `files` are raw addresses (vec.address_of)."""
+def bank_cases(first: int, indent: int, files: tuple[str, str, str] = ("R", "Q", "P")) -> str:
+    """`elif op < N: bankK(...)` lines for the others; `files` are raw addresses."""
     _, cold = numbered(first)
     pad, lines = " " * indent, []
     for k in range(0, len(cold), BANK):

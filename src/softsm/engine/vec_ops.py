@@ -64,23 +64,16 @@ vfloor, vceil, vtrunc, vrint = (_make_llvm(n, 1) for n in ("floor", "ceil", "tru
 vcopysign = _make_llvm("copysign", 2)
 popcount, bitreverse = _make_llvm("ctpop", 1), _make_llvm("bitreverse", 1)
 smin, smax, umin, umax = (_make_llvm(n, 2) for n in ("smin", "smax", "umin", "umax"))
-uadd_sat, usub_sat = _make_llvm("uadd.sat", 2), _make_llvm("usub.sat", 2)
 sadd_sat, ssub_sat = _make_llvm("sadd.sat", 2), _make_llvm("ssub.sat", 2)
 minnum, maxnum = _make_llvm("minimumnum", 2), _make_llvm("maximumnum", 2)  # a NaN operand loses, -0 < +0
 
 
-def _make_count_zeros(name):
-    @intrinsic
-    def count(typingctx, x):
-        def codegen(context, b, sig, args):
-            return b.call(_declare(b, f"llvm.{name}.{_suffix(x.ir)}", x.ir, [x.ir, _I1]), [args[0], _I1(0)])
+@intrinsic
+def leading_zeros(typingctx, x):
+    def codegen(context, b, sig, args):
+        return b.call(_declare(b, f"llvm.ctlz.{_suffix(x.ir)}", x.ir, [x.ir, _I1]), [args[0], _I1(0)])
 
-        return x(x), codegen
-
-    return count
-
-
-leading_zeros, trailing_zeros = _make_count_zeros("ctlz"), _make_count_zeros("cttz")
+    return x(x), codegen
 
 
 # ---------------------------------------------------------------- conversions

@@ -8,7 +8,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
 
 from softsm.engine.vec_types import (
     _I1,
@@ -134,18 +133,6 @@ def lane_get(typingctx, x, i):
     return x.element(x, types.unliteral(i)), codegen
 
 
-@intrinsic(prefer_literal=True)
-def xor_lanes(typingctx, x, k):
-    """Lane i gets lane i^k; k a literal. A fixed shuffle: much cheaper than permute."""
-    step = k.literal_value
-
-    def codegen(context, b, sig, args):
-        order = ir.Constant(ir.VectorType(_I32, LANES), [i ^ step for i in range(LANES)])
-        return b.shuffle_vector(args[0], ir.Constant(x.ir, ir.Undefined), order)
-
-    return x(x, k), codegen
-
-
 @intrinsic
 def permute(typingctx, x, index):
     """Lane i gets lane index[i] & 31."""
@@ -210,23 +197,6 @@ def _joined(b, x, y):
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, 2 * n), list(range(2 * n))))
 
 
-def _make_reduce(name):
-    @intrinsic
-    def reduce(typingctx, x):
-        def codegen(context, b, sig, args):
-            return b.call(_declare(b, f"llvm.vector.reduce.{name}.{_suffix(x.ir)}", x.scalar_ir, [x.ir]), args)
-
-        return x.element(x), codegen
-
-    return reduce
-
-
-# Over all 32 lanes; put the neutral element into inactive lanes with sel first.
-reduce_add, reduce_and, reduce_or, reduce_xor, reduce_umin, reduce_umax, reduce_smin, reduce_smax = (
-    _make_reduce(n) for n in ("add", "and", "or", "xor", "umin", "umax", "smin", "smax")
-)
-
-
 # ---------------------------------------------------------------- memory by address
 
 
@@ -245,100 +215,67 @@ def _lane_loop(k, mask, touch):
     k.position_at_end(done)
 
 
-def _make_gather(width: int):
-    """gatherN(address: Q, m: uint32) -> U (N <= 32, zero-extended) or Q (64); inactive lanes give 0."""
-    result = Q if width == 64 else U
-    element = ir.IntType(width)
+def _each_lane(k, mask, touch):
+    """touch(builder, lane) for the lanes of mask: unrolled when all are active."""
+    full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
+    k.cbranch(k.icmp_unsigned("==", mask, _I32(0xFFFFFFFF)), full, partial)
+    k.position_at_end(full)
+    for i in range(LANES):
+        touch(k, _I64(i))
+    k.ret_void()
+    k.position_at_end(partial)
+    _lane_loop(k, mask, touch)
+    k.ret_void()
+
+
+def _at(k, addresses, i):
+    """Pointer to the word lane i names."""
+    return k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), _I32.as_pointer())
+
+
+def _by_address(b, name: str, touch, address, mask, values) -> None:
+    """Call the out-of-line function `name`: touch(builder, lane, addresses, values) for every active lane."""
+    where = cgutils.alloca_once(b, _Q_IR)
+    b.store(address, where, align=8)
 
     def body(k, arguments):
-        addresses, mask, out = arguments  # i64*, i32, T*
+        addresses, m, words = arguments
+        _each_lane(k, m, lambda k, i: touch(k, i, addresses, words))
 
-        def touch(k, i):
-            p = k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), element.as_pointer())
-            value = k.load(p, align=1)
-            value = k.zext(value, result.scalar_ir) if width < 32 else value
-            k.store(value, k.gep(out, [i], inbounds=True))
-
-        full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
-        k.cbranch(k.icmp_unsigned("==", mask, _I32(0xFFFFFFFF)), full, partial)
-        k.position_at_end(full)
-        for i in range(LANES):
-            touch(k, _I64(i))
-        k.ret_void()
-        k.position_at_end(partial)
-        k.store(ir.Constant(result.ir, None), k.bitcast(out, result.ir.as_pointer()), align=8)
-        _lane_loop(k, mask, touch)
-        k.ret_void()
-
-    @intrinsic
-    def gather(typingctx, address, m):
-        def codegen(context, b, sig, args):
-            where, out = cgutils.alloca_once(b, _Q_IR), cgutils.alloca_once(b, result.ir)
-            b.store(args[0], where, align=8)
-            fn = _function(b, f"softsm_gather{width}", ir.VoidType(),
-                           [_I64.as_pointer(), _I32, result.scalar_ir.as_pointer()], body)
-            b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
-                        b.bitcast(out, result.scalar_ir.as_pointer())])
-            return b.load(out, align=8)
-
-        return result(Q, types.uint32), codegen
-
-    return gather
-
-
-def _make_scatter(width: int):
-    """scatterN(address: Q, m: uint32, v: U or Q): lanes in rising order, so the highest lane wins a collision."""
-    element = ir.IntType(width)
-
-    def body(k, arguments):
-        addresses, mask, values = arguments
-
-        def touch(k, i):
-            p = k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), element.as_pointer())
-            value = k.load(k.gep(values, [i], inbounds=True))
-            k.store(k.trunc(value, element) if width < 32 else value, p, align=1)
-
-        full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
-        k.cbranch(k.icmp_unsigned("==", mask, _I32(0xFFFFFFFF)), full, partial)
-        k.position_at_end(full)
-        for i in range(LANES):
-            touch(k, _I64(i))
-        k.ret_void()
-        k.position_at_end(partial)
-        _lane_loop(k, mask, touch)
-        k.ret_void()
-
-    @intrinsic
-    def scatter(typingctx, address, m, v):
-        bits = Q if width == 64 else U
-
-        def codegen(context, b, sig, args):
-            where, source = cgutils.alloca_once(b, _Q_IR), cgutils.alloca_once(b, bits.ir)
-            b.store(args[0], where, align=8)
-            b.store(b.bitcast(args[2], bits.ir), source, align=8)
-            fn = _function(b, f"softsm_scatter{width}", ir.VoidType(),
-                           [_I64.as_pointer(), _I32, bits.scalar_ir.as_pointer()], body)
-            b.call(fn, [b.bitcast(where, _I64.as_pointer()), args[1],
-                        b.bitcast(source, bits.scalar_ir.as_pointer())])
-            return context.get_dummy_value()
-
-        return types.void(Q, types.uint32, v), codegen
-
-    return scatter
-
-
-gather8, gather16, gather32, gather64 = (_make_gather(w) for w in (8, 16, 32, 64))
-scatter8, scatter16, scatter32, scatter64 = (_make_scatter(w) for w in (8, 16, 32, 64))
+    fn = _function(b, name, ir.VoidType(), [_I64.as_pointer(), _I32, _I32.as_pointer()], body)
+    b.call(fn, [b.bitcast(where, _I64.as_pointer()), mask, b.bitcast(values, _I32.as_pointer())])
 
 
 @intrinsic
-def address_of(typingctx, array):
-    """Raw address (int64) of an array's first element: what the banks take for R, Q and P."""
+def gather32(typingctx, address, m):
+    """Words at raw addresses (Q) for the lanes of m (uint32); inactive lanes give 0."""
+
+    def touch(k, i, addresses, words):
+        k.store(k.load(_at(k, addresses, i), align=1), k.gep(words, [i], inbounds=True))
 
     def codegen(context, b, sig, args):
-        return b.ptrtoint(make_array(sig.args[0])(context, b, args[0]).data, _I64)
+        out = cgutils.alloca_once(b, _U_IR)
+        b.store(ir.Constant(_U_IR, None), out, align=8)
+        _by_address(b, "softsm_gather32", touch, args[0], args[1], out)
+        return b.load(out, align=8)
 
-    return types.int64(array), codegen
+    return U(Q, types.uint32), codegen
+
+
+@intrinsic
+def scatter32(typingctx, address, m, v):
+    """Words of v (U) to raw addresses (Q); lanes in rising order, so the highest lane wins a collision."""
+
+    def touch(k, i, addresses, words):
+        k.store(k.load(k.gep(words, [i], inbounds=True)), _at(k, addresses, i), align=1)
+
+    def codegen(context, b, sig, args):
+        source = cgutils.alloca_once(b, _U_IR)
+        b.store(args[2], source, align=8)
+        _by_address(b, "softsm_scatter32", touch, args[0], args[1], source)
+        return context.get_dummy_value()
+
+    return types.void(Q, types.uint32, U), codegen
 
 
 @functools.cache

@@ -72,7 +72,7 @@ U, I, F = V(types.uint32), V(types.int32), V(types.float32)  # noqa: E741
 Q, L, D = V(types.uint64), V(types.int64), V(types.float64)
 X = V(types.float32, 2 * LANES)
 XU = V(types.uint32, 2 * LANES)
-M, MX = MaskType(), MaskType(2 * LANES)
+M = MaskType()
 _M_IR = ir.VectorType(_I1, LANES)
 _U_IR, _Q_IR = U.ir, Q.ir
 

@@ -4,7 +4,7 @@ the destination."""
 from __future__ import annotations
 
 from softsm.isa.floating import MODES, ROUNDINGS
-from softsm.isa.registry import lowers, micro
+from softsm.isa.registry import MICROS, lowers, micro
 from softsm.isa.small_floats import SMALL, convert_small
 from softsm.isa.typed import Modifiers, needs_target, operands, unary
 from softsm.ptx.ast import Imm
@@ -88,8 +88,6 @@ class Chain:
 
 
 def _writes_wide(name: str) -> bool:
-    from softsm.isa.registry import MICROS
-
     return MICROS[name].dst in "qld"
 
 

@@ -273,6 +273,23 @@ def test_tf32():
     ])
 
 
+def test_finite_tf32():
+    (a,) = floats("f32", 1)
+    numbers = [x for x in a.tolist() if not is_nan(F32, x)] + [0x7F7FF000, 0x7F7FFFFF, 0xFF7FF000]
+    limit = lambda x: x - 0x2000 if is_inf(F32, x) else x  # noqa: E731
+    check({"a": ("b32", numbers)},
+          [Case("cvt.rna.satfinite.tf32.f32 {d}, {a};", "b32", lambda a: limit(tf32("rna")(a)))], version="8.1")
+
+
+def test_stochastic_rounding_of_sm_100():
+    a, b = floats("f32", 2)
+    random = random_bits(32, len(a), 9)
+    up = lambda x, r: 0x7FFF if is_nan(F32, x) else x + r >> 16  # noqa: E731
+    check({"a": ("b32", a), "b": ("b32", b), "r": ("b32", random)},
+          [Case("cvt.rs.bf16x2.f32 {d}, {a}, {b}, {r};", "b32",
+                lambda a, b, r: up(a, r >> 16) << 16 | up(b, r & 0xFFFF), target="sm_100a")], version="8.7")
+
+
 # ---------------------------------------------------------------- 8, 6 and 4 bits
 
 E4M3, E5M2 = exact.Format(4, 3, 0x7F), exact.Format(5, 2, 0x7F)
