@@ -132,3 +132,12 @@ def test_lengths_and_pages_out_of_range_read_nothing_outside():
     out, lse = dsv4.fmha_paged(q, k, k, table, lengths, return_lse=True)
     torch.cuda.synchronize()
     assert torch.isfinite(out).all() and not out[1].any() and torch.isneginf(lse[1]).all()
+
+
+def test_more_than_two_to_the_31_elements():
+    t, heads, d = 280_000, 64, 128
+    q, k, v = draw(1, t, heads, d), draw(1, 70, 8, d), draw(1, 70, 8, d)
+    assert q.numel() > 1 << 31
+    out, lse = dsv4.fmha(q, k, v, return_lse=True)
+    want, want_lse = dsv4.fmha(q[:, -100:], k, v, return_lse=True)
+    assert torch.equal(out[:, -100:], want) and torch.equal(lse[..., -100:], want_lse)

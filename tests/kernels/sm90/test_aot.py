@@ -12,7 +12,7 @@ from dsv4.kernels.sm90 import fmha  # noqa: E402
 
 @pytest.fixture(scope="module")
 def launches():
-    (p,) = problems(128, "bf16", "dense", "split")
+    p, _ = problems(128, "bf16", "dense", "split")
     with aot.collecting() as found:
         fmha.forward(p)
     return found
