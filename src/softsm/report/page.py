@@ -117,7 +117,7 @@ def barriers(recorder: Recorder) -> list[dict]:
             {
                 "launch": b.launch,
                 "cta": b.cta,
-                "name": b.name.removeprefix("mbarrier "),
+                "name": b.name,
                 "offset": b.offset,
                 "count": b.count,
                 "phases": b.phases,

@@ -1,0 +1,474 @@
+"""The machine that records: as engine/scheduler.py's, and after each macro-operation it notes what happened.
+
+The clocks and the cost of operations are those described in report/recording.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.scheduler import Machine
+from softsm.errors import Fault
+from softsm.memory import swizzle
+from softsm.memory.mbarrier import Mbarrier
+from softsm.report.recording import (
+    COPY_LATENCY,
+    COPY_RATE,
+    ENGINES,
+    GAP,
+    MACS,
+    MAX_CTAS,
+    MAX_SLICES,
+    TENSOR_ACCESS,
+    Barrier,
+    Buffer,
+    Clock,
+    Launch,
+    Recorder,
+    Track,
+    macs,
+    place,
+    volume,
+)
+from softsm.report.roles import role_of
+
+
+class RecordingEngine(AsyncEngine):
+    """Tells the machine of every operation issued and performed."""
+
+    machine: RecordingMachine
+
+    def issue(self, op: AsyncOp) -> AsyncOp:
+        self.machine.issued(op)
+        return super().issue(op)
+
+    def perform(self, op: AsyncOp) -> None:
+        if op.done:
+            return
+        for other in op.after:
+            self.perform(other)
+        outer, self.machine.performing = self.machine.performing, op
+        super().perform(op)
+        self.machine.performing = outer
+        self.machine.times.pop(id(op), None)
+
+    require = perform
+
+
+class RecordingMachine(Machine):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.recorder: Recorder = self.options.recorder
+        engine = self.engine
+        engine.__class__ = RecordingEngine
+        engine.machine = self
+        self.issue, self.require = engine.issue, engine.require
+        self.performing: AsyncOp | None = None
+        self.times: dict[int, tuple[int, int, AsyncOp]] = {}  # id(op) -> end, slice, op
+        self.queues: dict[tuple[int, str], int] = {}
+        self.lanes: dict[tuple[int, str], list[int]] = defaultdict(
+            list
+        )  # ends of what is drawn on each row of an engine
+        self.clocks: dict[object, Clock] = {}
+        self.numbers: dict[object, int] = {}
+        self.free_at: dict[int, int] = {}  # SM -> when its last CTA ended
+        self.arrivals: dict[object, int] = {}  # what is waited for -> latest arrival
+        self.known: dict[Mbarrier, Barrier] = {}
+        self.passed: Mbarrier | None = None
+        self.mark = 0
+        self.barrier_type = recorded_barrier(self)
+        r = self.recorder
+        start = r.launches[-1].end + GAP if r.launches else 0
+        sizes = {v.name: v.size for v in (*self.kernel.module.variables, *self.kernel.function.variables)}
+        places = {n: (at, sizes.get(n, 0)) for n, at in self.program.shared_variables.items()}
+        self.record = Launch(self.kernel.name, self.arch, self.grid, self.block, self.cluster_shape, self.shared_limit,
+                             self.options.order, self.kernel.module.source, start, start, variables=places)  # fmt: skip
+        self.index = len(r.launches)
+        r.launches.append(self.record)
+
+    # ---- clocks ------------------------------------------------------------------------------------------------
+
+    def start_cluster(self, where) -> None:
+        before = len(self.live)
+        super().start_cluster(where)
+        for cta in self.live[before:]:
+            self.number(cta)
+
+    def number(self, cta) -> int:
+        found = self.numbers.get(cta)
+        if found is None:
+            found = self.numbers[cta] = len(self.numbers)
+            self.record.ctas.append(cta.ctaid)
+        return found
+
+    def clock(self, warp) -> Clock:
+        found = self.clocks.get(warp)
+        if found is None:
+            track = Track(self.index, self.number(warp.cta), "warp", warp.index)
+            start = self.free_at.get(warp.cta.sm.index, self.record.start)
+            found = self.clocks[warp] = self.recorder.clocks[track] = Clock(track, start)
+        return found
+
+    def flush(self, warp) -> Clock:
+        """Instructions that ran since the last look belong to this warp."""
+        clock = self.clock(warp)
+        steps, self.mark = self.steps - self.mark, self.steps
+        if steps:
+            if clock.run_start < 0:
+                clock.run_start = clock.time
+                clock.run_steps = 0
+                clock.run_place = place(warp.machine.program.instructions[warp.pc])
+            clock.time += steps
+            clock.run_steps += steps
+            clock.instructions += steps
+        return clock
+
+    def draw(self, clock: Clock, name: str, start: int, end: int, kind: str, **details) -> int:
+        """A slice on a warp's track. Slices of one track never overlap, also where fragments of the warp take turns."""
+        start = max(start, clock.drawn)
+        if end <= start:
+            return -1
+        clock.drawn = end
+        return self.recorder.add(clock.track, name, start, end, kind, **details)
+
+    def close_run(self, clock: Clock) -> None:
+        if clock.run_start >= 0:
+            self.draw(clock, f"{clock.run_steps} instructions", clock.run_start, clock.time, "run",
+                              at=clock.run_place)  # fmt: skip
+            clock.run_start = -1
+
+    def run_warp(self, warp) -> None:
+        self.mark = self.steps
+        super().run_warp(warp)
+        self.flush(warp)
+
+    def warp_exit(self, warp) -> None:
+        clock = self.flush(warp)
+        self.close_run(clock)
+        sm = warp.cta.sm.index
+        self.free_at[sm] = max(self.free_at.get(sm, 0), clock.time)
+        self.record.end = max(self.record.end, clock.time)
+        super().warp_exit(warp)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            for clock in self.clocks.values():
+                self.close_run(clock)
+                for start, ins, _, on in clock.waiting.values():  # a deadlock: these never ended
+                    end = max(self.record.end, clock.time, start + 1)
+                    self.draw(clock, f"waits for ever: {on}", start, end, "wait", at=place(ins))
+                self.record.end = max(self.record.end, clock.time)
+            self.record.end = max([self.record.end, *self.queues.values()])
+            self.record.steps = self.steps
+            for a in self.recorder.allocations:
+                if a[0] == self.index and a[4] < 0:
+                    a[4] = self.record.end
+
+    # ---- macro-operations --------------------------------------------------------------------------------------
+
+    def macro(self, warp, fragment, pc: int, lanes: int) -> bool:
+        clock = self.flush(warp)
+        call = self.macro_at[pc]
+        ins = call.instruction
+        name = ins.name
+        self.passed = None
+        if fragment in clock.waiting:  # it asks again
+            clock.run_start = -1
+        if not clock.role:
+            clock.role = role_of(ins)
+            if clock.role:
+                self.recorder.named.add(self.index)
+        if name.startswith("wgmma.mma_async"):
+            clock.macs += macs(ins.text)
+        if name.startswith(("tcgen05.mma", "wgmma.mma_async")):
+            self.note_operands(warp, call, lanes)
+        vain = super().macro(warp, fragment, pc, lanes)
+        self.recorder.lines[self.index, ins.line] += 1
+        blocked = fragment.blocked
+        if blocked is not None:
+            if fragment not in clock.waiting:
+                self.close_run(clock)
+                clock.waiting[fragment] = (clock.time, ins, blocked.on, str(blocked.text))
+            self.arrivals[blocked.on] = max(self.arrivals.get(blocked.on, 0), clock.time)
+            return vain
+        if self.passed is not None:
+            self.waited(clock, fragment, ins, self.passed)
+        elif name.startswith("mbarrier.init"):
+            self.adopt(warp.cta, ins)
+        elif name.startswith(("tcgen05.alloc", "tcgen05.dealloc")):
+            self.note_allocations(warp.cta, clock.time)
+        elif name.startswith("wgmma.wait_group"):
+            self.wait_group(clock, clock.groups, call.operands.keep, ins)
+        elif name.startswith("cp.async.bulk.wait_group"):
+            self.wait_group(clock, clock.stores, getattr(call.operands, "newest", 0) or 0, ins)
+        return vain
+
+    def wait_group(self, clock: Clock, ends: list[int], keep: int, ins) -> None:
+        if len(ends) > keep and ends[-1 - keep] > clock.time:
+            self.close_run(clock)
+            end = ends[-1 - keep]
+            self.draw(clock, ins.name, clock.time, end, "wait", at=place(ins))
+            clock.time = end
+
+    def make_ready(self, warp) -> None:
+        """A warp is woken: by the operation being performed, or by the warp that runs."""
+        clock = self.clock(warp)
+        for f in [f for f in clock.waiting if f.blocked is None]:
+            start, ins, on, text = clock.waiting[f]
+            if ins.opcode == "mbarrier":
+                continue  # it asks again, and then it is known which phase ended
+            del clock.waiting[f]
+            end = max(start, self.cause_time(), self.arrivals.get(on, 0), clock.time)
+            if self.performing is None and self.current is not None and ins.opcode in ("bar", "barrier"):
+                self.clock(self.current).time = end  # who came last in this run need not be last in time
+            self.draw(clock, f"{ins.name}", start, end, "wait", at=place(ins), wait=text)
+            clock.time = max(clock.time, end)
+        super().make_ready(warp)
+
+    def cause_time(self) -> int:
+        op = self.performing
+        if op is not None and id(op) in self.times:
+            return self.times[id(op)][0]
+        return self.clock(self.current).time if self.current is not None else 0
+
+    def waited(self, clock: Clock, fragment, ins, barrier: Mbarrier) -> None:
+        info = self.known.get(barrier)
+        start = clock.waiting.pop(fragment, (clock.time,))[0]
+        if info is None:
+            return
+        end = max(start, clock.time, info.ended)
+        info.waiters.add(clock.track)
+        info.waited += end - start
+        self.close_run(clock)
+        number = self.draw(clock, f"wait {info.name}", start, max(end, start + 1), "wait", at=place(ins),
+                                   phase=barrier.phase - 1)  # fmt: skip
+        self.recorder.flow(info.ended_cause, number)
+        clock.time = max(end, start + 1)
+
+    # ---- mbarriers ---------------------------------------------------------------------------------------------
+
+    def adopt(self, cta, ins) -> None:
+        for offset, barrier in cta.barriers.items():
+            if type(barrier) is Mbarrier:
+                barrier.__class__ = self.barrier_type
+                info = Barrier(
+                    self.index,
+                    self.number(cta),
+                    barrier.name.removeprefix("mbarrier "),
+                    offset,
+                    barrier.expected,
+                    ins.line,
+                )
+                self.known[barrier] = info
+                self.recorder.barriers.append(info)
+
+    def arrived(self, barrier: Mbarrier, what: str, amount: int) -> None:
+        """Called for each event of an mbarrier, by the operation being performed or the running warp."""
+        info = self.known.get(barrier)
+        if info is None or what == "init":
+            return
+        op = self.performing
+        if op is not None and id(op) in self.times:
+            time, cause, _ = self.times[id(op)]
+            track = engine_track(self, op)
+        else:
+            clock = self.clock(self.current)
+            time, track = clock.time, clock.track
+            self.close_run(clock)
+            details = {"at": place(self.current.instruction()), "amount": amount}
+            cause = self.draw(clock, f"{what} {info.name}", time, time + 1, "arrive", **details)
+            clock.time += 1
+        if what == "complete_tx":
+            info.bytes += amount
+        elif what in ("arrive", "drop"):
+            info.arrivals += amount
+        info.arrivers.add(track)
+        if time >= info.time:
+            info.time, info.cause = time, cause
+
+    def phase_over(self, barrier: Mbarrier) -> None:
+        info = self.known.get(barrier)
+        if info is not None:
+            info.phases += 1
+            info.ended, info.ended_cause = info.time, info.cause
+
+    # ---- asynchronous operations -------------------------------------------------------------------------------
+
+    def issued(self, op: AsyncOp) -> None:
+        warp = op.warp
+        clock = self.flush(warp) if warp is self.current else self.clock(warp)
+        moved = volume(op)
+        count = self.recorder.operations[clock.track, op.kind]
+        count[0] += 1
+        count[1] += moved
+        clock.deeds.add("tmem" if op.kind in ("tcgen05.ld", "tcgen05.st") else op.kind)
+        self.note_buffers(op)
+        if op.kind in ("tcgen05.ld", "tcgen05.st"):
+            columns = sum(r[3] - r[2] for r in (*op.reads, *op.writes))
+            self.close_run(clock)
+            end = clock.time + TENSOR_ACCESS + columns
+            self.draw(clock, op.kind, clock.time, end, "tmem", at=place(warp.instruction()), bytes=moved)
+            self.note_tensor(op, clock.time, end)
+            clock.time = end
+            return
+        if op.kind == "wgmma result":
+            return
+        track = engine_track(self, op)
+        key = (track.cta, track.kind)
+        after = max((self.times[id(x)][0] for x in op.after if id(x) in self.times), default=0)
+        ready = max(clock.time, after)
+        start = max(ready, self.queues.get(key, 0))
+        busy = self.busy(op, clock, moved)
+        self.queues[key] = start + busy
+        end = start + busy + (COPY_LATENCY if track.kind != "tensor core" else 0)
+        self.close_run(clock)
+        ins = warp.instruction()
+        cause = self.draw(clock, f"issue {op.kind}", clock.time, clock.time + 1, "issue", at=place(ins))
+        kind = "mma" if track.kind == "tensor core" else "copy"
+        if op.kind == "tcgen05.commit":
+            number = cause
+        else:
+            details = {"at": place(ins), "by": self.recorder.track_name(clock.track)}
+            if moved:
+                details["bytes"] = moved
+            end = max(end, start + 1)
+            number = self.recorder.add(self.lane(track, start, end), op.kind, start, end, kind, **details)
+            self.recorder.flow(cause, number)
+        clock.time += 1
+        self.note_tensor(op, start, end)
+        self.times[id(op)] = (end, number, op)
+        if op.kind == "wgmma":
+            for other in clock_group(self, warp):
+                other.groups.append(end)
+        elif "store" in op.kind or "reduction" in op.kind:
+            if "(read)" not in op.kind:
+                clock.stores.append(end)
+
+    def lane(self, track: Track, start: int, end: int) -> Track:
+        """Operations of one engine overlap: each goes to the first row that is free."""
+        ends = self.lanes[track.cta, track.kind]
+        index = next((i for i, e in enumerate(ends) if e <= start), len(ends))
+        ends[index : index + 1] = [end]
+        return track._replace(index=index)
+
+    def busy(self, op: AsyncOp, clock: Clock, moved: int) -> int:
+        """Ticks during which the engine can take nothing else."""
+        if op.kind == "tcgen05.mma":
+            return max(1, macs(op.warp.instruction().text, op.footprint) // MACS[op.kind])
+        if op.kind == "wgmma":
+            total, clock.macs = clock.macs, 0
+            return max(1, total // MACS[op.kind])
+        return moved // COPY_RATE
+
+    def note_tensor(self, op: AsyncOp, start: int, end: int) -> None:
+        done = set()
+        for what, regions in (("write", op.writes), ("read", op.reads)):
+            for region in regions:
+                if region[0] == "tmem" and (what, *region[2:4]) not in done:
+                    done.add((what, *region[2:4]))
+                    kind = f"{op.kind} {what}"
+                    number = self.number(region[1])
+                    if number < MAX_CTAS and len(self.recorder.tensor) < MAX_SLICES:
+                        self.recorder.tensor.append(
+                            (self.index, number, start, end, region[2], region[3], kind)
+                        )
+
+    def note_allocations(self, cta, time: int) -> None:
+        sm = cta.sm.index
+        held = {(a.column, a.columns) for a in cta.tmem.allocations.values() if a.owner is cta}
+        number = self.number(cta)
+        for a in self.recorder.allocations:
+            if a[0] == self.index and a[2] == number and a[4] < 0:
+                if (a[5], a[6]) in held:
+                    held.discard((a[5], a[6]))
+                else:
+                    a[4] = time
+        for column, columns in held:
+            line = cta.tmem.allocations[column].line
+            self.recorder.allocations.append([self.index, sm, number, time, -1, column, columns, line])
+
+    def buffer(self, low: int, high: int) -> Buffer:
+        key = (self.index, low, high)
+        found = self.recorder.buffers.get(key)
+        if found is None:
+            found = self.recorder.buffers[key] = Buffer(low, high)
+        return found
+
+    def note_buffers(self, op: AsyncOp) -> None:
+        if op.kind == "tcgen05.mma" or op.kind == "wgmma":
+            return  # note_operands knows them better
+        mode = ""
+        for region in (*op.reads, *op.writes):
+            if region[0] == "tensor":
+                mode = region[1].map.swizzle.name
+        for regions, written in ((op.writes, True), (op.reads, False)):
+            for region in regions:
+                if region[0] == "shared":
+                    b = self.buffer(region[2], region[3])
+                    (b.written_by if written else b.read_by).add(op.kind)
+                    b.bytes += region[3] - region[2]
+                    if mode and mode != "NONE":
+                        b.swizzles.add(f"{mode.removeprefix('B').replace('_', ' ')}B swizzle (TMA)")
+
+    def note_operands(self, warp, call, lanes: int) -> None:
+        """Descriptors of a product: where its operands lie, and how they are swizzled."""
+        o, lane = call.operands, (lanes & -lanes).bit_length() - 1
+        blackwell = call.instruction.opcode == "tcgen05"
+        rows = [("B", o.b)]
+        if blackwell and not o.a_tensor:
+            rows.append(("A", o.a))
+        for name, row in rows:
+            try:
+                d = swizzle.decode(int(warp.Q[row, lane]), blackwell)
+            except Fault:  # the instruction itself says what is wrong with it
+                continue
+            self.recorder.buffers.setdefault((self.index, d.start, d.start), Buffer(d.start, d.start))
+            b = self.recorder.buffers[self.index, d.start, d.start]
+            b.read_by.add(f"{call.instruction.opcode} {name}")
+            if d.mode:
+                b.swizzles.add(f"{swizzle.MODE_NAMES[d.mode]} ({name})")
+
+
+def recorded_barrier(machine: RecordingMachine) -> type:
+    """Mbarriers of this class tell the machine what happens to them; an mbarrier becomes one when it is initialised."""
+
+    class RecordedMbarrier(Mbarrier):
+        __slots__ = ()
+
+        def _note(self, what, amount, who):
+            super()._note(what, amount, who)
+            machine.arrived(self, what, amount)
+
+        def _settle(self):
+            if self.pending == 0 and self.tx == 0:
+                machine.phase_over(self)
+            super()._settle()
+
+        def passed_parity(self, parity):
+            passed = super().passed_parity(parity)
+            if passed:
+                machine.passed = self
+            return passed
+
+        def passed_token(self, token):
+            passed = super().passed_token(token)
+            if passed:
+                machine.passed = self
+            return passed
+
+    return RecordedMbarrier
+
+
+def engine_track(machine: RecordingMachine, op: AsyncOp) -> Track:
+    for name, kinds in ENGINES.items():
+        if op.kind.startswith(kinds):
+            return Track(machine.index, machine.number(op.warp.cta), name, 0)
+    return Track(machine.index, machine.number(op.warp.cta), "other", 0)
+
+
+def clock_group(machine: RecordingMachine, warp) -> list[Clock]:
+    first = warp.index & ~3
+    return [machine.clock(w) for w in warp.cta.warps[first : first + 4]]
