@@ -15,7 +15,7 @@ INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
 TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/kernels/sm90)
 
-.PHONY: demo test test-slow test-gpu test-triton36 lint format bench setup clean
+.PHONY: demo test test-slow test-gpu test-triton36 lint bench setup clean
 
 demo: setup
 	$(VENV)/bin/python -m dsv4 demo
