@@ -1,0 +1,51 @@
+"""The chapters of tutorials/ do what they say: each of their checks is a test, and what they print can be printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dsv4 import dispatch
+
+if dispatch.triton_version() < (3, 9):
+    pytest.skip("the chapters are written for triton >= 3.9", allow_module_level=True)
+
+FOLDER = Path(__file__).parents[2] / "tutorials"
+CHAPTERS = sorted(FOLDER.glob("[0-9]*.py"))
+
+
+@cache
+def chapter(path: Path):
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # chapters import `ladder`
+    spec = importlib.util.spec_from_file_location(f"chapter_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def checks(path: Path) -> list[str]:
+    return re.findall(r"^def (check_\w+)", path.read_text(), re.M)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_chapter(path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One test per chapter, so that its kernels are compiled once."""
+    found = checks(path)
+    assert found, "a chapter without a check"
+    for name in found:
+        getattr(chapter(path), name)()
+    chapter(path).show()
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_chapter_names_its_exhibits() -> None:
+    assert len(CHAPTERS) == 10
+    for path in CHAPTERS:
+        assert re.search(r"^Museum: exhibits? \d+", chapter(path).__doc__, re.M), path.name
