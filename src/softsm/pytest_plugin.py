@@ -28,6 +28,6 @@ def pytest_runtest_call(item: pytest.Item):
     checks = checking(order=option.softsm_order, seed=option.softsm_seed, strict=option.softsm_strict)
     with checks as report:
         result = yield
-    if report:
+    if any(not d.raised for d in report):  # what was raised fails the test by itself, or was expected
         pytest.fail(f"softsm found {len(report)} in {report.launches} launch(es)\n{report}", pytrace=False)
     return result

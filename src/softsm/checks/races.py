@@ -63,6 +63,7 @@ class Checker(TensorChecks):
         super().__init__()
         self.machine, self.report, self.strict = machine, report, strict
         self.module = checking_module()
+        self.join_clocks = self.module.join
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.slots = ctas * self.warps
@@ -77,7 +78,8 @@ class Checker(TensorChecks):
         self.operations: dict[int, object] = {}
         self.performing = None  # the asynchronous operation whose effects are being applied
         self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
-        self.clocks: dict[int, np.ndarray] = {}  # all that hold bits of operations
+        self.clocks: dict[int, np.ndarray] = {}  # all that live long and hold bits of operations
+        self.addresses: dict[int, int] = {}  # and where they are
         self.global_shadows = self.shadow_global()
         self.locations: dict[object, Location] = {}  # strong accesses, by address
         self.products = None  # where operands are looked at
@@ -92,10 +94,13 @@ class Checker(TensorChecks):
     def new_clock(self) -> np.ndarray:
         clock = np.zeros(2 * self.slots + self.words, np.uint32)
         self.clocks[id(clock)] = clock
+        self.addresses[id(clock)] = clock.ctypes.data
         return clock
 
     def join(self, target: np.ndarray, source: np.ndarray) -> None:
-        self.module.join(target.ctypes.data, source.ctypes.data, 2 * self.slots, self.words)
+        where = self.addresses
+        a, b = where.get(id(target)) or target.ctypes.data, where.get(id(source)) or source.ctypes.data
+        self.join_clocks(a, b, 2 * self.slots, self.words)
 
     def enter(self, cta) -> None:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
@@ -126,6 +131,7 @@ class Checker(TensorChecks):
         gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
         for clock in [*gone, *(w.clock for w in cta.warps)]:
             self.clocks.pop(id(clock), None)
+            self.addresses.pop(id(clock), None)
 
     def unfinished(self, cta) -> None:
         """The CTA ends: operations whose completion none of its cluster's warps has seen."""
@@ -234,7 +240,7 @@ class Checker(TensorChecks):
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
         self.clock_of(barrier)
         slot = w.cta.slot0 + w.index
-        barrier.origin = [slot, int(w.clock[slot]), w.pc, w, False]
+        barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
         w.initialised.append(barrier)
         self.access(w, cta, offset, offset + 8, True)
         threads = cta.threads * len(cta.cluster)
@@ -245,8 +251,9 @@ class Checker(TensorChecks):
 
     def fence_init(self, w) -> None:
         """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
+        passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
         for barrier in w.initialised:
-            barrier.origin[4] = True
+            barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
         w.initialised = []
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
@@ -255,6 +262,9 @@ class Checker(TensorChecks):
             return
         slot, epoch, pc, creator, fenced = barrier.origin
         seen = int(w.clock[slot]) >= epoch or creator is w
+        if fenced and not seen:  # behind the fence even a relaxed arrival at the cluster barrier is enough
+            passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
+            seen = passed is not None and passed.generation >= fenced
         if asynchronous and self.strict and not fenced:
             seen = seen and int(w.clock[self.slots + slot]) >= epoch
         if not seen:
@@ -380,6 +390,17 @@ class Checker(TensorChecks):
             self.module.peer(cta.shadow.ctypes.data, self.warps, cta.slot0, w.cta.slot0 + w.index + 1, base,
                              base + 8 * self.slots, low, high, write, sh.STRONG if strong else 0, w.pc,
                              int(self.counter[0]), self.races.ctypes.data, lane)
+        if self.races[0]:
+            self.collect(w)
+
+    def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
+        """ldmatrix and stmatrix: rows of 16 bytes; same: the store changes nothing."""
+        if cta is not w.cta:
+            for at in offsets.tolist():
+                self.access(w, cta, at, at + 16, write)
+            return
+        offsets = np.ascontiguousarray(offsets, np.int64)
+        self.module.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
         if self.races[0]:
             self.collect(w)
 

@@ -307,6 +307,15 @@ def span(S, low, high, write, pc):
         shared_word(S, word, 15, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
 
 
+@compiled("void(i8, i8, i8, i8, i8, i8)")
+def lines(S, offsets, count, write, pc, flags):
+    """The warp of S itself reads or writes rows of 16 bytes of its own shared memory. flags: QUIET."""
+    for k in range(count):
+        first = i8(load64(offsets + 8 * k)) >> 2
+        for word in range(first, first + 4):
+            shared_word(S, word, 15 | flags, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
+
+
 @compiled("void(i8, i8, i8, i8)")
 def join(target, source, clocks, words):
     """Vector clocks: the maximum of the first `clocks` entries, the union of the bits in the `words` that follow."""

@@ -157,7 +157,7 @@ class Kernel:
                 machine.run()
             except Fault as fault:
                 if chosen.checks is not None:  # what stops the kernel is a finding too
-                    chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1]))
+                    chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1], raised=True))
                 raise
         return machine
 
@@ -245,7 +245,7 @@ class Kernel:
             if name in p.shared_variables:
                 (Q if bank == "Q" else R)[row] = cta.shared_base + p.shared_variables[name] + offset
         for name, (bank, row) in p.specials.items():
-            (Q if bank == "Q" else R)[row] = special_value(machine, cta, index, name)
+            {"R": R, "Q": Q, "P": P}[bank][row] = special_value(machine, cta, index, name)
         if p.local_bytes:
             local[:] = 0xFF
         S[:] = 0
@@ -370,11 +370,11 @@ def special_value(machine: Machine, cta: Cta, index: int, name: str):
         case "nclusterid":
             return machine.grid[k] // cluster[k]
         case "is_explicit_cluster":
-            return int(machine.cluster_size > 1)
+            return pg.ALL if machine.cluster_size > 1 else 0
         case "dynamic_smem_size":
             return machine.shared_dynamic
         case "total_smem_size" | "aggr_smem_size":
             return machine.shared_limit - pg.SHARED_START
         case "clock" | "clock_hi" | "clock64" | "globaltimer" | "globaltimer_lo" | "globaltimer_hi":
-            return 0  # a fresh value is written by the instruction that reads it (isa/logic.py)
+            return 0  # a fresh value is written by the instruction that reads it (isa/moves.py)
     raise Fault("special-register", f"%{name} has no value here")

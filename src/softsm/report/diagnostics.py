@@ -31,6 +31,7 @@ class Diagnostic:
     message: str  # one sentence of what
     parties: tuple[Party, ...] = ()
     mend: str = ""
+    raised: bool = False  # it stopped the kernel: the launch raised it as well
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
