@@ -15,7 +15,7 @@ INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
 TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/kernels/sm90)
 
-.PHONY: demo test test-slow test-gpu test-triton36 lint bench setup clean
+.PHONY: demo test test-slow test-gpu test-triton36 fuzz lint bench setup clean
 
 demo: setup
 	$(VENV)/bin/python -m dsv4 demo
@@ -31,6 +31,11 @@ test-gpu: setup
 
 test-triton36: $(VENV36)/.installed
 	$(VENV36)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TRITON36_TESTS)
+
+# Mutated kernels under the checkers; make test runs 20 s of it. FUZZ: seconds and seed.
+FUZZ ?= --seconds 300 --seed 0
+fuzz: setup
+	$(VENV)/bin/python tests/softsm/fuzz/mutants.py $(FUZZ) --record tests/softsm/fuzz/record.json
 
 lint: setup
 	$(VENV)/bin/ruff check src tests benchmarks tutorials
