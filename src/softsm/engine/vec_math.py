@@ -21,6 +21,7 @@ from softsm.engine.vec_ops import (
     float_to_half,
     fma,
     half_to_float,
+    maxnum,
     tod,
     tof,
     tol,
@@ -32,7 +33,7 @@ from softsm.engine.vec_ops import (
     vrint,
     vsqrt,
 )
-from softsm.engine.vec_rows import lanes, permute
+from softsm.engine.vec_rows import lanes, permute, xor_lanes
 from softsm.engine.vec_types import loaded, sel, spread
 
 # Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.
@@ -492,3 +493,22 @@ def shfl_bfly(a, b, c):
 @_fn
 def shfl_idx(a, b, c):
     return permute(a, sel(idx_inside(b, c), _from_segment(b, c), lanes()))
+
+
+# ---------------------------------------------------------------- redux of f32 over the lanes of a mask
+
+
+@_fn
+def warp_max(x, m):
+    """The largest of the active lanes, in all lanes. NaN is the neutral element: it loses against any number."""
+    x = sel(m, x, asF(tou(0x7FFFFFFF)))
+    x = maxnum(x, xor_lanes(x, 1))
+    x = maxnum(x, xor_lanes(x, 2))
+    x = maxnum(x, xor_lanes(x, 4))
+    x = maxnum(x, xor_lanes(x, 8))
+    return canonical(maxnum(x, xor_lanes(x, 16)))
+
+
+@_fn
+def warp_min(x, m):
+    return canonical(-warp_max(-x, m))

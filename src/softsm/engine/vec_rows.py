@@ -133,6 +133,18 @@ def lane_get(typingctx, x, i):
     return x.element(x, types.unliteral(i)), codegen
 
 
+@intrinsic(prefer_literal=True)
+def xor_lanes(typingctx, x, k):
+    """Lane i gets lane i^k; k a literal. A fixed exchange: much cheaper than permute."""
+    step = k.literal_value
+
+    def codegen(context, b, sig, args):
+        order = ir.Constant(_U_IR, [i ^ step for i in range(LANES)])
+        return b.shuffle_vector(args[0], ir.Constant(x.ir, ir.Undefined), order)
+
+    return x(x, k), codegen
+
+
 @intrinsic
 def permute(typingctx, x, index):
     """Lane i gets lane index[i] & 31."""

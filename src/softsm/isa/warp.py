@@ -5,17 +5,21 @@ A .sync instruction waits until every living lane of its membermask is there (th
 
 from __future__ import annotations
 
-import numpy as np
-
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
 from softsm.isa.registry import lowers, micro
-from softsm.ptx.ast import Pair, Sink
+from softsm.isa.typed import unary
+from softsm.ptx.ast import Imm, Pair, Sink
 
 SHUFFLES = ("up", "down", "bfly", "idx")
 for _mode in SHUFFLES:
     micro(f"shfl.{_mode}", "u=uuu", f"shfl_{_mode}(a, b, c)", hot=_mode in ("bfly", "idx"))
     micro(f"inside.{_mode}", "p=uu", f"{_mode}_inside(a, b)")
+for _step in (1, 2, 4, 8, 16):  # the steps of a reduction over the warp
+    micro(f"shfl.bfly.{_step}", "u=u", f"xor_lanes(a, {_step})", hot=True)
+micro("redux.max.f32", "f=f", "warp_max(a, m)", hot=True)
+micro("redux.min.f32", "f=f", "warp_min(a, m)", hot=True)
+micro("any.nan.f32", "p=f", "FULL if tomask(a != a) & m != ZERO else ZERO")
 VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
 REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32"): ln.R_MIN, ("max", "u32"): ln.R_MAX,
               ("min", "s32"): ln.R_SMIN, ("max", "s32"): ln.R_SMAX, ("and", "b32"): ln.R_AND, ("or", "b32"): ln.R_OR,
@@ -40,7 +44,11 @@ def shfl(asm, ins):
             inside = asm.temp("p")  # before the destination is written: it may be b or c
             asm.emit(f"inside.{mode}", inside, rb, rc)
         target, p = target.first, target.second
-    asm.emit(f"shfl.{mode}", asm.dst(target, "u"), ra, rb, rc)
+    whole = isinstance(b, Imm) and isinstance(c, Imm) and int(c.value) == 31  # one segment of 32 lanes
+    if mode == "bfly" and whole and int(b.value) in (1, 2, 4, 8, 16):
+        asm.emit(f"shfl.bfly.{int(b.value)}", asm.dst(target, "u"), ra)
+    else:
+        asm.emit(f"shfl.{mode}", asm.dst(target, "u"), ra, rb, rc)
     if inside is not None:
         asm.emit("mov.pred", asm.dst(p, "p"), inside)
 
@@ -84,22 +92,18 @@ def redux(asm, ins):
         if op not in ("min", "max") or flags - {"abs", "NaN"}:
             asm.refuse(ins, "redux.sync on .f32 is .min or .max with .abs and .NaN")
         converge(asm, ins, member)
-        asm.macro(do_redux_f32, ins, dst=asm.dst(target, "f"), a=asm.src(a, "f"), op=op, absolute="abs" in flags,
-                  nan="NaN" in flags)
-        return
+        row = asm.src(a, "f")
+        if "abs" in flags:
+            row = unary(asm, "abs.f32", "f", row)
+        if "NaN" not in flags:
+            return asm.emit(f"redux.{op}.f32", asm.dst(target, "f"), row)
+        nan = unary(asm, "any.nan.f32", "p", row)
+        best = unary(asm, f"redux.{op}.f32", "f", row)
+        return asm.emit("selp.b32", asm.dst(target, "f"), asm.const(0x7FFFFFFF, "f"), best, nan)
     if mods not in REDUCTIONS:
         asm.refuse(ins, f"redux.sync.{'.'.join(mods)} is not defined")
     converge(asm, ins, member)
     asm.record(pg.OP_REDUX, asm.dst(target, "u"), asm.src(a, "u"), REDUCTIONS[mods], ins=ins)
-
-
-def do_redux_f32(w, mask, o):
-    on = [lane for lane in range(32) if mask >> lane & 1]
-    x = w.R[o.a, on].view(np.float32)
-    x = np.abs(x) if o.absolute else x
-    pick = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum}
-    value = pick[o.op, o.nan].reduce(x)
-    w.R[o.dst, on] = 0x7FFFFFFF if np.isnan(value) else np.float32(value).view(np.uint32)
 
 
 @lowers("match")
