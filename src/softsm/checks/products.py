@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.engine import program as pg
 from softsm.isa import tensor_core
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
@@ -25,14 +26,15 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 @dataclass(frozen=True)
 class Mma:
-    """One tcgen05.mma: its logical operands and the accumulator after it."""
+    """One tcgen05.mma or wgmma: its logical operands and the accumulator after it (of wgmmas that are computed together,
+    with the last one)."""
 
     a: np.ndarray  # float32 [m, k]
     b: np.ndarray  # float32 [n, k]
     d: np.ndarray  # float32 [m, n]
     tile: int
     step: int
-    column: int  # of the accumulator, from the start of its allocation
+    column: int  # of the accumulator, from the start of its allocation; -1 for a wgmma
     line: int  # PTX line
     who: str
     cta: tuple[int, int, int]
@@ -111,6 +113,35 @@ class Products:
                     self.report_nan(operand, values, p, ctas, op)
                     break
 
+    def warpgroup(self, w, chain: list, results: list) -> None:
+        """Products of a warpgroup that follow each other on one accumulator; d is what the last of them leaves."""
+        from softsm.isa import wgmma
+
+        cta = w.cta
+        for i, parts in enumerate(chain):
+            part = parts[0]
+            s = part.shape
+            a = wgmma.operand_a(parts, cta).reshape(s.k, 64).view(np.float32).T
+            b = tensor_core.shared_rows(cta.shared, pg.SHARED_START, part.b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma")
+            place = self.places.setdefault((id(cta), part.warp.index, tuple(part.d_rows)), [-1, 0])
+            if not part.add or place[0] < 0:
+                place[0], place[1] = place[0] + 1, 0
+            else:
+                place[1] += 1
+            if self.tap is not None:
+                last = i == len(chain) - 1 and s.d == "f32"
+                d = results[0].view(np.float32).reshape(s.n, 64).T.copy() if last else np.empty((0, 0), np.float32)
+                self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid))
+            for e in self.expectations:
+                if e.column is None:
+                    self.compare(e, "a", a, part, [cta], self.checker.performing, place)
+                    self.compare(e, "b", b, part, [cta], self.checker.performing, place)
+            if self.nan:
+                for operand, values in (("a", a), ("b", b)):
+                    if np.isnan(values).any():
+                        self.report_nan(operand, values, part, [cta], self.checker.performing)
+                        break
+
     def compare(self, e: Expectation, operand: str, got: np.ndarray, p, ctas, op, place) -> None:
         tile, step = place
         want = e.part(operand, tile, step, got.shape[1])
@@ -142,7 +173,11 @@ class Products:
         from softsm.isa import tcgen05
 
         s = p.shape
-        if operand == "a":
+        if not hasattr(p, "pair"):  # a wgmma
+            if operand == "a" and isinstance(p.a, np.ndarray):
+                return []
+            rows, descriptor, k_major, element = (64, p.a, s.a_k_major, s.a) if operand == "a" else (s.n, p.b, s.b_k_major, s.b)
+        elif operand == "a":
             rows, descriptor, k_major, element = tcgen05.rows_of(p), p.a, s.a_k_major, s.a
         else:
             rows, descriptor, k_major, element = s.n // len(ctas), p.b, s.b_k_major, s.b
@@ -153,7 +188,8 @@ class Products:
             return self.by_number(int(number), f"wrote row {row} of A")
         size = tensor_core.element_bytes(element)
         per = 16 // size
-        table = swizzle.addresses(descriptor, k_major, *((rows, 2) if k_major else (s.k, -(-rows // per))))
+        chunks = (rows, max(s.k // per, 1)) if k_major else (s.k, -(-rows // per))
+        table = swizzle.addresses(descriptor, k_major, *chunks)
         at, inside = (table[row, k // per], k % per) if k_major else (table[k, row // per], row % per)
         return self.writer(cta, int(at) + inside * size)
 

@@ -428,6 +428,12 @@ class Checker(TensorChecks):
                 other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc)
             self.add_race(this, other, f"{memory} memory", other_op)
 
+    def used_early(self, w, load) -> None:
+        """An instruction touches registers of a tcgen05.ld that nobody has waited for."""
+        other = self.party(load.warp, load, "may still be writing its registers")
+        self.add_race(self.party(w, None, "uses registers of a tcgen05.ld"), other, "registers", None,
+                      "put tcgen05.wait::ld.sync.aligned between the load and the first use of its registers")
+
     def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
         if mend:
             pass

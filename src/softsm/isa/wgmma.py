@@ -329,15 +329,20 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], earlier: tuple[AsyncOp
     if w.machine.checker is not None:
         reads = tuple(("spans", w.cta, swizzle.spans(*t[:4])) for parts in chain for t in tiles(parts[0]))
     line = chain[0][0].line
-    multiply = AsyncOp("wgmma", w, 0, line, lambda: results.extend(perform(chain)), earlier, reads=reads)
+    def effects() -> None:
+        results.extend(perform(chain))
+        if w.machine.checker is not None and w.machine.checker.products is not None:
+            w.machine.checker.products.warpgroup(w, chain, results)
+
+    multiply = AsyncOp("wgmma", w, 0, line, effects, earlier, reads=reads)
     batch.ops.append(w.machine.issue(multiply))
     writes = []
     for i, part in enumerate(chain[0]):
 
-        def effects(i=i, part=part) -> None:
+        def deliver(i=i, part=part) -> None:
             write_registers(part, results[i], 16 * i)
 
-        op = w.machine.issue(AsyncOp("wgmma result", part.warp, 0, line, effects, (multiply,)))
+        op = w.machine.issue(AsyncOp("wgmma result", part.warp, 0, line, deliver, (multiply,)))
         batch.results[part.warp.index].append(op)
         writes.append(op)
     return writes
