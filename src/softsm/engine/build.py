@@ -23,7 +23,8 @@ from softsm.isa.registry import MICROS, Micro
 BANK = 120  # Numba's time grows faster than the number of branches; a change recompiles one bank only
 BANK_SIGNATURE = "void(u4,u4,u4,u4,u4,u4,u4,i8,i8,i8)"
 _ENGINE = pathlib.Path(__file__).parent
-_VOCABULARY = ("vec", "vec_types", "vec_rows", "vec_ops", "vec_math", "vec_round", "vec_access", "vec_small")
+_VOCABULARY = ("vec", "vec_types", "vec_rows", "vec_ops", "vec_math", "vec_round", "vec_access", "vec_small",
+               "vec_lanes")
 _OPERANDS = ("ra", "rb", "rc", "rx")
 _LETTERS = "abcd"
 

@@ -1,10 +1,11 @@
 """The vector engine's vocabulary: everything an expression in `isa/registry.micro` may use.
 
-`from softsm.engine.vec import *` gives the types (vec_types), rows, lanes and memory (vec_rows), single operations and
+`from softsm.engine.vec import *` gives the types (vec_types), rows, lanes and memory (vec_rows, vec_lanes), single operations and
 conversions (vec_ops), directed rounding (vec_round), accesses (vec_access) and PTX's composed arithmetic (vec_math).
 """
 
 from softsm.engine.vec_access import *  # noqa: F403
+from softsm.engine.vec_lanes import *  # noqa: F403
 from softsm.engine.vec_math import *  # noqa: F403
 from softsm.engine.vec_ops import *  # noqa: F403
 from softsm.engine.vec_round import *  # noqa: F403

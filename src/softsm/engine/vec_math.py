@@ -21,7 +21,6 @@ from softsm.engine.vec_ops import (
     float_to_half,
     fma,
     half_to_float,
-    maxnum,
     tod,
     tof,
     tol,
@@ -33,7 +32,6 @@ from softsm.engine.vec_ops import (
     vrint,
     vsqrt,
 )
-from softsm.engine.vec_rows import lanes, permute, xor_lanes
 from softsm.engine.vec_types import loaded, sel, spread
 
 # Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.
@@ -432,83 +430,3 @@ def ftz16(a):
     """Subnormal f16 (both halves) -> zero of the same sign."""
     low = sel((a & 0x7C00) == 0, a & 0xFFFF8000, a)
     return sel((low & 0x7C000000) == 0, low & 0x8000FFFF, low)
-
-
-# ---------------------------------------------------------------- shfl: which lane each lane reads, and whether it may
-
-
-@_fn
-def _last_lane(c):
-    """The bound of each lane's segment; c holds the clamp in bits 0-4 and the segment mask in bits 8-12."""
-    segment = (c >> 8) & 31
-    return (lanes() & segment) | (c & 31 & ~segment)
-
-
-@_fn
-def _from_below(b):
-    return asI(lanes()) - asI(b & 31)
-
-
-@_fn
-def _from_segment(b, c):
-    segment = (c >> 8) & 31
-    return (lanes() & segment) | (b & 31 & ~segment)
-
-
-@_fn
-def up_inside(b, c):
-    return _from_below(b) >= asI(_last_lane(c))
-
-
-@_fn
-def down_inside(b, c):
-    return lanes() + (b & 31) <= _last_lane(c)
-
-
-@_fn
-def bfly_inside(b, c):
-    return (lanes() ^ (b & 31)) <= _last_lane(c)
-
-
-@_fn
-def idx_inside(b, c):
-    return _from_segment(b, c) <= _last_lane(c)
-
-
-@_fn
-def shfl_up(a, b, c):
-    return permute(a, sel(up_inside(b, c), asU(_from_below(b)), lanes()))
-
-
-@_fn
-def shfl_down(a, b, c):
-    return permute(a, sel(down_inside(b, c), lanes() + (b & 31), lanes()))
-
-
-@_fn
-def shfl_bfly(a, b, c):
-    return permute(a, sel(bfly_inside(b, c), lanes() ^ (b & 31), lanes()))
-
-
-@_fn
-def shfl_idx(a, b, c):
-    return permute(a, sel(idx_inside(b, c), _from_segment(b, c), lanes()))
-
-
-# ---------------------------------------------------------------- redux of f32 over the lanes of a mask
-
-
-@_fn
-def warp_max(x, m):
-    """The largest of the active lanes, in all lanes. NaN is the neutral element: it loses against any number."""
-    x = sel(m, x, asF(tou(0x7FFFFFFF)))
-    x = maxnum(x, xor_lanes(x, 1))
-    x = maxnum(x, xor_lanes(x, 2))
-    x = maxnum(x, xor_lanes(x, 4))
-    x = maxnum(x, xor_lanes(x, 8))
-    return canonical(maxnum(x, xor_lanes(x, 16)))
-
-
-@_fn
-def warp_min(x, m):
-    return canonical(-warp_max(-x, m))

@@ -5,8 +5,9 @@ Two registries:
 * `micro(name, signature, expression)`: one line = one operation of the interpreter on 32 lanes. The signature
   "f=ff" gives the destination and source kinds: u i f = a 32-bit row read as uint32, int32, float32;
   q l d = a 64-bit row read as uint64, int64, float64; p = a predicate (a lane mask, plain uint32). The expression
-  uses a, b, c, d (the sources), m (the active lanes, uint32) and the names of `softsm.engine.vec`. `hot=True` puts it into the flat
-  dispatch function (at most about 200 of them); the others go into banks of their own, one call further away.
+  uses a, b, c, d (the sources), m (the active lanes, uint32) and the names of `softsm.engine.vec`. `hot=True` puts
+  it into the flat dispatch function (at most about 200 of them); the others go into banks of their own, one call
+  further away.
 * `@lowers("add")`: a function `(asm, ins)` which turns one PTX instruction with that base opcode into micro-operations
   (`asm.emit`), or a macro-operation (`asm.macro`: a Python function that runs outside the interpreter loop), or
   refuses it (`asm.refuse(ins, why)`) while the kernel is loaded. Nothing is ever skipped silently.
