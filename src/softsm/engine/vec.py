@@ -1,7 +1,8 @@
 """The vector engine's vocabulary: everything an expression in `isa/registry.micro` may use.
 
-`from softsm.engine.vec import *` gives the types (vec_types), rows, lanes and memory (vec_rows, vec_lanes), single operations and
-conversions (vec_ops), directed rounding (vec_round), accesses (vec_access) and PTX's composed arithmetic (vec_math).
+`from softsm.engine.vec import *` gives the types (vec_types), rows and memory (vec_rows, vec_access), lane exchange
+(vec_lanes), single operations and conversions (vec_ops), directed rounding (vec_round), small floats (vec_small) and
+PTX's composed arithmetic (vec_math).
 """
 
 from softsm.engine.vec_access import *  # noqa: F403
