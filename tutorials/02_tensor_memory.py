@@ -20,8 +20,8 @@ The first one is what softmax wants: a thread has a whole row, so its maximum an
 the other and the row maximum is taken over the wrong elements; the numbers look almost right.
 
 In Gluon the shape is part of the register layout. The kernel below writes a tile with one shape and reads it back
-with another: tensor memory does not care who wrote it how. `owner` asks the layout which element a thread's register
-holds; the check compares it with the table.
+with another: tensor memory does not care who wrote it how. `owner` is the table as code; a check shows that every
+cell of an access has exactly one owner.
 
 Stores with the 16-lane shapes want their column aligned; 32x32b takes any column. And an access covers columns that
 must have been allocated and written: softsm fills what nobody wrote with NaN and says who read it.

@@ -30,7 +30,7 @@ from dsv4 import reference
 
 @gluon.jit
 def merge(o_ptr, lse_ptr, sink_ptr, out_ptr, rows, D: gl.constexpr):
-    """out [rows, D] of two parts: o [2, rows, D], lse [2, rows] in natural logarithms, sink [rows]; a row per program."""
+    """out [rows, D] of two parts: o [2, rows, D], lse [2, rows] natural logarithms, sink [rows]; a row per program."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.program_id(0)
     column = gl.arange(0, D, layout=L)

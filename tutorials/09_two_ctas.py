@@ -4,7 +4,7 @@ At head dim 512 O of 128 rows is 128 lanes by 512 columns: all of tensor memory,
 twice, once per half of the head dim, would be one way out, and a bad one. There are two good ones.
 
 *64 rows per CTA.* A product of 64 rows leaves half of each 32-lane group unused, and the two halves of O fit side by
-side into 256 columns. One CTA, K may be reused as V where they are the same tensor. The library's kernel does this.
+side into 256 columns. The library's kernel takes this way.
 
 *A pair of CTAs.* Two CTAs of a cluster, on two SMs, issue one product together (`cta_group::2`): 128 rows, 64 in each
 CTA. Each holds in its tensor memory the 64 rows of its own, columns folded in two over the 128 lanes, so O takes 256
@@ -18,7 +18,7 @@ its own: if one announces the bytes of both, the barrier waits for ever. The pro
 CTAs.
 
 P goes through shared memory, each CTA its 64 rows; the fence is needed in each, and a cluster barrier before the
-leader issues, since the leader's tensor core reads the other CTA's P.
+leader issues, since the product that the leader issues reads the P of both.
 
 The kernel here does one tile of 128 keys. Q K^T runs over 8 steps of 64 columns, P V over two halves of O.
 

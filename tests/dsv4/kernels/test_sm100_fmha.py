@@ -11,6 +11,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
 
@@ -224,6 +225,41 @@ def test_any_shape(compiled, d, batch, t, s, heads, left, right_, pad, seed, ord
     call.out_pad = pad
     with options(order=order, seed=seed):
         right(call)
+
+
+@pytest.mark.parametrize(("d", "p_tmem"), [path for path in PATHS if path[0] <= 128])
+def test_spills(d: int, p_tmem: bool, compiled, monkeypatch) -> None:
+    """By the assembler, of the PTX that the other tests ran: nothing is spilled in a main loop.
+
+    Head dim 128 with P through shared memory, which is not the default, reloads a few loop invariants there (9 loads,
+    no store); docs/kernels.md has the figures.
+    """
+    from dsv4.kernels import aot
+    from dsv4.kernels.figures import figures
+
+    compiled((d, BF16, p_tmem, ROWS))
+    kernels = []
+
+    def launch(kernel, grid, arguments, **constants):
+        kernels.append(kernel[grid](*arguments, **constants))
+
+    monkeypatch.setattr(aot, "launch", launch)
+    with path(p_tmem):
+        dense(Draw(0), d, BF16, {"t": 1, "s": 1}).run(WHERE)
+    found = figures(kernels[0], "sm_100a")
+    assert found.loop_spills == 0 or ((d, p_tmem) == (128, False) and found.loop_spills <= 9), found
+    assert found.spill_stores + found.spill_loads <= 256, found
+
+
+def test_the_page_of_figures_is_up_to_date() -> None:
+    """The budget, which is computed; and every variant has its line, though only `dsv4 kernels` compiles them all."""
+    from dsv4.commands import kernels
+
+    page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    for line in kernels.budget_section():
+        assert line in page, f"run dsv4 kernels --write docs/kernels.md: {line}"
+    for d, p_tmem in PATHS:
+        assert f"| {d} | {'tensor' if p_tmem else 'shared'} | rows |" in page
 
 
 # ---- the full product ---------------------------------------------------------------------------------------------
