@@ -31,9 +31,8 @@ from softsm.ptx.ast import (
     Vector,
 )
 
-CHAPTERS = ("control", "memory", "warp", "integer", "floating", "half", "compare", "convert", "moves", "logic",
-            "barriers",
-            "async_copy", "tma", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
+CHAPTERS = ("control", "memory", "cache_policy", "warp", "integer", "floating", "half", "compare", "convert", "moves",
+            "logic", "barriers", "async_copy", "tma", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
          "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
          "f32x2": 64, "b128": 128, "e4m3x2": 16, "e5m2x2": 16}
@@ -87,6 +86,7 @@ class Assembler:
         self.shared_variables: dict[str, int] = {}
         self.local_variables: dict[str, int] = {}
         self.param_offsets: dict[str, int] = {}
+        self.passed: dict[str, tuple[str, int]] = {}  # parameters of device functions in .reg -> bank, row
         offset = 0
         for p in self.function.params:
             offset = -(-offset // p.align) * p.align
@@ -111,7 +111,12 @@ class Assembler:
         for f in functions[1:]:
             for v in [*f.params, *f.returns]:
                 self.variables[v.name] = v
-                self.place_local(v)
+                if v.space == "reg":
+                    width = WIDTH[v.type]
+                    bank = "P" if width == 1 else "Q" if width >= 64 else "R"
+                    self.passed[v.name] = bank, self.fresh(bank, 2 if width == 128 else 1)
+                else:
+                    self.place_local(v)
         for v in dynamic:  # all extern arrays start where the static ones end
             shared = -(-shared // max(v.align, 16)) * max(v.align, 16)
         for v in dynamic:
@@ -226,11 +231,11 @@ class Assembler:
         if name == "WARP_SZ":
             return self.const(32, "q" if bank == "Q" else "u")
         if name not in self.specials:
-            wide = "Q" if name in SPECIAL_64 else "R"
+            wide = "Q" if name in SPECIAL_64 else "P" if name == "is_explicit_cluster" else "R"
             self.specials[name] = (wide, self.fresh(wide))
         have, row = self.specials[name]
         if have != bank:
-            raise self.error(f"%{name} is {'64' if have == 'Q' else '32'} bits wide")
+            raise self.error(f"%{name} is {dict(Q='64 bits wide', R='32 bits wide', P='a predicate')[have]}")
         return row
 
     def symbol(self, name: str, offset: int, bank: str) -> int:
@@ -334,7 +339,7 @@ class Assembler:
         self.guard(ins)
         lowering(self, ins)
         if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
-            self.flush_tensor_loads(start)
+            self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
         if self.checking:
             self.follow_registers(ins, start)
 
@@ -368,10 +373,11 @@ class Assembler:
         self.instructions.insert(at, self.ins)
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
-    def flush_tensor_loads(self, at: int) -> None:
-        """tcgen05.ld delivers its registers at their first use, or at wait::ld: here is the first use."""
+    def flush_tensor_loads(self, at: int, use: str = "") -> None:
+        """tcgen05.ld delivers its registers at their first use ('use', or 'move'), or at wait::ld; at a jump at the
+        latest."""
         if self.tmem_pending and self.tmem_flush is not None:
-            self.insert_macro(at, self.tmem_flush)
+            self.insert_macro(at, self.tmem_flush, use=use)
         self.tmem_pending.clear()
 
     def body(self, function: Function) -> None:
@@ -379,7 +385,7 @@ class Assembler:
         self.entries[function.name] = len(self.records)
         prefix = function.name
         self.scope = prefix
-        saved, self.rows = self.rows, {}
+        saved, self.rows = self.rows, {name: row for name, (_, row) in self.passed.items()}
         for item in function.body:
             if isinstance(item, Label):
                 if self.tmem_pending:

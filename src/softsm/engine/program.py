@@ -65,7 +65,7 @@ class Program:
     constants_r: dict[int, int]  # row -> value
     constants_q: dict[int, int]
     constants_p: dict[int, int]
-    specials: dict[str, tuple[str, int]]  # name -> ('R' | 'Q', row)
+    specials: dict[str, tuple[str, int]]  # name -> ('R' | 'Q' | 'P', row)
     parameters: dict[tuple[int, int], tuple[str, int]]  # (byte offset, bytes) -> ('R' | 'Q', row), sign-extended size
     symbol_rows: list[tuple[str, int, str, int]]  # (bank, row, symbol, offset)
     shared_variables: dict[str, int]  # name -> offset in the CTA's window

@@ -145,6 +145,7 @@ class Machine:
         self.ready: deque[Warp] = deque()
         self.shuffle = options.order == "random"
         self.steps = 0
+        self.clock = 0  # the last reading of %clock or %globaltimer
         self.writes = 0
         self.seen_writes = -1
         self.timed_out_at = -1

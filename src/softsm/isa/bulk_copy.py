@@ -210,7 +210,11 @@ def do_bulk_load(w, mask, o):
 
 
 def do_bulk_peer(w, mask, o):
-    """shared::cta -> shared::cluster, a copy or a reduction."""
+    """shared::cta -> shared::cluster, a copy or a reduction. Without a cluster an H200 calls it an illegal
+    instruction, even when the destination is the CTA's own shared memory."""
+    if w.machine.cluster_size == 1:
+        raise w.fault("cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU has no path from "
+                      "shared memory to shared memory there")  # fmt: skip
     for lane in lanes(mask):
         size = _size(w, o, lane)
         home, begin = shared_bytes(w, int(w.R[o.src, lane]), size, "cp.async.bulk read")

@@ -13,6 +13,10 @@ from softsm.isa.registry import lowers
 from softsm.ptx.ast import Call, Imm, Reg, Symbol
 
 
+MOVE = {"R": "mov.b32", "Q": "mov.b64", "P": "mov.pred"}
+KIND = {"R": "u", "Q": "q", "P": "p"}
+
+
 @lowers("bra")
 def bra(asm, ins):
     if set(ins.modifiers) - {"uni"}:
@@ -79,10 +83,22 @@ def call(asm, ins):
         asm.refuse(ins, f"function {name} has no body in this module")
     # Parameters are variables of the caller; those of the callee have places of their own: copy in, call, copy out.
     for a, p in zip(c.arguments, target.params):
-        copy_local(asm, ins, a, p)
+        if p.space == "reg":
+            bank, row = asm.passed[p.name]
+            asm.emit(MOVE[bank], row, asm.src(a, KIND[bank]))
+        else:
+            copy_local(asm, ins, a, p)
     asm.macro(do_call, ins, callee=name, entry=None)
     for r, p in zip(c.returns, target.returns):
-        asm.macro(do_copy, ins, source=asm.local_variables[p.name], target=asm.local_variables[r], size=p.size)
+        if p.space == "reg":
+            bank, row = asm.passed[p.name]
+            asm.emit(MOVE[bank], asm.dst(Reg(r), KIND[bank]), row)
+        elif r in asm.local_variables:
+            asm.macro(do_copy, ins, source=asm.local_variables[p.name], target=asm.local_variables[r], size=p.size)
+        else:
+            kind = "q" if p.size == 8 else "u"
+            asm.macro(do_fetch_register, ins, row=asm.dst(Reg(r), kind), wide=kind == "q",
+                      source=asm.local_variables[p.name], size=p.size)
 
 
 def copy_local(asm, ins, argument, parameter):
@@ -109,6 +125,12 @@ def do_copy_value(w, mask, o):
 def do_copy_register(w, mask, o):
     rows = (w.Q if o.wide else w.R)[o.row]
     w.local[lanes(mask), o.target : o.target + o.size] = rows.view("u1").reshape(32, -1)[lanes(mask), : o.size]
+
+
+def do_fetch_register(w, mask, o):
+    bank = w.Q if o.wide else w.R
+    for lane in lanes(mask):
+        bank[o.row, lane] = int.from_bytes(w.local[lane, o.source : o.source + o.size].tobytes(), "little")
 
 
 def do_call(w, mask, o):

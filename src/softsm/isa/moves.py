@@ -5,12 +5,15 @@ from __future__ import annotations
 from softsm.engine import program as pg
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, operands, src16, unary
-from softsm.ptx.ast import Sink, Vector
+from softsm.ptx.ast import Sink, Special, Vector
 
 micro("pack.b64", "q=uu", "toq(a) | (toq(b) << 32)", hot=True)
 micro("hi32", "u=q", "tou(a >> 32)", hot=True)
 
 TYPES = ("pred", "b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64", "b128")
+
+
+CLOCKS = ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
 
 @lowers("mov")
@@ -19,6 +22,11 @@ def mov(asm, ins):
         asm.refuse(ins, f"takes one of {', '.join('.' + t for t in TYPES)}")
     t = ins.modifiers[0]
     d, a = operands(asm, ins, 2)
+    if isinstance(a, Special) and a.name.lstrip("%") in CLOCKS:
+        name = a.name.lstrip("%")
+        wide = asm.type_of(a) == "u64"
+        asm.src(a, "q" if wide else "u")
+        return asm.macro(do_clock, ins, dst=asm.dst(d, "q" if wide else "u"), wide=wide, high=name.endswith("_hi"))
     if isinstance(a, Vector) and len(a.items) > 1:
         return pack(asm, ins, t, d, a.items)
     if isinstance(d, Vector) and len(d.items) > 1:
@@ -31,6 +39,19 @@ def mov(asm, ins):
         return asm.emit("mov.b32", asm.dst(d, "u"), src16(asm, a))
     name = "mov.pred" if t == "pred" else "mov.b64" if t.endswith("64") else "mov.b32"
     asm.emit(name, asm.dst(d, KIND[t]), asm.src(a, KIND[t]))
+
+
+def do_clock(w, mask, o):
+    """One cycle, and one nanosecond, per warp instruction of the whole launch, so that runs can be repeated. Every
+    reading differs from the one before; it counts as a change, since a loop may wait for time to pass."""
+    m = w.machine
+    m.writes += 1
+    m.clock = max(m.clock + 1, m.steps)
+    on = [lane for lane in range(32) if mask >> lane & 1]
+    if o.wide:
+        w.Q[o.dst, on] = m.clock
+    else:
+        w.R[o.dst, on] = (m.clock >> 32 if o.high else m.clock) & pg.ALL
 
 
 def element_bits(asm, ins, t: str, count: int) -> int:

@@ -59,16 +59,7 @@ class Mbarrier(Waitable):
     ) -> int:
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
         expected count of the phases that follow; `no_complete` promises that the phase will not end here."""
-        if not 1 <= count <= MAX_COUNT:
-            raise Fault(
-                "barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})"
-            )
-        if count > self.pending:
-            raise Fault(
-                "barrier-count",
-                f"{self.name}: {count} more arrival(s) in phase {self.phase} with {self.pending} of {self.expected} "
-                f"still expected ({who}). {self.describe()}",
-            )
+        self.check_arrivals(count, who)
         token = self.token()
         self._note("drop" if drop else "arrive", count, who)
         self.pending -= count
@@ -82,6 +73,18 @@ class Mbarrier(Waitable):
             self.clock.gather(relaxed)
         self._settle()
         return token
+
+    def check_arrivals(self, count: int, who: object = "") -> None:
+        if not 1 <= count <= MAX_COUNT:
+            raise Fault(
+                "barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})"
+            )
+        if count > self.pending:
+            raise Fault(
+                "barrier-count",
+                f"{self.name}: {count} more arrival(s) in phase {self.phase} with {self.pending} of {self.expected} "
+                f"still expected ({who}). {self.describe()}",
+            )
 
     def expect_tx(self, nbytes: int, who: object = "") -> None:
         self._add_tx(nbytes, "expect_tx", nbytes, who)

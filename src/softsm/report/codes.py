@@ -7,21 +7,25 @@ CODES: dict[str, tuple[str, str]] = {
     # order
     "race": (
         "Two accesses of the same bytes, or of the same tensor-memory cells, are not ordered, and at least one writes.",
-        "Put the synchronisation of the two operations between them: an mbarrier arrive and wait, bar.sync, a group wait, "
+        "Put the synchronisation of the two operations between them: an mbarrier arrive and wait, "
+        "bar.sync, a group wait, "
         "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses.",
     ),
     "in-flight": (
         "The kernel ends, or frees tensor memory, while an asynchronous operation may still use it.",
-        "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before the exit or the dealloc.",
+        "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before "
+        "the exit or the dealloc.",
     ),
     "deadlock": (
         "No warp can go on: every one waits for something that nobody is left to do.",
-        "Follow the wait-for cycle: the barrier with missing arrivals or bytes names who arrived last and what is missing.",
+        "Follow the wait-for cycle: the barrier with missing arrivals or bytes names who arrived "
+        "last and what is missing.",
     ),
     # barriers
     "barrier-count": (
         "The number of arrivals a barrier expects cannot be what was meant.",
-        "The count of mbarrier.init is the number of arrivals of a phase (1 for a TMA barrier); bytes belong to expect_tx. "
+        "The count of mbarrier.init is the number of arrivals of a phase (1 for a TMA barrier); "
+        "bytes belong to expect_tx. "
         "The thread count of bar.sync is the number of threads that take part, in whole warps.",
     ),
     "barrier-phase": (
@@ -30,14 +34,18 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-tx": (
         "The bytes announced by expect_tx are not the bytes that the copies of the phase bring.",
-        "expect_tx counts the whole boxes of all copies that signal the barrier in that phase, filled elements included.",
+        "expect_tx counts the whole boxes of all copies that signal the barrier in that phase, "
+        "filled elements included.",
     ),
     "barrier-init": (
         "An mbarrier is used before its initialisation is visible, or initialised again while it is in use.",
         "mbarrier.init, then fence.mbarrier_init.release.cluster or fence.proxy.async, then a barrier, then use; "
         "mbarrier.inval before the word is used for anything else.",
     ),
-    "barrier-inval": ("An mbarrier is invalidated while a warp waits on it.", "Invalidate it after the last wait."),
+    "barrier-inval": (
+        "An mbarrier is invalidated while a warp waits on it.",
+        "Invalidate it after the last wait.",
+    ),
     "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
     "barrier-remote": (
         "An mbarrier of another CTA is used where only the own one may be.",
@@ -62,7 +70,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "type": (
         "Tensor-memory cells are read as another type than they were written as.",
-        "A in tensor memory is packed: convert (cvt.rn.bf16x2.f32) before tcgen05.st, and read the columns it was stored to.",
+        "A in tensor memory is packed: convert (cvt.rn.bf16x2.f32) before tcgen05.st, and read the "
+        "columns it was stored to.",
     ),
     "out-of-bounds-fill": (
         "A TMA box lies wholly outside its tensor, so it brings nothing but fill.",
@@ -79,14 +88,21 @@ CODES: dict[str, tuple[str, str]] = {
     # tensor memory and descriptors
     "lane-ownership": (
         "A warp touches tensor-memory lanes that are not its own.",
-        "Warp w may touch lanes 32*(w%4) to 32*(w%4)+31: add (w%4) << 21 to the address, or give the work to another warp.",
+        "Warp w may touch lanes 32*(w%4) to 32*(w%4)+31: add (w%4) << 21 to the address, or give the "
+        "work to another warp.",
     ),
-    "tmem-lane": ("A tensor-memory address starts at a lane the operation does not accept.", "Start at the lane named."),
+    "tmem-lane": (
+        "A tensor-memory address starts at a lane the operation does not accept.",
+        "Start at the lane named.",
+    ),
     "tmem-address": (
         "The threads of a warp give different tensor-memory addresses.",
         "Compute the address from values that are equal in all threads of the warp.",
     ),
-    "tmem-bounds": ("Tensor memory has 512 columns.", "Check the column of the address and the width of the access."),
+    "tmem-bounds": (
+        "Tensor memory has 512 columns.",
+        "Check the column of the address and the width of the access.",
+    ),
     "tmem-cta-group": (
         "All tcgen05 instructions of a kernel carry the same .cta_group, and both CTAs of a pair do the same.",
         "Use one cta_group in the whole kernel.",
@@ -109,21 +125,41 @@ CODES: dict[str, tuple[str, str]] = {
         "A shared-memory matrix descriptor cannot be meant: fixed bits, swizzle mode or the memory it covers.",
         "`softsm explain descriptor` shows its fields and the bytes it reads.",
     ),
-    "idesc": ("An instruction descriptor names a shape or type the instruction does not have.", "See its fields."),
+    "idesc": (
+        "An instruction descriptor names a shape or type the instruction does not have.",
+        "See its fields.",
+    ),
     "scale-copies": (
         "The scale factors differ between the four lane quarters.",
         "tcgen05.cp.32x128b.warpx4 writes all four.",
     ),
-    "tensor-map": ("A tensor map is unusable.", "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes."),
-    "multicast": ("The CTA mask of a multicast names CTAs that are not there.", "Use bits below the cluster size."),
+    "tensor-map": (
+        "A tensor map is unusable.",
+        "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes.",
+    ),
+    "cluster-launch": (
+        "A copy from shared memory to shared memory in a launch without clusters.",
+        "Launch with a cluster of at least two CTAs, or copy with loads and stores.",
+    ),
+    "multicast": (
+        "The CTA mask of a multicast names CTAs that are not there.",
+        "Use bits below the cluster size.",
+    ),
     "copy-size": ("The size of a bulk copy is not possible.", "Sizes are multiples of 16 bytes."),
     # wgmma
     "wgmma-registers": (
         "Registers of a wgmma are used while it may still read or write them.",
-        "wgmma.wait_group before using the accumulator; wgmma.fence between ordinary register writes and wgmma.mma_async.",
+        "wgmma.wait_group before using the accumulator; wgmma.fence between ordinary register writes "
+        "and wgmma.mma_async.",
     ),
-    "wgmma-operands": ("The warps of a warpgroup execute different products.", "All four give the same operands."),
-    "warpgroup": ("wgmma needs four whole warps.", "Launch a multiple of 128 threads and keep all lanes alive."),
+    "wgmma-operands": (
+        "The warps of a warpgroup execute different products.",
+        "All four give the same operands.",
+    ),
+    "warpgroup": (
+        "wgmma needs four whole warps.",
+        "Launch a multiple of 128 threads and keep all lanes alive.",
+    ),
     # control
     "divergent": (
         "An .aligned or .sync instruction is reached by a part of the warp only.",

@@ -1,16 +1,7 @@
-"""Runs a test kernel on softsm, under every order of completion, and on a GPU where one is: all must agree.
-
-`python launching.py [file ...]` runs the tests of the files beside it that go through `run`, on the GPU alone if
-softsm's engine (numba) or pytest is missing there.
-"""
+"""Runs a test kernel on softsm, under every order of completion, and on a GPU where one is: all must agree."""
 
 import ctypes
-import importlib.util
-import pathlib
 import re
-import sys
-import time
-import types
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -184,6 +175,7 @@ def on_device(device, text, args, grid, block, cluster, shared):
     if cluster > 1:
         text = re.sub(r"\n\{", f"\n.explicitcluster .reqnctapercluster {cluster}, 1, 1\n{{", text, count=1)
     function, held, params = device.function(text), {}, []
+    silicon.RECORD.texts.add(text)
     for i, a in enumerate(args):
         if isinstance(a, np.ndarray):
             held[i] = ctypes.c_uint64()
@@ -206,83 +198,3 @@ def on_device(device, text, args, grid, block, cluster, shared):
         device.call("cuMemFree_v2", pointer)
         out.append(result.view(type(args[i])))
     return answers(out)
-
-
-# -- without pytest ------------------------------------------------------------------------------------------------
-
-
-def stand_in():
-    """As much of pytest as the test files need to be imported."""
-
-    def parametrize(names, values, **_):
-        names = [n.strip() for n in names.split(",")]
-
-        def mark(function):
-            cases = getattr(function, "cases", [{}])
-            rows = [dict(zip(names, v if len(names) > 1 else (v,))) for v in values]
-            function.cases = [{**case, **row} for case in cases for row in rows]
-            return function
-
-        return mark
-
-    def raises(*_, **__):
-        raise NotImplementedError("softsm only")
-
-    module = types.ModuleType("pytest")
-    module.mark = types.SimpleNamespace(parametrize=parametrize)
-    module.raises = raises
-    return module
-
-
-def main(files):
-    sys.modules["pytest"] = stand_in()
-    here = pathlib.Path(__file__).parent
-    passed = failed = skipped = 0
-    started = time.perf_counter()
-    for path in [here / f for f in files]:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for name, function in [(n, f) for n, f in vars(module).items() if n.startswith("test_")]:
-            for case in getattr(function, "cases", [{}]):
-                before = silicon.RECORD.results
-                try:
-                    function(**case)
-                    ran = silicon.RECORD.results > before
-                    passed, skipped = passed + ran, skipped + (not ran)
-                except NotImplementedError:
-                    skipped += 1
-                except AssertionError as error:
-                    if "neither softsm" in str(error):
-                        skipped += 1
-                        continue
-                    failed += 1
-                    print(f"FAILED {path.stem}.{name} {case}: {str(error)[:600]}")
-                    silicon.RECORD.disagreements.append({"test": f"{path.stem}.{name}", "case": str(case)})
-                except Exception as error:
-                    failed += 1
-                    print(f"ERROR {path.stem}.{name} {case}: {type(error).__name__}: {str(error)[:600]}")
-                    if "illegal" in str(error) or "launch fail" in str(error):  # the context is lost
-                        print("the device is in an error state; stopping")
-                        return 1
-    silicon.RECORD.seconds = round(time.perf_counter() - started, 1)
-    print(
-        f"{silicon.RECORD.device or 'no device'}: {passed} passed, {failed} failed, {skipped} not for this device"
-    )
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.modules["launching"] = sys.modules["__main__"]  # the tests import this module by name
-    sys.exit(
-        main(
-            sys.argv[1:]
-            or [
-                "test_mbarriers.py",
-                "test_barriers.py",
-                "test_async_copy.py",
-                "test_tma.py",
-                "test_tensormap.py",
-            ]
-        )
-    )

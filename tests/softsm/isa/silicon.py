@@ -4,23 +4,14 @@ A test hands over inputs and instructions; one kernel holds them all: each threa
 every instruction and stores every result. Comparison is bit for bit unless a bound is given.
 
 Where a CUDA driver and a device are present the same PTX goes through it (ctypes, nothing but NumPy is needed).
-Environment: SOFTSM_SILICON_RECORD=file.json keeps what was measured (device, number of results, worst deviation of
-approximate instructions, disagreements); SOFTSM_SILICON_SAVE=file.npz keeps the device's raw results.
-As a program, `python silicon.py [file ...]` runs the test functions of the files beside it without pytest.
+`on_silicon.py` runs all tests so, without pytest, and keeps what was measured.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import importlib.util
-import json
-import os
-import pathlib
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -45,16 +36,25 @@ class Case:
 
 @dataclass
 class Record:
+    """What one test measured on the device."""
+
     device: str = ""
     results: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # approximate: largest deviation, 1 = all that is allowed
     refused: dict[str, str] = field(default_factory=dict)  # instructions the driver does not take
     disagreements: list[dict] = field(default_factory=list)
-    seconds: float = 0.0
+    texts: set[str] = field(default_factory=set)  # PTX that ran
+
+    def clear(self) -> None:
+        self.results = 0
+        for part in (self.worst, self.refused, self.disagreements, self.texts):
+            part.clear()
+
+    def kept(self) -> dict:
+        return {k: v for k, v in vars(self).items() if k not in ("device", "texts")}
 
 
 RECORD = Record()
-SAVED: dict[str, np.ndarray] = {}
 
 
 def kernel(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], version: str) -> str:
@@ -137,8 +137,6 @@ def check(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], *, v
                 if not case.exact_on_device:
                     continue
             failures += compare(case, engine, bits, [int(w) & mask for w in want], list(zip(*columns)))
-        if "device" in results:
-            SAVED[case.text] = results["device"][0][k, :n]
     assert not failures, "\n".join(failures[:20])
 
 
@@ -194,6 +192,9 @@ class Device:
         self.capability = major.value * 10 + minor.value
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
+        version = ctypes.c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(version))
+        self.version = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
         RECORD.device = f"{name.value.decode()} (sm_{self.capability})"
 
     def call(self, function: str, *args) -> None:
@@ -225,6 +226,7 @@ class Device:
 
     def run(self, ptx, inputs, outputs, grid, block, shared) -> list[np.ndarray]:
         function, pointers = self.function(ptx), []
+        RECORD.texts.add(ptx)
         arrays = [np.ascontiguousarray(x) for x in (*inputs, *outputs)]
         for x in arrays:
             p = ctypes.c_uint64()
@@ -252,41 +254,3 @@ def cuda() -> Device | None:
         return Device(ctypes.CDLL("libcuda.so.1"))
     except (OSError, RuntimeError):
         return None
-
-
-@atexit.register
-def _keep() -> None:
-    if RECORD.results and (path := os.environ.get("SOFTSM_SILICON_RECORD")):
-        text = json.dumps({**vars(RECORD), "date": time.strftime("%Y-%m-%d")}, indent=1)
-        pathlib.Path(path).write_text(text)
-    if SAVED and (path := os.environ.get("SOFTSM_SILICON_SAVE")):
-        np.savez_compressed(path, **SAVED)
-
-
-def main(files: list[str]) -> int:
-    """Run every test function of the files; all of them, whatever fails."""
-    here = pathlib.Path(__file__).parent
-    sys.path.insert(0, str(here))
-    passed, failed, started = 0, 0, time.perf_counter()
-    for path in [pathlib.Path(f) for f in files] or sorted(here.glob("test_*.py")):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for name, function in list(vars(module).items()):
-            if not name.startswith("test_") or getattr(function, "softsm_only", False):
-                continue
-            try:
-                function()
-                passed += 1
-            except Exception as error:
-                failed += 1
-                short = str(error) if isinstance(error, AssertionError) else traceback.format_exc(limit=3)
-                print(f"FAILED {path.stem}.{name}: {short}")
-    RECORD.seconds = round(time.perf_counter() - started, 1)
-    print(f"{RECORD.device or 'no device'}: {RECORD.results} results, {passed} passed, {failed} failed")
-    return failed > 0
-
-
-if __name__ == "__main__":
-    sys.modules["silicon"] = sys.modules["__main__"]  # the tests import this module by name
-    sys.exit(main(sys.argv[1:]))

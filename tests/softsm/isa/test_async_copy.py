@@ -312,20 +312,35 @@ END:
 
 
 def test_bulk_reduction_into_shared_memory():
+    """Into the CTA's own shared memory, which a GPU does in a cluster alone."""
     body = """mov.u32 %r2, data;
 mov.u32 %r20, bar;
+mov.u32 %r10, %cluster_ctarank;
 mad.lo.u32 %r3, %r1, 4, %r2;
 st.shared.u32 [%r3], %r1;
-st.shared.u32 [%r3+128], 100;
+mov.u32 %r7, 100;
+st.shared.u32 [%r3+128], %r7;
 @%p1 mbarrier.init.shared::cta.b64 [%r20], 1;
 @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 128;
 fence.proxy.async.shared::cta;
 bar.sync 0;
 add.u32 %r4, %r2, 128;
-@%p1 cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r4], [%r2], 128, [%r20];
+mapa.shared::cluster.u32 %r4, %r4, %r10;
+mapa.shared::cluster.u32 %r8, %r20, %r10;
+@%p1 cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r4], [%r2], 128, [%r8];
 """
-    body += wait("%r20", 0, "W") + "ld.shared.u32 %r5, [%r3+128];\n" + store("%r5")
-    np.testing.assert_array_equal(run(ptx(body, shared=DATA), [words(32)]), np.arange(32) + 100)
+    body += wait("%r20", 0, "W") + "ld.shared.u32 %r5, [%r3+128];\nmad.lo.u32 %r6, %r10, 32, %r1;\n"
+    text = ptx(body + store("%r5", "%r6"), shared=DATA)
+    got = run(text, [words(64)], grid=2, cluster=2)
+    np.testing.assert_array_equal(got, np.tile(np.arange(32) + 100, 2))
+
+
+def test_shared_to_shared_needs_a_cluster():
+    body = "mov.u32 %r2, data;\nmov.u32 %r20, bar;\n@%p1 mbarrier.init.shared::cta.b64 [%r20], 1;\nbar.sync 0;\n"
+    copy = "shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    for form in (f"cp.async.bulk.{copy}", f"cp.reduce.async.bulk.{copy}.add.u32"):
+        text = ptx(body + f"@%p1 {form} [%r2+128], [%r2], 128, [%r20];\n", "out src", shared=DATA)
+        fails(text, "cluster-launch", "clusters")
 
 
 def test_prefetch_changes_nothing():

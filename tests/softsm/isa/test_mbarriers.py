@@ -142,13 +142,22 @@ st.global.u32 [%rd1], %r3;
     assert run(once(body, shared=BARRIER), [words(1)])[0] == 1
 
 
+ANSWER = "mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], 1;\nselp.u32 %r3, 1, 0, %p2;\n" + store("%r3")
+
+
 def test_arrivals_of_one_warp_may_end_two_phases():
-    text = ptx(
-        init(16) + "mbarrier.arrive.shared::cta.b64 _, [%r2];\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], 1;\nselp.u32 %r3, 1, 0, %p2;\n" + store("%r3"),
-        shared=BARRIER,
-    )
-    np.testing.assert_array_equal(run(text, [words(32)]), 1)  # two phases on: the current one is 2
+    """In two instructions, each of which ends one."""
+    half = "setp.lt.u32 %p3, %r1, 16;\n@%p3 mbarrier.arrive.shared::cta.b64 _, [%r2];\nbar.warp.sync -1;\n"
+    half += "@!%p3 mbarrier.arrive.shared::cta.b64 _, [%r2];\nbar.warp.sync -1;\n"
+    got = run(ptx(init(16) + half + ANSWER, shared=BARRIER), [words(32)])
+    np.testing.assert_array_equal(got, 1)  # two phases on: the current one is 2
+
+
+@pytest.mark.parametrize("form", ["arrive.shared::cta.b64 _, [%r2]", "arrive.shared::cta.b64 %rd5, [%r2]",
+                                  "arrive.expect_tx.shared::cta.b64 _, [%r2], 0"])  # fmt: skip
+def test_one_instruction_cannot_arrive_more_often_than_expected(form):
+    """32 lanes on a barrier of 16: a GPU faults."""
+    fails(ptx(init(16) + f"mbarrier.{form};\n" + ANSWER, shared=BARRIER), "barrier-count", "32 more arrival")
 
 
 def test_test_wait_polls_until_another_warp_arrives():

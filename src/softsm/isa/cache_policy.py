@@ -1,0 +1,32 @@
+"""createpolicy: 64-bit words that loads, stores and copies take as .L2::cache_hint. They change no value.
+
+The manual calls the words opaque. Those of `fractional` are the ones an H200 makes, since programs also pass them as
+constants: the priority in the top bits, then sixteenths of the accesses that get it.
+"""
+
+from __future__ import annotations
+
+from softsm.isa.registry import lowers
+from softsm.ptx.ast import Imm
+
+PRIMARY = {"L2::evict_first": 0x12, "L2::evict_last": 0x14, "L2::evict_normal": 0x16, "L2::evict_unchanged": 0x10}
+SECONDARY = ("L2::evict_first", "L2::evict_unchanged")
+
+
+@lowers("createpolicy")
+def createpolicy(asm, ins):
+    kind, *rest = ins.modifiers or ("",)
+    if kind == "cvt" and rest == ["L2", "b64"]:
+        return asm.emit("mov.b64", asm.dst(ins.operands[0], "q"), asm.src(ins.operands[1], "q"))
+    known = kind in ("fractional", "range") and rest[-1:] == ["b64"] and 2 <= len(rest) <= 3
+    if not known or rest[0] not in PRIMARY or any(m not in SECONDARY for m in rest[1:-1]):
+        asm.refuse(ins, "expected createpolicy.{fractional,range}.L2::priority{.L2::evict_first,.L2::evict_unchanged}"
+                   ".b64 or createpolicy.cvt.L2.b64")  # fmt: skip
+    share = 16
+    if kind == "fractional" and len(ins.operands) > 1:
+        fraction = ins.operands[1]
+        if not isinstance(fraction, Imm) or not 0 < float(fraction.value) <= 1:
+            raise asm.error("the fraction is a literal above 0 and at most 1")
+        share = max(1, round(16 * float(fraction.value)))
+    word = PRIMARY[rest[0]] << 56 | share - 1 << 52
+    asm.emit("mov.b64", asm.dst(ins.operands[0], "q"), asm.const(word, "q"))
