@@ -122,4 +122,4 @@ def test_dropout(sm):
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     kept = (outs[0] != 0).float().mean().item()
     assert abs(kept - 0.7) < 5 * (0.21 / n) ** 0.5  # five standard deviations
-    assert set(outs[0].tolist()) <= {0.0, torch.tensor(1 / (1 - torch.tensor(p))).item()}
+    assert set(outs[0].tolist()) <= {0.0, (1 / (1 - torch.tensor(p))).item()}

@@ -1,4 +1,4 @@
-"""A right program is right whenever its asynchronous operations complete: late, as its own waits allow, or at random."""
+"""A right program is right whenever its asynchronous operations complete: late, as its waits allow, or at random."""
 
 from __future__ import annotations
 

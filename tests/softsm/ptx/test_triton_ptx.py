@@ -99,10 +99,13 @@ def test_source_lines_lead_back_to_this_file(ptx):
     (entry,) = [f for f in parse(ptx).functions.values() if f.entry]
     located = [i.loc for i in entry.body if isinstance(i, Instruction) and i.loc]
     assert len(located) > len(entry.body) // 2
+    roots = set()
     for loc in located:
         while loc.caller is not None:
             loc = loc.caller
-        assert loc.file.endswith("test_triton_ptx.py"), loc
+        roots.add(os.path.basename(loc.file))
+    # Triton 3.6 leaves some lines of its own library without the place they were inlined at
+    assert "test_triton_ptx.py" in roots and roots <= {"test_triton_ptx.py", "standard.py"}
 
 
 def test_calls_of_printf_and_assert():
