@@ -35,8 +35,11 @@ def plain(body):
 
 LOAD = t.only("%p0", t.expect("bar", 4096) + t.tma_load("a", "%rd3", "0, 0", "bar"))
 AGAIN = t.only("%p0", t.expect("bar2", 4096) + t.tma_load("a", "%rd3", "0, 0", "bar2"))
-BULK = t.only("%p0", t.expect("bar", 4096) + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
-              "[a], [%rd1], 4096, [bar];\n")  # fmt: skip
+BULK = t.only(
+    "%p0",
+    t.expect("bar", 4096) + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
+    "[a], [%rd1], 4096, [bar];\n",
+)
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd3, {0, 0}], [a];\ncp.async.bulk.commit_group;\n"
 BULK_STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 4096;\ncp.async.bulk.commit_group;\n"
 DONE, READ_DONE = "cp.async.bulk.wait_group 0;\n", "cp.async.bulk.wait_group.read 0;\n"
@@ -62,7 +65,9 @@ def test_reading_after_a_bulk_load_requires_the_mbarrier_wait():
 
 def test_a_relaxed_wait_orders_nothing():
     def make(keep):
-        return tma(LOAD + t.wait("bar", 0, "" if keep else ".relaxed.cta") + READ + when(not keep, t.wait("bar", 0)))
+        return tma(
+            LOAD + t.wait("bar", 0, "" if keep else ".relaxed.cta") + READ + when(not keep, t.wait("bar", 0))
+        )
 
     holds(make, args=MAPPED)
 
@@ -78,7 +83,13 @@ def test_a_tma_load_over_bytes_being_read_requires_a_barrier():
 
 def test_two_loads_into_the_same_bytes_are_not_ordered():
     def make(keep):
-        body = LOAD + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + AGAIN + t.wait("bar", 0) + t.wait("bar2", 0)
+        body = (
+            LOAD
+            + when(keep, t.wait("bar", 0) + "bar.sync 0;\n")
+            + AGAIN
+            + t.wait("bar", 0)
+            + t.wait("bar2", 0)
+        )
         return tma(body)
 
     holds(make, args=MAPPED)
@@ -121,7 +132,9 @@ def test_the_proxy_fence_must_cover_the_stores_of_all_warps():
     """A fence of one warp before the barrier says nothing about the others' stores."""
 
     def make(keep):
-        body = t.fill("a", 4096, 5) + ("fence.proxy.async;\n" if keep else t.only("warp 0", "fence.proxy.async;\n"))
+        body = t.fill("a", 4096, 5) + (
+            "fence.proxy.async;\n" if keep else t.only("warp 0", "fence.proxy.async;\n")
+        )
         return tma(body + "bar.sync 0;\n" + t.only("%p0", STORE + DONE))
 
     holds(make, args=MAPPED)
@@ -165,8 +178,10 @@ def test_a_kernel_waits_for_its_stores_to_have_read():
 
 # -- cp.async ----------------------------------------------------------------------------------------------------------
 
-COPY = (FULL + "mul.wide.u32 %rd20, %r0, 4;\nadd.s64 %rd20, %rd1, %rd20;\n"
-        "cp.async.ca.shared.global [%r40], [%rd20], 4;\ncp.async.commit_group;\n")  # fmt: skip
+COPY = (
+    FULL + "mul.wide.u32 %rd20, %r0, 4;\nadd.s64 %rd20, %rd1, %rd20;\n"
+    "cp.async.ca.shared.global [%r40], [%rd20], 4;\ncp.async.commit_group;\n"
+)
 
 
 def test_reading_after_cp_async_requires_wait_group():
@@ -189,8 +204,13 @@ def test_cp_async_arrival_covers_the_copies_before_it():
     def make(keep):
         arrive = "cp.async.mbarrier.arrive.noinc.shared.b64 [bar3];\n" if keep else t.arrive("bar3")
         first = "@%p0 mbarrier.init.shared::cta.b64 [bar3], 128;\n"
-        text = t.kernel(first + t.init("bar") + COPY + arrive + t.wait("bar3", 0) + READ, "x out", target="sm_90a",
-                        shared=SHARED + ".shared .align 8 .b64 bar3;", version="8.6")  # fmt: skip
+        text = t.kernel(
+            first + t.init("bar") + COPY + arrive + t.wait("bar3", 0) + READ,
+            "x out",
+            target="sm_90a",
+            shared=SHARED + ".shared .align 8 .b64 bar3;",
+            version="8.6",
+        )
         return text
 
     holds(make, args=[X, OUT])
@@ -198,7 +218,10 @@ def test_cp_async_arrival_covers_the_copies_before_it():
 
 def test_a_bulk_store_of_copied_bytes_requires_proxy_fence():
     def make(keep):
-        copies = "".join(COPY.replace("[%r40]", f"[%r40+{512 * i}]").replace("[%rd20]", f"[%rd20+{512 * i}]") for i in range(8))
+        copies = "".join(
+            COPY.replace("[%r40]", f"[%r40+{512 * i}]").replace("[%rd20]", f"[%rd20+{512 * i}]")
+            for i in range(8)
+        )
         body = copies + "cp.async.wait_all;\n" + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
         return plain(body + t.only("%p0", BULK_STORE + DONE))
 
@@ -213,7 +236,9 @@ TWO = dict(grid=2, cluster=2)
 
 
 def pair(body):
-    return t.kernel(t.init("bar", "bar2") + PEER + body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+    return t.kernel(
+        t.init("bar", "bar2") + PEER + body, "x out", shared=SHARED, target="sm_90a", version="8.6"
+    )
 
 
 MINE = PEER + "mapa.shared::cluster.u32 %r52, %r40, %r51;\n"
@@ -237,7 +262,13 @@ def test_a_relaxed_cluster_arrival_orders_nothing():
 
 def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
     def make(keep):
-        body = WRITE + "ld.shared.u32 %r42, [%r40];\n" + when(keep, SYNC) + MINE + "st.shared::cluster.u32 [%r52], %r0;\n"
+        body = (
+            WRITE
+            + "ld.shared.u32 %r42, [%r40];\n"
+            + when(keep, SYNC)
+            + MINE
+            + "st.shared::cluster.u32 [%r52], %r0;\n"
+        )
         return pair(body + SYNC)
 
     holds(make, args=[X, OUT], **TWO)
@@ -248,7 +279,12 @@ def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
         body = t.only("%p0", t.expect("bar", 512)) + SYNC + FULL + MINE
         body += "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
         body += "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r52], %r0, [%r53];\n"
-        body += when(keep, t.wait("bar", 0)) + READ.replace("%rd2", "%rd2") + when(not keep, t.wait("bar", 0)) + SYNC
+        body += (
+            when(keep, t.wait("bar", 0))
+            + READ.replace("%rd2", "%rd2")
+            + when(not keep, t.wait("bar", 0))
+            + SYNC
+        )
         return pair(body)
 
     one = holds(make, args=[X, OUT], also=("uninitialised",), code=("race", "uninitialised"), **TWO)
@@ -257,8 +293,10 @@ def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
 
 def test_multicast_is_complete_for_each_cta_at_its_own_mbarrier():
     def make(keep):
-        copy = ("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                "[a], [%rd3, {0, 0}], [bar], %h0;\n")  # fmt: skip
+        copy = (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[a], [%rd3, {0, 0}], [bar], %h0;\n"
+        )
         first = t.only("%p0", t.expect("bar", 4096)) + SYNC + "mov.b16 %h0, 3;\n"
         lead = "setp.eq.u32 %p5, %r50, 0;\nand.pred %p5, %p5, %p0;\n@%p5 " + copy
         body = t.init("bar", "bar2") + PEER + first + lead + when(keep, t.wait("bar", 0)) + READ

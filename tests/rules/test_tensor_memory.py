@@ -1,4 +1,5 @@
-"""Order of tcgen05 operations (PTX 9.4): each test is the smallest kernel with one synchronisation that can be left out."""
+"""Order of tcgen05 operations (PTX 9.4): each test is the smallest kernel with one synchronisation that can be
+left out."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,8 @@ from ruling import findings, holds
 
 from softsm.museum import text as t
 
-SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar;
+.shared .align 8 .b64 bar2;
 .shared .align 4 .b32 place;"""
 PUBLISH = "fence.proxy.async;\nbar.sync 0;\n"
 START = (
@@ -69,7 +71,11 @@ def test_commit_covers_the_products_of_its_own_thread_only():
 
 def test_commit_of_another_warp_covers_nothing():
     def make(keep):
-        body = t.only("thread 0", MMA) + "bar.sync 0;\n" + t.only("thread 0" if keep else "thread 64", t.commit("bar"))
+        body = (
+            t.only("thread 0", MMA)
+            + "bar.sync 0;\n"
+            + t.only("thread 0" if keep else "thread 64", t.commit("bar"))
+        )
         return whole(body + t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD)
 
     holds(make, args=OUT, also=("in-flight",))
@@ -85,7 +91,11 @@ def again(between):
 
 
 def test_product_after_load_requires_wait_ld():
-    holds(lambda keep: again(when(keep, t.WAIT_LD) + t.BEFORE + "bar.sync 0;\n" + t.AFTER), args=OUT, also=("in-flight",))
+    holds(
+        lambda keep: again(when(keep, t.WAIT_LD) + t.BEFORE + "bar.sync 0;\n" + t.AFTER),
+        args=OUT,
+        also=("in-flight",),
+    )
 
 
 def test_product_after_load_requires_fence_before_the_barrier():
@@ -106,7 +116,9 @@ def test_product_after_load_of_other_warps_requires_a_barrier():
 
 @pytest.mark.parametrize("missing", ["before", "after"])
 def test_default_level_needs_no_tensor_fences(missing):
-    fences = (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")
+    fences = (
+        (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")
+    )
     assert not findings(again(t.WAIT_LD + fences), OUT, strict=False)
 
 
@@ -167,7 +179,10 @@ def test_products_of_different_shape_are_not_ordered():
 
 def test_product_reading_what_another_product_wrote_requires_a_wait():
     def make(keep):
-        first = t.only("thread 0", "add.u32 %r6, %r3, 32;\n" + t.mma("%r6", "%rd10", "%rd11", t.idesc()) + t.commit("bar2"))
+        first = t.only(
+            "thread 0",
+            "add.u32 %r6, %r3, 32;\n" + t.mma("%r6", "%rd10", "%rd11", t.idesc()) + t.commit("bar2"),
+        )
         gap = when(keep, t.wait("bar2", 0) + t.AFTER)
         second = t.only("thread 0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
         return whole(first + gap + second + t.wait("bar", 0) + t.wait("bar2", 0) + t.AFTER)
@@ -201,7 +216,13 @@ def test_copy_then_product_stay_in_order_within_a_warp():
         copy = "add.u32 %r6, %r3, 32;\ntcgen05.cp.cta_group::1.128x256b [%r6], %rd10;\n"
         use = "add.u32 %r6, %r3, 32;\n" + t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar")
         first = t.only("thread 0", copy + t.commit("bar2")) + "bar.sync 0;\n" + t.AFTER
-        return whole(first + t.only("thread 0" if keep else "thread 32", use) + t.wait("bar2", 0) + t.wait("bar", 0) + t.AFTER)
+        return whole(
+            first
+            + t.only("thread 0" if keep else "thread 32", use)
+            + t.wait("bar2", 0)
+            + t.wait("bar", 0)
+            + t.AFTER
+        )
 
     holds(make, args=OUT)
 
@@ -241,7 +262,8 @@ def test_bytes_between_the_rows_of_an_operand_are_free():
     body = t.init("bar", "bar2") + t.alloc(64) + t.fill("a", 16384) + t.fill("b", 256) + PUBLISH
     body += t.descriptor("%rd10", "a", lbo=16, sbo=1024, swizzle=2) + t.descriptor("%rd11", "b") + product()
     body += "shl.b32 %r10, %r0, 7;\nmov.u32 %r11, a;\nadd.u32 %r11, %r11, %r10;\nand.b32 %r12, %r0, 7;\n"
-    body += "xor.b32 %r12, %r12, CHUNK;\nshl.b32 %r12, %r12, 4;\nadd.u32 %r11, %r11, %r12;\nst.shared.b32 [%r11], %r0;\n"
+    body += "xor.b32 %r12, %r12, CHUNK;\nshl.b32 %r12, %r12, 4;\nadd.u32 %r11, %r11, %r12;\n"
+    body += "st.shared.b32 [%r11], %r0;\n"
     body += t.wait("bar", 0) + t.AFTER + t.dealloc(64)
     beside = t.kernel(body.replace("CHUNK", "2"), "out", shared=shared)  # chunk 2 of k is not read
     inside = t.kernel(body.replace("CHUNK", "1"), "out", shared=shared)
@@ -257,7 +279,9 @@ def test_other_warps_read_the_allocated_address_after_a_barrier():
     def make(keep):
         ask = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], 32;\n"
         body = t.only("warp 0", ask) + when(keep, "bar.sync 0;\n") + "ld.shared.u32 %r3, [place];\n"
-        return t.kernel(body + "bar.sync 0;\nld.shared.u32 %r3, [place];\n" + t.dealloc(32), "out", shared=SHARED)
+        return t.kernel(
+            body + "bar.sync 0;\nld.shared.u32 %r3, [place];\n" + t.dealloc(32), "out", shared=SHARED
+        )
 
     holds(make, args=OUT)
 

@@ -5,7 +5,7 @@ from ruling import findings, holds
 
 from softsm.museum import text as t
 
-SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; .shared .align 4 .b32 flag;"
+SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
 X, OUT = np.zeros(64, np.uint32), np.zeros(1024, np.uint32)
 OWN = "mov.u32 %r40, a;\nshl.b32 %r41, %r0, 2;\nadd.u32 %r40, %r40, %r41;\n"
 OTHER = "mov.u32 %r40, a;\nxor.b32 %r41, %r0, 96;\nshl.b32 %r41, %r41, 2;\nadd.u32 %r40, %r40, %r41;\n"
@@ -24,7 +24,12 @@ def plain(body):
 
 def test_reading_what_other_warps_wrote_requires_a_barrier():
     holds(lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",))
-    holds(lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",), strict=False)
+    holds(
+        lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ),
+        args=ARGS,
+        also=("uninitialised",),
+        strict=False,
+    )
 
 
 def test_overwriting_what_other_warps_read_requires_a_barrier():
@@ -39,7 +44,9 @@ def test_a_named_barrier_orders_its_arrivals_before_its_waits():
         count = 128 if keep else 64
         other = 1 if keep else 2
         body = "setp.lt.u32 %p4, %r0, 64;\n"
-        first = t.only("%p4", WRITE + f"bar.arrive 1, {count};\n" if keep else WRITE + f"bar.sync 1, {count};\n")
+        first = t.only(
+            "%p4", WRITE + f"bar.arrive 1, {count};\n" if keep else WRITE + f"bar.sync 1, {count};\n"
+        )
         second = "setp.ge.u32 %p5, %r0, 64;\n" + t.only("%p5", f"bar.sync {other}, {count};\n" + READ)
         return plain(body + first + second)
 
@@ -66,7 +73,9 @@ def test_a_relaxed_arrival_orders_nothing():
 def test_a_phase_must_be_waited_for_before_the_next_one_ends():
     def make(keep):
         turn = "@%p0 " + t.arrive("bar")
-        return plain(t.init("bar") + turn + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + turn + t.wait("bar", 1))
+        return plain(
+            t.init("bar") + turn + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + turn + t.wait("bar", 1)
+        )
 
     holds(make, args=ARGS, code="barrier-phase")
 
@@ -81,15 +90,18 @@ def test_the_count_of_an_mbarrier_is_not_a_number_of_bytes():
 
 # -- global memory between CTAs ----------------------------------------------------------------------------------------
 
-RANK = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nand.pred %p4, %p4, %p0;\nsetp.eq.u32 %p5, %r50, 1;\n" \
-       "and.pred %p5, %p5, %p0;\n"  # fmt: skip
+RANK = (
+    "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nand.pred %p4, %p4, %p0;\nsetp.eq.u32 %p5, %r50, 1;\n"
+    "and.pred %p5, %p5, %p0;\n"
+)
 GRID = dict(grid=2, block=32)
 
 
 def message(store, load, before="", after=""):
     """CTA 0 writes x[1] and sets x[0]; CTA 1 polls x[0] and reads x[1]."""
     send = f"st.global.u32 [%rd1+4], 5;\n{before}{store}\n"
-    poll = f"POLL:\n{load}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n{after}ld.global.u32 %r61, [%rd1+4];\nst.global.u32 [%rd2], %r61;\n"
+    poll = f"POLL:\n{load}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n"
+    poll += f"{after}ld.global.u32 %r61, [%rd1+4];\nst.global.u32 [%rd2], %r61;\n"
     return t.kernel(RANK + t.only("%p4", send) + t.only("%p5", poll), "x out", target="sm_90a", version="8.6")
 
 
@@ -123,7 +135,10 @@ def test_cta_scope_does_not_reach_another_cta():
 def test_an_atomic_orders_by_its_semantics():
     def make(keep):
         order = "acq_rel" if keep else "relaxed"
-        return message(f"atom.{order}.gpu.global.add.u32 %r62, [%rd1], 1;", f"atom.{order}.gpu.global.add.u32 %r60, [%rd1], 0;")
+        return message(
+            f"atom.{order}.gpu.global.add.u32 %r62, [%rd1], 1;",
+            f"atom.{order}.gpu.global.add.u32 %r60, [%rd1], 0;",
+        )
 
     holds(make, args=ARGS, **GRID)
 

@@ -9,7 +9,9 @@ SHARED = ".shared .align 1024 .b8 a[2048]; .shared .align 1024 .b8 b[256];"
 OUT = [np.zeros(128, np.uint32)]
 FENCE, COMMIT, WAIT = (f"wgmma.{x}.sync.aligned" for x in ("fence", "commit_group", "wait_group"))
 ZERO = "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4))
-PRODUCT = ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd10, %rd11, 1, 1, 1, 0, 0;\n")
+PRODUCT = (
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd10, %rd11, 1, 1, 1, 0, 0;\n"
+)
 DESCRIBE = t.descriptor("%rd10", "a", blackwell=False) + t.descriptor("%rd11", "b", blackwell=False)
 FILL = t.fill("a", 2048) + t.fill("b", 256)
 PUBLISH = "fence.proxy.async;\nbar.sync 0;\n"
@@ -30,7 +32,16 @@ def group(fence=True):
 
 def test_operands_written_by_ordinary_stores_require_proxy_fence():
     def make(keep):
-        return whole(ZERO + FILL + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n" + group() + WAIT + " 0;\n" + USE)
+        return whole(
+            ZERO
+            + FILL
+            + when(keep, "fence.proxy.async;\n")
+            + "bar.sync 0;\n"
+            + group()
+            + WAIT
+            + " 0;\n"
+            + USE
+        )
 
     holds(make, args=OUT)
     holds(make, args=OUT, strict=False)
@@ -39,7 +50,15 @@ def test_operands_written_by_ordinary_stores_require_proxy_fence():
 def test_overwriting_an_operand_requires_wait_group():
     def make(keep):
         late = when(not keep, WAIT + " 0;\n")
-        return whole(ZERO + FILL + PUBLISH + group() + when(keep, WAIT + " 0;\nbar.sync 0;\n") + t.fill("b", 256, 0) + late)
+        return whole(
+            ZERO
+            + FILL
+            + PUBLISH
+            + group()
+            + when(keep, WAIT + " 0;\nbar.sync 0;\n")
+            + t.fill("b", 256, 0)
+            + late
+        )
 
     holds(make, args=OUT)
 
@@ -48,24 +67,50 @@ def test_other_warps_may_overwrite_an_operand_after_a_barrier():
     """wait_group of each warp says that the products are over; that the others are past it takes a barrier."""
 
     def make(keep):
-        return whole(ZERO + FILL + PUBLISH + group() + WAIT + (" 0" if keep else " 1") + ";\nbar.sync 0;\n"
-                     + t.fill("b", 256, 0) + WAIT + " 0;\n")  # fmt: skip
+        return whole(
+            ZERO
+            + FILL
+            + PUBLISH
+            + group()
+            + WAIT
+            + (" 0" if keep else " 1")
+            + ";\nbar.sync 0;\n"
+            + t.fill("b", 256, 0)
+            + WAIT
+            + " 0;\n"
+        )
 
     holds(make, args=OUT)
 
 
 def test_using_the_accumulator_requires_wait_group():
     def make(keep):
-        return whole(ZERO + FILL + PUBLISH + group() + when(keep, WAIT + " 0;\n") + USE + when(not keep, WAIT + " 0;\n"))
+        return whole(
+            ZERO
+            + FILL
+            + PUBLISH
+            + group()
+            + when(keep, WAIT + " 0;\n")
+            + USE
+            + when(not keep, WAIT + " 0;\n")
+        )
 
     holds(make, args=OUT, code="wgmma-registers")
     holds(make, args=OUT, code="wgmma-registers", strict=False)
 
 
 def test_writing_the_accumulator_before_a_product_requires_wgmma_fence():
-    holds(lambda keep: whole(FILL + PUBLISH + ZERO + group(keep) + WAIT + " 0;\n" + USE), args=OUT, code="wgmma-registers")
+    holds(
+        lambda keep: whole(FILL + PUBLISH + ZERO + group(keep) + WAIT + " 0;\n" + USE),
+        args=OUT,
+        code="wgmma-registers",
+    )
 
 
 def test_products_on_one_accumulator_need_no_fence_between_them():
     body = FILL + PUBLISH + ZERO + FENCE + ";\n" + PRODUCT + PRODUCT + COMMIT + ";\n" + WAIT + " 0;\n" + USE
-    holds(lambda keep: whole(body if keep else body.replace(FENCE + ";\n", "")), args=OUT, code="wgmma-registers")
+    holds(
+        lambda keep: whole(body if keep else body.replace(FENCE + ";\n", "")),
+        args=OUT,
+        code="wgmma-registers",
+    )

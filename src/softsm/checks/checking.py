@@ -29,7 +29,8 @@ def checking(
     *, races: bool = True, order: str = "latest", seed: int = 0, strict: bool = False, tap: bool = False
 ) -> Iterator[Report]:
     """Launches inside are checked. `order` chooses when asynchronous operations complete ('eager', 'latest', 'random'),
-    `seed` the random choices; strict=True takes PTX 9.4 to the letter, and looks for NaN in operands and for boxes outside
+    `seed` the random choices; strict=True takes PTX 9.4 to the letter, and looks for NaN in operands and for
+    boxes outside
     their tensors; tap=True keeps the operands and results of every tcgen05.mma in `report.tap.mma`. The report
     collects what was found."""
     report = Report()

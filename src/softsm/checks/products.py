@@ -26,8 +26,8 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 @dataclass(frozen=True)
 class Mma:
-    """One tcgen05.mma or wgmma: its logical operands and the accumulator after it (of wgmmas that are computed together,
-    with the last one)."""
+    """One tcgen05.mma or wgmma: its logical operands and the accumulator after it (of wgmmas that are computed
+    together, with the last one)."""
 
     a: np.ndarray  # float32 [m, k]
     b: np.ndarray  # float32 [n, k]
@@ -73,7 +73,9 @@ class Expectation:
         places = np.argwhere(whole == values[0])
         for i, value in enumerate(values[1:], 1):
             if len(places) > 1:
-                places = [p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value]
+                places = [
+                    p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value
+                ]
         if len(places) != 1:
             return ""
         return f"{operand.upper()}[{', '.join(map(str, places[0]))}]"
@@ -97,12 +99,20 @@ class Products:
             place[0], place[1] = place[0] + 1, 0
         else:
             place[1] += 1
-        first = min((x.column for x in ctas[0].tmem.allocations.values() if x.owner is ctas[0] and x.column <= p.column
-                     < x.column + x.columns), default=0)  # fmt: skip
+        first = min(
+            (
+                x.column
+                for x in ctas[0].tmem.allocations.values()
+                if x.owner is ctas[0] and x.column <= p.column < x.column + x.columns
+            ),
+            default=0,
+        )
         op = self.checker.performing
         if self.tap is not None:
             d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
-            self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid))
+            self.tap.mma.append(
+                Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid)
+            )
         for e in self.expectations:
             if e.column is None or e.column == p.column - first:
                 self.compare(e, "a", a, p, ctas, op, place)
@@ -122,7 +132,9 @@ class Products:
             part = parts[0]
             s = part.shape
             a = wgmma.operand_a(parts, cta).reshape(s.k, 64).view(np.float32).T
-            b = tensor_core.shared_rows(cta.shared, pg.SHARED_START, part.b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma")
+            b = tensor_core.shared_rows(
+                cta.shared, pg.SHARED_START, part.b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma"
+            )
             place = self.places.setdefault((id(cta), part.warp.index, tuple(part.d_rows)), [-1, 0])
             if not part.add or place[0] < 0:
                 place[0], place[1] = place[0] + 1, 0
@@ -130,8 +142,14 @@ class Products:
                 place[1] += 1
             if self.tap is not None:
                 last = i == len(chain) - 1 and s.d == "f32"
-                d = results[0].view(np.float32).reshape(s.n, 64).T.copy() if last else np.empty((0, 0), np.float32)
-                self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid))
+                d = (
+                    results[0].view(np.float32).reshape(s.n, 64).T.copy()
+                    if last
+                    else np.empty((0, 0), np.float32)
+                )
+                self.tap.mma.append(
+                    Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid)
+                )
             for e in self.expectations:
                 if e.column is None:
                     self.compare(e, "a", a, part, [cta], self.checker.performing, place)
@@ -153,15 +171,26 @@ class Products:
         row, k = (int(x) for x in np.argwhere(wrong)[0])
         found = e.find(operand, got[row, k : k + 4])
         name = operand.upper()
-        message = (f"{e.name}: element ({row}, {k}) of {name} in tile {tile}, step {step} is {float(got[row, k]):g}, expected "
-                   f"{float(want[row, k]):g}" + (f"; it is {found} of what was expected" if found else "")
-                   + f"; {int(wrong.sum())} of {wrong.size} elements differ")  # fmt: skip
+        message = (
+            f"{e.name}: element ({row}, {k}) of {name} in tile {tile}, step {step} is {float(got[row, k]):g}, expected "
+            f"{float(want[row, k]):g}"
+            + (f"; it is {found} of what was expected" if found else "")
+            + f"; {int(wrong.sum())} of {wrong.size} elements differ"
+        )
         self.add("operand", message, operand, row, k, p, ctas, op)
 
     def report_nan(self, operand: str, values: np.ndarray, p, ctas, op) -> None:
         row, k = (int(x) for x in np.argwhere(np.isnan(values))[0])
-        self.add("nan", f"element ({row}, {k}) of {operand.upper()} is NaN, so is every sum it enters, even times 0", operand,
-                 row, k, p, ctas, op)  # fmt: skip
+        self.add(
+            "nan",
+            f"element ({row}, {k}) of {operand.upper()} is NaN, so is every sum it enters, even times 0",
+            operand,
+            row,
+            k,
+            p,
+            ctas,
+            op,
+        )
 
     def add(self, code: str, message: str, operand: str, row: int, k: int, p, ctas, op) -> None:
         parties = [self.checker.party(op.warp, op, f"reads {operand.upper()}")]
@@ -176,15 +205,18 @@ class Products:
         if not hasattr(p, "pair"):  # a wgmma
             if operand == "a" and isinstance(p.a, np.ndarray):
                 return []
-            rows, descriptor, k_major, element = (64, p.a, s.a_k_major, s.a) if operand == "a" else (s.n, p.b, s.b_k_major, s.b)
+            rows, descriptor, k_major, element = (
+                (64, p.a, s.a_k_major, s.a) if operand == "a" else (s.n, p.b, s.b_k_major, s.b)
+            )
         elif operand == "a":
             rows, descriptor, k_major, element = tcgen05.rows_of(p), p.a, s.a_k_major, s.a
         else:
             rows, descriptor, k_major, element = s.n // len(ctas), p.b, s.b_k_major, s.b
         cta, row = ctas[row // rows], row % rows
         if descriptor is None:
-            number = self.checker.tensor_shadow(cta).writer[tcgen05.lane_plan(rows, s.n, p.ws, p.pair, p.lane).lanes[row] // 16,
-                                                            p.a_column]  # fmt: skip
+            number = self.checker.tensor_shadow(cta).writer[
+                tcgen05.lane_plan(rows, s.n, p.ws, p.pair, p.lane).lanes[row] // 16, p.a_column
+            ]
             return self.by_number(int(number), f"wrote row {row} of A")
         size = tensor_core.element_bytes(element)
         per = 16 // size
@@ -203,7 +235,10 @@ class Products:
             return self.by_number(record[1], what)
         w = checker.agents[record[0]]
         fed = feeding_load(checker.machine.program.instructions, record[2])
-        return [checker.party(w, None, what, pc=record[2]), *([] if fed is None else [checker.party(w, None, "loaded it", pc=fed)])]
+        return [
+            checker.party(w, None, what, pc=record[2]),
+            *([] if fed is None else [checker.party(w, None, "loaded it", pc=fed)]),
+        ]
 
     def by_number(self, number: int, what: str) -> list[Party]:
         op = self.checker.operations.get(number)
@@ -220,6 +255,7 @@ class Products:
 
 def feeding_load(instructions: list, pc: int) -> int | None:
     """The load whose value the store at `pc` wrote: the nearest one before it, following the registers backwards."""
+
     def registers(operand) -> list[str]:
         items = operand.items if isinstance(operand, Vector) else (operand,)
         return [x.name for x in items if isinstance(x, Reg)]
@@ -250,7 +286,9 @@ def logical_d(p, cta, rows: int) -> np.ndarray:
     d = np.empty((rows, p.shape.n), np.uint32)
     for x in blocks(rows, p.shape.n, p.ws, p.pair):
         column, lane = p.column + x.column, p.lane + x.lane
-        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[column : column + x.count, lane : lane + x.rows].T
+        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[
+            column : column + x.count, lane : lane + x.rows
+        ].T
     if p.shape.d == "s32":
         return d.view(np.int32)
     if p.shape.d == "f16":

@@ -8,7 +8,8 @@ asynchronous operations are compared with the shadow of the memory they touch (c
 Asynchronous operations are checked when they are issued, so a race is found although the values came out right.
 
 Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, and an initialised
-mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to the letter.
+mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to
+the letter.
 """
 
 from __future__ import annotations
@@ -18,15 +19,25 @@ import bisect
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.checks.barriers import BarrierChecks, box_spans
+from softsm.checks.findings import Findings
 from softsm.checks.tensor import TensorChecks
 from softsm.engine import program as pg
-from softsm.report.diagnostics import Diagnostic, Party, Report
+from softsm.report.diagnostics import Diagnostic, Report
 
 WORDS = sh.OPS // 32
 TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
 REDUCTIONS = ("TMA reduction", "bulk reduction")
-MUST_END = (*TENSOR, "TMA load", "bulk load", "TMA store (read)", "TMA reduction (read)", "bulk store (read)",
-            "bulk reduction (read)", "bulk copy to a peer")
+MUST_END = (
+    *TENSOR,
+    "TMA load",
+    "bulk load",
+    "TMA store (read)",
+    "TMA reduction (read)",
+    "bulk store (read)",
+    "bulk reduction (read)",
+    "bulk copy to a peer",
+)
 
 
 class SyncClock:
@@ -56,7 +67,7 @@ class Location:
         self.clocks: dict[object, np.ndarray] = {}  # None (gpu), id(cluster) or id(cta) -> clock
 
 
-class Checker(TensorChecks):
+class Checker(TensorChecks, BarrierChecks, Findings):
     def __init__(self, machine, report: Report, strict: bool):
         from softsm.engine.interpreter import checking_module
 
@@ -145,14 +156,25 @@ class Checker(TensorChecks):
         for number in cta.outstanding:
             bit = number % sh.OPS
             op = self.operations.get(number)
-            if newest - number < sh.OPS - 64 and op is not None and not known[bit // 32] >> np.uint32(bit % 32) & 1:
-                self.report.add(Diagnostic("in-flight", f"{cta} ends, but nobody waited for this {op.kind}",
-                                           (self.party(op.warp, op, "may still be in flight"),)))
+            if (
+                newest - number < sh.OPS - 64
+                and op is not None
+                and not known[bit // 32] >> np.uint32(bit % 32) & 1
+            ):
+                self.report.add(
+                    Diagnostic(
+                        "in-flight",
+                        f"{cta} ends, but nobody waited for this {op.kind}",
+                        (self.party(op.warp, op, "may still be in flight"),),
+                    )
+                )
         cta.outstanding = []
 
     def shadow_global(self) -> list[np.ndarray]:
         allocations = self.machine.global_memory.allocations
-        shadows = [np.zeros(((a.end + 3) // 4 - a.start // 4) * sh.GLOBAL_RECORD, np.uint32) for a in allocations]
+        shadows = [
+            np.zeros(((a.end + 3) // 4 - a.start // 4) * sh.GLOBAL_RECORD, np.uint32) for a in allocations
+        ]
         self.global_table = np.array([s.ctypes.data for s in shadows] or [0], np.int64)
         return shadows
 
@@ -235,60 +257,6 @@ class Checker(TensorChecks):
                         place.clocks[key] = self.new_clock()
                     self.join(place.clocks[key], sent)
 
-    # ---- mbarriers ---------------------------------------------------------------------------------------------
-
-    def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
-        self.clock_of(barrier)
-        slot = w.cta.slot0 + w.index
-        barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
-        w.initialised.append(barrier)
-        self.access(w, cta, offset, offset + 8, True)
-        threads = cta.threads * len(cta.cluster)
-        if count > threads:
-            self.report.add(Diagnostic(
-                "barrier-count", f"{barrier.name} expects {count} arrivals in each phase, but there are {threads} threads; "
-                "it looks like a number of bytes", (self.party(w, None, f"initialises it with {count}"),)))
-
-    def fence_init(self, w) -> None:
-        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
-        passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
-        for barrier in w.initialised:
-            barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
-        w.initialised = []
-
-    def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
-        """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""
-        if barrier.origin is None:
-            return
-        slot, epoch, pc, creator, fenced = barrier.origin
-        seen = int(w.clock[slot]) >= epoch or creator is w
-        if fenced and not seen:  # behind the fence even a relaxed arrival at the cluster barrier is enough
-            passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
-            seen = passed is not None and passed.generation >= fenced
-        if asynchronous and self.strict and not fenced:
-            seen = seen and int(w.clock[self.slots + slot]) >= epoch
-        if not seen:
-            kind = "the copy engine may not see" if asynchronous else "another warp may not see"
-            self.report.add(Diagnostic("barrier-init", f"{kind} that {barrier.name} is initialised",
-                                       (self.party(w, None, "uses it"), self.party(creator, None, "initialises it", pc=pc))))
-
-    def phase_skipped(self, barrier) -> None:
-        w = self.machine.current
-        self.report.add(Diagnostic(
-            "barrier-phase", f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase "
-            f"{barrier.phase - 1}", (self.party(w, self.performing, "ends the phase"),)))
-
-    def filled(self, w, box) -> None:
-        """A TMA load is issued: a box wholly outside its tensor brings nothing but fill."""
-        if self.strict and not len(box_spans(box)):
-            m = box.map
-            outside = [f"{c} of dimension {i} (0 to {d - 1})" for i, (c, d) in enumerate(zip(box.coords, m.dims))
-                       if not -m.box[i] < c < d]  # fmt: skip
-            rows = len(box.rows) if box.rows is not None else m.rows
-            self.report.add(Diagnostic(
-                "out-of-bounds-fill", f"the box at {box.coords} of {m.describe()} lies outside the tensor: all {rows} rows are "
-                f"filled; coordinate {', '.join(outside) or 'of every row'}", (self.party(w, None, "loads it"),)))
-
     # ---- asynchronous operations -------------------------------------------------------------------------------
 
     def issued(self, op) -> None:
@@ -338,7 +306,8 @@ class Checker(TensorChecks):
             self.collect(w, op)
 
     def memory_access(self, op, region, write: int, generic: bool) -> None:
-        """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or ('tensor', box)."""
+        """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
+        ('tensor', box)."""
         w, number = op.warp, op.number
         base = w.clock.ctypes.data
         known = base + 8 * self.slots
@@ -350,8 +319,21 @@ class Checker(TensorChecks):
         if place in ("shared", "spans"):
             cta = region[1]
             spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
-            self.module.asynchronous(cta.shadow.ctypes.data, self.warps, cta.slot0, spans.ctypes.data, len(spans), write,
-                                     number, kind, seen, known, fenced, self.races.ctypes.data, w.pc)
+            self.module.asynchronous(
+                cta.shadow.ctypes.data,
+                self.warps,
+                cta.slot0,
+                spans.ctypes.data,
+                len(spans),
+                write,
+                number,
+                kind,
+                seen,
+                known,
+                fenced,
+                self.races.ctypes.data,
+                w.pc,
+            )
             return
         spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
         if not len(spans):
@@ -361,9 +343,21 @@ class Checker(TensorChecks):
         if i < 0 or i >= len(self.global_shadows) or int(spans[:, 1].max()) > memory.allocations[i].end:
             return
         flags = sh.STRONG if op.kind in REDUCTIONS else 0
-        self.module.asynchronous_global(self.global_shadows[i].ctypes.data, memory.allocations[i].start & ~3,
-                                        spans.ctypes.data, len(spans), write, number, kind, seen, known, fenced,
-                                        self.races.ctypes.data, w.pc, flags)
+        self.module.asynchronous_global(
+            self.global_shadows[i].ctypes.data,
+            memory.allocations[i].start & ~3,
+            spans.ctypes.data,
+            len(spans),
+            write,
+            number,
+            kind,
+            seen,
+            known,
+            fenced,
+            self.races.ctypes.data,
+            w.pc,
+            flags,
+        )
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""
@@ -387,9 +381,22 @@ class Checker(TensorChecks):
             self.module.span(w.state, low, high, write, w.pc)
         else:
             base = w.clock.ctypes.data
-            self.module.peer(cta.shadow.ctypes.data, self.warps, cta.slot0, w.cta.slot0 + w.index + 1, base,
-                             base + 8 * self.slots, low, high, write, sh.STRONG if strong else 0, w.pc,
-                             int(self.counter[0]), self.races.ctypes.data, lane)
+            self.module.peer(
+                cta.shadow.ctypes.data,
+                self.warps,
+                cta.slot0,
+                w.cta.slot0 + w.index + 1,
+                base,
+                base + 8 * self.slots,
+                low,
+                high,
+                write,
+                sh.STRONG if strong else 0,
+                w.pc,
+                int(self.counter[0]),
+                self.races.ctypes.data,
+                lane,
+            )
         if self.races[0]:
             self.collect(w)
 
@@ -403,73 +410,3 @@ class Checker(TensorChecks):
         self.module.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
         if self.races[0]:
             self.collect(w)
-
-    # ---- findings ----------------------------------------------------------------------------------------------
-
-    def collect(self, w, op=None) -> None:
-        """Turn the compiled code's findings into diagnostics."""
-        n = int(self.races[0])
-        entries = self.races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
-        self.races[0] = 0
-        for kind, place, address, pc, agent, epoch, other_pc, lane in entries:
-            memory = "global" if place else "shared"
-            where = f"{memory} bytes {address:#x} to {address + 3:#x}"
-            verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
-            this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
-            if kind == sh.UNINITIALISED:
-                self.report.add(Diagnostic("uninitialised", f"{memory} bytes are read, but nobody wrote them", (this,)))
-                continue
-            did = "read" if kind == sh.WAR else "wrote"
-            if agent >= sh.ASYNC:
-                other_op = self.operations.get(epoch)
-                other = self.party(other_op.warp, other_op, f"{did} {where}") if other_op else Party("an earlier operation")
-            else:
-                other_op = None
-                other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc)
-            self.add_race(this, other, f"{memory} memory", other_op)
-
-    def used_early(self, w, load) -> None:
-        """An instruction touches registers of a tcgen05.ld that nobody has waited for."""
-        other = self.party(load.warp, load, "may still be writing its registers")
-        self.add_race(self.party(w, None, "uses registers of a tcgen05.ld"), other, "registers", None,
-                      "put tcgen05.wait::ld.sync.aligned between the load and the first use of its registers")
-
-    def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
-        if mend:
-            pass
-        elif other_op is not None:
-            mend = f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this access"
-        elif this.who.startswith("warp"):
-            mend = "put a barrier, or an mbarrier arrive and wait, between the two"
-        else:
-            mend = "order them by a barrier, and put fence.proxy.async between the generic write and the asynchronous access"
-        self.report.add(Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), mend))
-
-    def party(self, w, op, what: str, pc: int | None = None, lane: int = -1) -> Party:
-        program = self.machine.program
-        ins = program.instructions[w.pc if pc is None else pc]
-        if op is not None and pc is None:
-            ins = op.instruction or ins
-        loc = ins.loc
-        source = f"{loc.file}:{loc.line}" + (f" in {loc.function}" if loc.function else "") if loc else ""
-        who = f"{op.kind} issued by {w}" if op is not None else str(w) + (f", lane {lane}" if lane >= 0 else "")
-        return Party(who, ins.line, ins.text, source, what)
-
-
-def box_spans(box) -> np.ndarray:
-    """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
-    from softsm.memory.box_copy import Region
-
-    if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
-        from softsm.memory.box_copy import _row_region
-
-        _, first, length = _row_region(box.map, box.coords[0])
-        starts = np.array([box.map.base + r + first for r in box.rows if r is not None and length], np.int64)
-    else:
-        region = Region(box.map, box.coords)
-        if not region.nbytes:
-            return np.empty((0, 2), np.int64)
-        starts, length = np.array([region.address], np.int64), region.shape[-1]
-        for count, stride in zip(region.shape[:-1], region.strides[:-1]):
-            starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).reshape(-1)
-    return np.ascontiguousarray(np.stack([starts, starts + length], 1))

@@ -7,8 +7,8 @@ One record of uint32 per 4-byte word of shared memory:
 
 `writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
 `epoch`.
-`bytes` is the mask of the bytes written, plus STRONG for atomic and volatile accesses, which do not race with each other.
-The peer reader is the warp of another CTA of the cluster that read the word last.
+`bytes` is the mask of the bytes written, plus STRONG for atomic and volatile accesses, which do not race with
+each other. The peer reader is the warp of another CTA of the cluster that read the word last.
 Global memory has records of 8: [writer, epoch, pc, bytes, reader, epoch, pc, 0]: the last writer and the last reader.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
@@ -21,8 +21,23 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.engine.lanes import i8, load8, load16, load32, load64, store32, store64, u4
-from softsm.engine.program import (S_ALLOC, S_CLOCK, S_GLOBAL_SHADOW, S_HIT, S_INDEX, S_KNOWN, S_NEXT_OP, S_RACES, S_SCRATCH,
-                                   S_SHADOW, S_SHARED, S_SHARED_SIZE, S_SLOT, S_SLOT0, S_WARPS)
+from softsm.engine.program import (
+    S_ALLOC,
+    S_CLOCK,
+    S_GLOBAL_SHADOW,
+    S_HIT,
+    S_INDEX,
+    S_KNOWN,
+    S_NEXT_OP,
+    S_RACES,
+    S_SCRATCH,
+    S_SHADOW,
+    S_SHARED,
+    S_SHARED_SIZE,
+    S_SLOT,
+    S_SLOT0,
+    S_WARPS,
+)
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
@@ -106,8 +121,12 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     if agent == 0:
         if not write and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-    elif (touched & theirs & 15) and not strong and not ordered(agent, epoch, me, clock, known, newest) and not (
-            touched & QUIET and i8(load32(at + 8)) == pc):
+    elif (
+        (touched & theirs & 15)
+        and not strong
+        and not ordered(agent, epoch, me, clock, known, newest)
+        and not (touched & QUIET and i8(load32(at + 8)) == pc)
+    ):
         report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         store32(at + 4 * (FIXED + 2 * index), u4(load32(clock + 4 * (me - 1))))
@@ -116,7 +135,17 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     for r in range(warps):
         seen = i8(load32(at + 4 * (FIXED + 2 * r)))
         if seen and r != index and i8(load32(clock + 4 * (slot0 + r))) < seen and not touched & STRONG:
-            report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), lane)
+            report(
+                races,
+                WAR,
+                0,
+                word * 4,
+                pc,
+                slot0 + r + 1,
+                seen,
+                i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
+                lane,
+            )
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
     store32(at, u4(me))
     store32(at + 4, load32(clock + 4 * (me - 1)))
@@ -143,7 +172,17 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
         for r in range(warps):
             seen = i8(load32(at + 4 * (FIXED + 2 * r)))
             if seen and i8(load32(clock + 4 * (slot0 + r))) < seen and not flags & STRONG:
-                report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), lane)
+                report(
+                    races,
+                    WAR,
+                    0,
+                    word * 4,
+                    pc,
+                    slot0 + r + 1,
+                    seen,
+                    i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
+                    lane,
+                )
         if not flags & STRONG:
             other_readers(at, word, pc, me, clock, known, newest, races, lane)
         store32(at, u4(me))
@@ -165,7 +204,9 @@ def global_word(S, address, touched, write, pc, lane, clock, known):
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     if agent and (touched & theirs & 15) and not touched & theirs & STRONG:
-        if not ordered(agent, epoch, me, clock, known, newest) and not (touched & QUIET and i8(load32(at + 8)) == pc):
+        if not ordered(agent, epoch, me, clock, known, newest) and not (
+            touched & QUIET and i8(load32(at + 8)) == pc
+        ):
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         store32(at + 16, u4(me))
@@ -174,7 +215,11 @@ def global_word(S, address, touched, write, pc, lane, clock, known):
         return
     reader, seen = i8(load32(at + 16)), i8(load32(at + 20))
     reader_pc = i8(load32(at + 24))
-    if reader and not (touched & STRONG and reader_pc & 0x80000000) and not ordered(reader, seen, me, clock, known, newest):
+    if (
+        reader
+        and not (touched & STRONG and reader_pc & 0x80000000)
+        and not ordered(reader, seen, me, clock, known, newest)
+    ):
         report(races, WAR, 1, address, pc, reader, seen, reader_pc & 0x7FFFFFFF, lane)
     store32(at, u4(me))
     store32(at + 4, load32(clock + 4 * (me - 1)))
@@ -191,7 +236,11 @@ def quiet(R, Q, pool, S, rows, fmt, m):
         for lane in range(32):
             if (m >> u4(lane)) & u4(1):
                 a = sget(S, S_SCRATCH + lane) + (i8(k) << log)
-                new = load64(Q + (row * 32 + lane) * 8) if wide else np.uint64(load32(R + (row * 32 + lane) * 4))
+                new = (
+                    load64(Q + (row * 32 + lane) * 8)
+                    if wide
+                    else np.uint64(load32(R + (row * 32 + lane) * 4))
+                )
                 if log == 0:
                     same = np.uint64(load8(a)) == new & np.uint64(0xFF)
                 elif log == 1:
@@ -233,11 +282,13 @@ def note(S, size, m, write, flags, pc):
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous(shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc):
+def asynchronous(
+    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc
+):
     """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
 
-    clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are complete and
-    visible to that proxy. agent_kind: ASYNC or GENERIC_COPY."""
+    clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
+    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY."""
     newest = number
     stride = 4 * (FIXED + 2 * warps)
     for s in range(count):
@@ -249,8 +300,12 @@ def asynchronous(shadow, warps, slot0, spans, count, write, number, agent_kind, 
                 if not write:
                     report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
             elif agent >= ASYNC:
-                if epoch != number and not complete(fenced if agent == GENERIC_COPY else known, epoch, newest):
-                    report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+                if epoch != number and not complete(
+                    fenced if agent == GENERIC_COPY else known, epoch, newest
+                ):
+                    report(
+                        races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1
+                    )
             elif i8(load32(clock + 4 * (agent - 1))) < epoch:
                 report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
             if not write:
@@ -261,7 +316,17 @@ def asynchronous(shadow, warps, slot0, spans, count, write, number, agent_kind, 
             for r in range(warps):
                 seen = i8(load32(at + 4 * (FIXED + 2 * r)))
                 if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, i8(load32(at + 4 * (FIXED + 2 * r) + 4)), -1)
+                    report(
+                        races,
+                        WAR,
+                        0,
+                        word * 4,
+                        pc,
+                        slot0 + r + 1,
+                        seen,
+                        i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
+                        -1,
+                    )
             other_readers(at, word, pc, 0, clock, known, newest, races, -1)
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
@@ -270,7 +335,9 @@ def asynchronous(shadow, warps, slot0, spans, count, write, number, agent_kind, 
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous_global(shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags):
+def asynchronous_global(
+    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags
+):
     """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
     for reductions, which do not race with each other."""
     newest = number
@@ -281,19 +348,37 @@ def asynchronous_global(shadow, origin, spans, count, write, number, agent_kind,
             agent, epoch = i8(load32(at)), i8(load32(at + 4))
             if agent and not flags & i8(load32(at + 12)) & STRONG:
                 if agent >= ASYNC:
-                    bad = epoch != number and not complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
+                    bad = epoch != number and not complete(
+                        fenced if agent == GENERIC_COPY else known, epoch, newest
+                    )
                 else:
                     bad = i8(load32(clock + 4 * (agent - 1))) < epoch
                 if bad:
-                    report(races, WAW if write else RAW, 1, origin + word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+                    report(
+                        races,
+                        WAW if write else RAW,
+                        1,
+                        origin + word * 4,
+                        pc,
+                        agent,
+                        epoch,
+                        i8(load32(at + 8)),
+                        -1,
+                    )
             if not write:
                 store32(at + 16, u4(agent_kind))
                 store32(at + 20, u4(number))
                 store32(at + 24, u4(pc))
                 continue
             reader, seen = i8(load32(at + 16)), i8(load32(at + 20))
-            if reader and not (reader >= ASYNC and seen == number) and not ordered(reader, seen, 0, clock, known, newest):
-                report(races, WAR, 1, origin + word * 4, pc, reader, seen, i8(load32(at + 24)) & 0x7FFFFFFF, -1)
+            if (
+                reader
+                and not (reader >= ASYNC and seen == number)
+                and not ordered(reader, seen, 0, clock, known, newest)
+            ):
+                report(
+                    races, WAR, 1, origin + word * 4, pc, reader, seen, i8(load32(at + 24)) & 0x7FFFFFFF, -1
+                )
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
             store32(at + 8, u4(pc))

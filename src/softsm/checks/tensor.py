@@ -52,8 +52,13 @@ class TensorChecks:
         verb = "writes" if write else "reads"
         writers = np.unique(shadow.writer[window])
         if (not write or note == "accumulate") and writers[0] == 0:
-            self.report.add(Diagnostic("uninitialised", "tensor-memory cells are read, but nobody wrote them",
-                                       (self.party(w, op, f"reads {where}"),)))
+            self.report.add(
+                Diagnostic(
+                    "uninitialised",
+                    "tensor-memory cells are read, but nobody wrote them",
+                    (self.party(w, op, f"reads {where}"),),
+                )
+            )
         others = {(int(n), "wrote") for n in writers if n}
         if write:
             for ring in shadow.readers:
@@ -66,10 +71,17 @@ class TensorChecks:
                 continue
             mend = ""
             if self.strict and self.knows(w, number):
-                mend = ("they are synchronised, but tcgen05.fence::before_thread_sync before the arrival, or "
-                        "tcgen05.fence::after_thread_sync after the wait, is missing")
-            self.add_race(self.party(w, op, f"{verb} {where}"), self.party(other.warp, other, f"{did} {where}"),
-                          "tensor memory", other, mend)
+                mend = (
+                    "they are synchronised, but tcgen05.fence::before_thread_sync before the arrival, or "
+                    "tcgen05.fence::after_thread_sync after the wait, is missing"
+                )
+            self.add_race(
+                self.party(w, op, f"{verb} {where}"),
+                self.party(other.warp, other, f"{did} {where}"),
+                "tensor memory",
+                other,
+                mend,
+            )
         if write:
             shadow.writer[window] = op.number
             is_product = op.kind == "tcgen05.mma"
@@ -83,13 +95,19 @@ class TensorChecks:
                 parties = [self.party(w, op, f"reads {where} as packed {note}")]
                 if other is not None:
                     parties.append(self.party(other.warp, other, f"wrote {where}"))
-                self.report.add(Diagnostic("type", f"cells of operand A are read as packed {note}, but {HELD[wrong[0]]}",
-                                           tuple(parties)))
+                self.report.add(
+                    Diagnostic(
+                        "type",
+                        f"cells of operand A are read as packed {note}, but {HELD[wrong[0]]}",
+                        tuple(parties),
+                    )
+                )
         shadow.readers[1][window] = shadow.readers[0][window]
         shadow.readers[0][window] = op.number
 
     def in_order(self, old, did: str, new, write: bool) -> bool:
-        """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): `did` says what old did to the cells."""
+        """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): `did` says what old did to the
+        cells."""
         if old.warp is not new.warp:
             return False
         a, b = old.footprint, new.footprint
@@ -115,13 +133,22 @@ class TensorChecks:
     def deallocated(self, w, cta, column: int, columns: int) -> None:
         shadow = self.tensor_shadow(cta)
         window = slice(None), slice(column, column + columns)
-        for number in sorted({int(n) for t in (shadow.writer, *shadow.readers) for n in np.unique(t[window]) if n}):
+        for number in sorted(
+            {int(n) for t in (shadow.writer, *shadow.readers) for n in np.unique(t[window]) if n}
+        ):
             op = self.operations.get(number)
             if op is not None and not self.knows(w, number):
                 where = f"tensor memory columns {column} to {column + columns - 1}"
-                self.report.add(Diagnostic(
-                    "in-flight", f"tensor memory is freed while this {op.kind} may still use it",
-                    (self.party(w, None, f"frees {where}"), self.party(op.warp, op, "may still be in flight"))))
+                self.report.add(
+                    Diagnostic(
+                        "in-flight",
+                        f"tensor memory is freed while this {op.kind} may still use it",
+                        (
+                            self.party(w, None, f"frees {where}"),
+                            self.party(op.warp, op, "may still be in flight"),
+                        ),
+                    )
+                )
 
 
 def lanes_text(rows: list[int]) -> str:

@@ -8,7 +8,8 @@ from softsm.memory.tensor_map import DataType, encode_tiled
 from softsm.museum import text as t
 from softsm.museum.exhibits import Program, exhibit
 
-SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 8 .b64 full; .shared .align 8 .b64 p_ready; .shared .align 8 .b64 pv_done;
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 8 .b64 full; .shared .align 8 .b64 p_ready;
+.shared .align 8 .b64 pv_done;
 .shared .align 8 .b64 half;"""
 X = np.arange(4096, dtype=np.uint32)
 FULL = "mov.u32 %r40, a;\nshl.b32 %r41, %r0, 2;\nadd.u32 %r40, %r40, %r41;\nld.shared.u32 %r42, [%r40];\n"
@@ -44,13 +45,16 @@ def idle_warps(bug: bool) -> Program:
 
 @exhibit(16, "softmax waits for pv_done at kt = 0, which nobody signals yet", "deadlock")
 def first_iteration(bug: bool) -> Program:
-    """Warp 0: softmax, waits until the previous PV is done, stores P, says so. Warp 1: waits for P, runs PV, says so."""
+    """Warp 0: softmax, waits until the previous PV is done, stores P, says so. Warp 1: waits for P, runs PV,
+    says so."""
     softmax = values = ""
     for kt in range(3):
         softmax += t.wait("pv_done", kt % 2 if bug else (kt + 1) % 2) + "@%p4 " + t.arrive("p_ready")
         values += t.wait("p_ready", kt % 2) + "@%p4 " + t.arrive("pv_done")
     lead = "setp.eq.u32 %p4, %r2, 0;\n"
-    return program(t.init("p_ready", "pv_done") + lead + t.only("warp 0", softmax) + t.only("warp 1", values), block=64)
+    return program(
+        t.init("p_ready", "pv_done") + lead + t.only("warp 0", softmax) + t.only("warp 1", values), block=64
+    )
 
 
 @exhibit(19, "mbarrier initialised with the byte count as arrival count", "barrier-count")
@@ -61,7 +65,9 @@ def bytes_as_count(bug: bool) -> Program:
 
 @exhibit(20, "TMA issued without expect_tx, or with the wrong number of bytes", "barrier-tx")
 def wrong_bytes(bug: bool) -> Program:
-    body = t.init("full") + t.only("%p0", COPY + (t.expect("full", 4096 + 16) if bug else t.expect("full", 4096)))
+    body = t.init("full") + t.only(
+        "%p0", COPY + (t.expect("full", 4096 + 16) if bug else t.expect("full", 4096))
+    )
     return program(body + t.wait("full", 0) + FULL + t.out("%r42", "%rd2"), loaded)
 
 
@@ -70,7 +76,12 @@ def constant_parity(bug: bool) -> Program:
     body = t.init("full")
     for i in range(3):
         body += t.only("%p0", t.expect("full", 4096) + t.tma_load("a", "%rd3", f"0, {32 * i}", "full"))
-        body += t.wait("full", 0 if bug else i % 2) + FULL + t.out("%r42", "%rd2", offset=512 * i) + "bar.sync 0;\n"
+        body += (
+            t.wait("full", 0 if bug else i % 2)
+            + FULL
+            + t.out("%r42", "%rd2", offset=512 * i)
+            + "bar.sync 0;\n"
+        )
     right = np.concatenate([X[1024 * i : 1024 * i + 128] for i in range(3)])
     return program(body, lambda arrays: bool((arrays[1][:384] == right).all()))
 
@@ -78,7 +89,12 @@ def constant_parity(bug: bool) -> Program:
 @exhibit(23, "spin wait emitted twice with its label in the same scope", "parse")
 def same_label(bug: bool) -> Program:
     spin = "WAIT_LOOP:\nmbarrier.try_wait.parity.shared::cta.b64 %p11, [full], 0;\n@!%p11 bra WAIT_LOOP;\n"
-    body = t.init("full") + "@%p0 " + t.arrive("full") + (spin + spin if bug else f"{{\n{spin}}}\n{{\n{spin}}}\n")
+    body = (
+        t.init("full")
+        + "@%p0 "
+        + t.arrive("full")
+        + (spin + spin if bug else f"{{\n{spin}}}\n{{\n{spin}}}\n")
+    )
     return program(body)
 
 
@@ -86,5 +102,10 @@ def same_label(bug: bool) -> Program:
 def pair_bytes(bug: bool) -> Program:
     """Two CTAs of a cluster load one half each and wait on their own barrier: 2048 bytes come to each, not 4096."""
     half = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 2048, [full];\n"
-    body = t.init("full") + t.only("%p0", t.expect("full", 4096 if bug else 2048) + half) + t.wait("full", 0) + FULL
+    body = (
+        t.init("full")
+        + t.only("%p0", t.expect("full", 4096 if bug else 2048) + half)
+        + t.wait("full", 0)
+        + FULL
+    )
     return program(body + t.out("%r42", "%rd2"), loaded, grid=2, cluster=2)

@@ -1,4 +1,5 @@
-"""What an exhibit is, and how one is judged: the bug must be named, the twin must be right and silent in every order."""
+"""What an exhibit is, and how one is judged: the bug must be named, the twin must be right and silent in every
+order."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def judge(item: Exhibit) -> Verdict:
             if named and shown is None:
                 shown = named[0]
             if not named and order != "random":
-                return Verdict(item, f"{order}: the bug was not named, found {report.codes() or 'nothing'}", shown)
+                return Verdict(
+                    item, f"{order}: the bug was not named, found {report.codes() or 'nothing'}", shown
+                )
             clean = twin if isinstance(twin, Report) else run(twin, order, seed)
             if clean:
                 return Verdict(item, f"{order}: the twin is not clean: {next(iter(clean))}", shown)

@@ -7,7 +7,7 @@ import numpy as np
 from softsm.museum import text as t
 from softsm.museum import tiles
 from softsm.museum.exhibits import Program, exhibit
-from softsm.museum.tiles import D, ROWS
+from softsm.museum.tiles import ROWS, D
 
 Q, K = tiles.draw(1, 128, D), tiles.draw(2, 2 * ROWS, D)
 
@@ -27,13 +27,19 @@ def single(body: str, k: np.ndarray, **more) -> Program:
     text += t.only("%p0", tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
     text += tiles.READ_ACC + tiles.write_out() + t.dealloc(64)
     right = tiles.scores(Q, k[:ROWS])
-    return Program(t.kernel(text, "q k out", shared=tiles.SHARED), [Q, K, np.zeros((128, ROWS), np.float32)],
-                   right=lambda arrays: tiles.close(arrays[2], right), **more)  # fmt: skip
+    return Program(
+        t.kernel(text, "q k out", shared=tiles.SHARED),
+        [Q, K, np.zeros((128, ROWS), np.float32)],
+        right=lambda arrays: tiles.close(arrays[2], right),
+        **more,
+    )
 
 
 @exhibit(1, "K tile written with the template head dim as the data stride", "operand")
 def data_stride(bug: bool) -> Program:
-    stride = 256 if bug else 128  # bytes between the rows of K: the template's 128 columns, or the 64 there are
+    stride = (
+        256 if bug else 128
+    )  # bytes between the rows of K: the template's 128 columns, or the 64 there are
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, stride)
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     return single(body, K, expect=expect(a=Q, b=K[:ROWS]))
@@ -59,20 +65,27 @@ def hand_swizzle(bug: bool) -> Program:
 
 
 def two_tiles(coordinate: list[int], rows: int = 2 * ROWS, count: int = 2, **more) -> Program:
-    """S of `count` tiles of K, each brought by TMA from its coordinate; the whole S [128, count * 32] is written out."""
+    """S of `count` tiles of K, each brought by TMA from its coordinate; the whole S [128, count * 32] is
+    written out."""
     size = ROWS * 128
     body = tiles.START + tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.PUBLISH
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     for i in range(count):
         bring = t.expect("full", size) + t.tma_load("k_tile", "%rd4", f"0, {coordinate[i]}", "full")
-        body += t.only("%p0", bring + t.wait("full", i % 2) + tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
+        body += t.only(
+            "%p0", bring + t.wait("full", i % 2) + tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar")
+        )
         body += t.wait("bar", i % 2) + t.AFTER + tiles.write_out(offset=i * ROWS, stride=count * ROWS)
         body += t.BEFORE + "bar.sync 0;\n" + t.AFTER
     k = K[:rows]
     right = np.concatenate([tiles.scores(Q, k[i * ROWS : (i + 1) * ROWS]) for i in range(rows // ROWS)], 1)
     args = [Q, k, np.zeros((128, count * ROWS), np.float32), tiles.tensor_of(1, rows)]
-    return Program(t.kernel(body + t.dealloc(64), "q k out map!", shared=tiles.SHARED), args,
-                   right=lambda arrays: tiles.close(arrays[2][:, : right.shape[1]], right), **more)  # fmt: skip
+    return Program(
+        t.kernel(body + t.dealloc(64), "q k out map!", shared=tiles.SHARED),
+        args,
+        right=lambda arrays: tiles.close(arrays[2][:, : right.shape[1]], right),
+        **more,
+    )
 
 
 def expect_tiles():

@@ -7,11 +7,21 @@ import numpy as np
 from softsm.museum import text as t
 from softsm.museum.exhibits import Program, exhibit
 
-SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar;
+.shared .align 8 .b64 bar2;
 .shared .align 4 .b32 place;"""
-ONES = (t.init("bar", "bar2") + t.alloc(64) + t.fill("a", 4096) + t.fill("b", 256) + "fence.proxy.async;\nbar.sync 0;\n"
-        + t.descriptor("%rd10", "a") + t.descriptor("%rd11", "b") + t.lanes_of_warp("%r4") + "add.u32 %r5, %r4, 32;\n"
-        + "add.u32 %r6, %r3, 32;\n")  # fmt: skip
+ONES = (
+    t.init("bar", "bar2")
+    + t.alloc(64)
+    + t.fill("a", 4096)
+    + t.fill("b", 256)
+    + "fence.proxy.async;\nbar.sync 0;\n"
+    + t.descriptor("%rd10", "a")
+    + t.descriptor("%rd11", "b")
+    + t.lanes_of_warp("%r4")
+    + "add.u32 %r5, %r4, 32;\n"
+    + "add.u32 %r6, %r3, 32;\n"
+)
 STORED = t.WAIT_ST + t.BEFORE + "bar.sync 0;\n" + t.AFTER
 
 
@@ -19,7 +29,12 @@ def whole(body: str, want: float | None = None, block: int = 128, end: str | Non
     """Tiles of ones; %r10 of each thread is its answer."""
     end = t.dealloc(64) if end is None else end
     right = None if want is None else lambda arrays: bool((arrays[0] == want).all())
-    return Program(t.kernel(ONES + body + end, "out", shared=SHARED), [np.zeros(block, np.float32)], block=block, right=right)
+    return Program(
+        t.kernel(ONES + body + end, "out", shared=SHARED),
+        [np.zeros(block, np.float32)],
+        block=block,
+        right=right,
+    )
 
 
 def read(barrier: str = "bar", parity: int = 0) -> str:
@@ -30,7 +45,9 @@ def read(barrier: str = "bar", parity: int = 0) -> str:
 def column_plus_one(bug: bool) -> Program:
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(4))
     place = f"add.u32 %r7, %r4, {1 if bug else 4};\n"
-    return whole(put + place + f"tcgen05.st.sync.aligned.16x256b.x1.b32 [%r7], {t.names(10, 4)};\n" + t.WAIT_ST)
+    return whole(
+        put + place + f"tcgen05.st.sync.aligned.16x256b.x1.b32 [%r7], {t.names(10, 4)};\n" + t.WAIT_ST
+    )
 
 
 @exhibit(4, "TS product whose A was stored as fp32: 8 where 16 was expected", "type")
@@ -51,7 +68,10 @@ def mixed_products(bug: bool) -> Program:
     first = t.only("%p0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
     second = t.descriptor("%rd12", "a", blackwell=not bug)
     second += t.only("%p0", t.mma("%r3", "%rd12", "%rd11", t.idesc(), 1) + t.commit("bar2"))
-    return whole(put + t.store("%r5", 10, 8) + STORED + first + t.wait("bar", 0) + t.AFTER + second + read("bar2"), 32.0)
+    return whole(
+        put + t.store("%r5", 10, 8) + STORED + first + t.wait("bar", 0) + t.AFTER + second + read("bar2"),
+        32.0,
+    )
 
 
 @exhibit(6, "tensor memory freed, and the kernel ended, while a product is in flight", "in-flight")
@@ -68,7 +88,9 @@ def p_where_s_is(bug: bool) -> Program:
     softmax += "".join(f"cvt.rn.bf16x2.f32 %r{20 + i}, %f{i}, %f{i};\n" for i in range(8))
     softmax += t.store("%r5", 20, 8) + STORED
     p = "%r3" if bug else "%r6"
-    values = "add.u32 %r7, %r3, 16;\n" + t.only("%p0", t.mma("%r7", f"[{p}]", "%rd11", t.idesc()) + t.commit("bar2"))
+    values = "add.u32 %r7, %r3, 16;\n" + t.only(
+        "%p0", t.mma("%r7", f"[{p}]", "%rd11", t.idesc()) + t.commit("bar2")
+    )
     last = "add.u32 %r4, %r4, 16;\n" + read("bar2")
     return whole(scores + softmax + values + last, 16.0)
 

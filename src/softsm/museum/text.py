@@ -1,6 +1,7 @@
 """Small PTX kernels as text: what the exhibits of the museum and the rules are written with.
 
-A kernel made by `kernel` has %r0 = thread, %r1 = warp, %r2 = lane, %p0 = (thread 0), 64-bit parameters in %rd1, %rd2, ...
+A kernel made by `kernel` has %r0 = thread, %r1 = warp, %r2 = lane, %p0 = (thread 0), 64-bit parameters in
+%rd1, %rd2, ...
 (a name ending in '!' is a 128-byte tensor map: its address). Registers from %r10, %rd10, %p4 and %f0 on are free; the
 snippets below use %r90-%r99, %rd30-%rd39 and %p10-%p11 for themselves.
 """
@@ -14,8 +15,15 @@ _labels = itertools.count()
 ONES = 0x3F803F80  # two bf16 ones
 
 
-def kernel(body: str, params: str = "", *, shared: str = "", target: str = "sm_100a", version: str = "8.8",
-           directives: str = "") -> str:
+def kernel(
+    body: str,
+    params: str = "",
+    *,
+    shared: str = "",
+    target: str = "sm_100a",
+    version: str = "8.8",
+    directives: str = "",
+) -> str:
     declared, loads = [], []
     for i, name in enumerate(params.split(), 1):
         if name.endswith("!"):
@@ -24,12 +32,26 @@ def kernel(body: str, params: str = "", *, shared: str = "", target: str = "sm_1
         else:
             declared.append(f".param .u64 {name}")
             loads.append(f"ld.param.u64 %rd{i}, [{name}];\ncvta.to.global.u64 %rd{i}, %rd{i};")
-    return "\n".join((
-        f".version {version}", f".target {target}", ".address_size 64",
-        f".visible .entry k({', '.join(declared)}) {directives}", "{",
-        ".reg .b32 %r<200>; .reg .b64 %rd<40>; .reg .pred %p<12>; .reg .f32 %f<140>; .reg .b16 %h<8>;", shared, *loads,
-        "mov.u32 %r0, %tid.x;", "shr.u32 %r1, %r0, 5;", "and.b32 %r2, %r0, 31;", "setp.eq.u32 %p0, %r0, 0;",
-        body, "ret;", "}", ""))
+    return "\n".join(
+        (
+            f".version {version}",
+            f".target {target}",
+            ".address_size 64",
+            f".visible .entry k({', '.join(declared)}) {directives}",
+            "{",
+            ".reg .b32 %r<200>; .reg .b64 %rd<40>; .reg .pred %p<12>; .reg .f32 %f<140>; .reg .b16 %h<8>;",
+            shared,
+            *loads,
+            "mov.u32 %r0, %tid.x;",
+            "shr.u32 %r1, %r0, 5;",
+            "and.b32 %r2, %r0, 31;",
+            "setp.eq.u32 %p0, %r0, 0;",
+            body,
+            "ret;",
+            "}",
+            "",
+        )
+    )
 
 
 def names(first: int, count: int, prefix: str = "%r") -> str:
@@ -50,8 +72,10 @@ def only(condition: str, body: str) -> str:
 def wait(barrier: str, parity: str | int, suffix: str = "") -> str:
     """Spin until the phase of that parity is over."""
     label = f"WAIT{next(_labels)}"
-    return (f"{label}:\nmbarrier.try_wait.parity{suffix}.shared::cta.b64 %p11, [{barrier}], {parity};\n"
-            f"@!%p11 bra {label};\n")
+    return (
+        f"{label}:\nmbarrier.try_wait.parity{suffix}.shared::cta.b64 %p11, [{barrier}], {parity};\n"
+        f"@!%p11 bra {label};\n"
+    )
 
 
 def init(*barriers: tuple[str, int] | str, fence: bool = True) -> str:
@@ -76,20 +100,36 @@ def dealloc(columns: int, address: str = "%r3", sync: bool = True) -> str:
 
 def fill(name: str, size: int, word: int = ONES, threads: int = 128) -> str:
     """The first threads write the same word all over a shared array, 16 bytes at a time."""
-    lines = [f"mov.u32 %r90, {name};", "shl.b32 %r91, %r0, 4;", "add.u32 %r90, %r90, %r91;", f"mov.b32 %r92, {word};"]
+    lines = [
+        f"mov.u32 %r90, {name};",
+        "shl.b32 %r91, %r0, 4;",
+        "add.u32 %r90, %r90, %r91;",
+        f"mov.b32 %r92, {word};",
+    ]
     for at in range(0, size, 16 * threads):
-        lines += [f"setp.lt.u32 %p10, %r0, {min(threads, (size - at) // 16)};",
-                  f"@%p10 st.shared.v4.b32 [%r90+{at}], {{%r92, %r92, %r92, %r92}};"]
+        lines += [
+            f"setp.lt.u32 %p10, %r0, {min(threads, (size - at) // 16)};",
+            f"@%p10 st.shared.v4.b32 [%r90+{at}], {{%r92, %r92, %r92, %r92}};",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def descriptor(to: str, name: str, lbo: int = 128, sbo: int = 256, swizzle: int = 0, offset: int = 0,
-               blackwell: bool = True) -> str:
+def descriptor(
+    to: str,
+    name: str,
+    lbo: int = 128,
+    sbo: int = 256,
+    swizzle: int = 0,
+    offset: int = 0,
+    blackwell: bool = True,
+) -> str:
     """Matrix descriptor of a shared array into a 64-bit register."""
     fixed = (lbo >> 4) << 16 | (sbo >> 4) << 32 | (1 << 46 if blackwell else 0) | swizzle << 61
     fixed = fixed - (1 << 64) if fixed >> 63 else fixed
-    return (f"mov.u32 %r90, {name};\nadd.u32 %r90, %r90, {offset};\nshr.u32 %r90, %r90, 4;\nand.b32 %r90, %r90, 0x3fff;\n"
-            f"cvt.u64.u32 %rd30, %r90;\nor.b64 {to}, %rd30, {fixed};\n")
+    return (
+        f"mov.u32 %r90, {name};\nadd.u32 %r90, %r90, {offset};\nshr.u32 %r90, %r90, 4;\nand.b32 %r90, %r90, 0x3fff;\n"
+        f"cvt.u64.u32 %rd30, %r90;\nor.b64 {to}, %rd30, {fixed};\n"
+    )
 
 
 def idesc(m: int = 128, n: int = 8, *, kind: str = "bf16", b_mn: bool = False) -> int:
@@ -100,13 +140,17 @@ def idesc(m: int = 128, n: int = 8, *, kind: str = "bf16", b_mn: bool = False) -
 
 def mma(d: str, a: str, b: str, what: int, add: int = 0, group: int = 1) -> str:
     """tcgen05.mma kind::f16 by the threads that come here; `a` in brackets lies in tensor memory."""
-    return (f"setp.ne.u32 %p11, {add}, 0;\nmov.u32 %r90, {what};\n"
-            f"tcgen05.mma.cta_group::{group}.kind::f16 [{d}], {a}, {b}, %r90, %p11;\n")
+    return (
+        f"setp.ne.u32 %p11, {add}, 0;\nmov.u32 %r90, {what};\n"
+        f"tcgen05.mma.cta_group::{group}.kind::f16 [{d}], {a}, {b}, %r90, %p11;\n"
+    )
 
 
 def commit(barrier: str, group: int = 1) -> str:
-    return (f"mov.u32 %r90, {barrier};\n"
-            f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster.b64 [%r90];\n")
+    return (
+        f"mov.u32 %r90, {barrier};\n"
+        f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster.b64 [%r90];\n"
+    )
 
 
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;\n", "tcgen05.fence::after_thread_sync;\n"
@@ -115,7 +159,8 @@ WAIT_LD, WAIT_ST = "tcgen05.wait::ld.sync.aligned;\n", "tcgen05.wait::st.sync.al
 
 def lanes_of_warp(to: str, column: int = 0, base: str = "%r3") -> str:
     """Address of the warp's own lanes at a column."""
-    return (f"and.b32 %r91, %r1, 3;\nshl.b32 %r91, %r91, 21;\nadd.u32 {to}, {base}, %r91;\nadd.u32 {to}, {to}, {column};\n")
+    quarter = "and.b32 %r91, %r1, 3;\nshl.b32 %r91, %r91, 21;\n"
+    return quarter + f"add.u32 {to}, {base}, %r91;\nadd.u32 {to}, {to}, {column};\n"
 
 
 def load(address: str, first: int, count: int) -> str:
@@ -128,13 +173,17 @@ def store(address: str, first: int, count: int) -> str:
 
 def out(value: str, base: str = "%rd1", index: str = "%r0", step: int = 4, offset: int = 0) -> str:
     """base[index] = a 32-bit value."""
-    return (f"mul.wide.u32 %rd31, {index}, {step};\nadd.s64 %rd31, {base}, %rd31;\n"
-            f"st.global.b32 [%rd31+{offset}], {value};\n")
+    return (
+        f"mul.wide.u32 %rd31, {index}, {step};\nadd.s64 %rd31, {base}, %rd31;\n"
+        f"st.global.b32 [%rd31+{offset}], {value};\n"
+    )
 
 
 def tma_load(target: str, tensor: str, coordinates: str, barrier: str) -> str:
-    return ("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
-            f"[{target}], [{tensor}, {{{coordinates}}}], [{barrier}];\n")
+    return (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        f"[{target}], [{tensor}, {{{coordinates}}}], [{barrier}];\n"
+    )
 
 
 def expect(barrier: str, size: int | str) -> str:

@@ -1,4 +1,5 @@
-"""Pieces of a tiny attention kernel in PTX: tiles of bf16 rows of 128 bytes, swizzled, and products over head dim 64."""
+"""Pieces of a tiny attention kernel in PTX: tiles of bf16 rows of 128 bytes, swizzled, and products over head
+dim 64."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     count = int(np.prod(shape))
     rng = np.random.default_rng(seed)
     codes = np.concatenate([rng.permutation(4096) for _ in range(-(-count // 4096))])[:count]
-    return (0x3800 + codes % 2048 + 0x8000 * (codes // 2048)).astype(np.uint16).view(ml_dtypes.bfloat16).reshape(shape)
+    return (
+        (0x3800 + codes % 2048 + 0x8000 * (codes // 2048))
+        .astype(np.uint16)
+        .view(ml_dtypes.bfloat16)
+        .reshape(shape)
+    )
 
 
 def copy_tile(name: str, source: str, rows: int, stride: int, flip: str = "and.b32 %r96, %r94, 7;") -> str:
-    """All 128 threads copy rows of 128 bytes, `stride` bytes apart, into a tile with the 128-byte swizzle. flip: %r96 = what
-    the chunk number is XORed with, from the row in %r94."""
+    """All 128 threads copy rows of 128 bytes, `stride` bytes apart, into a tile with the 128-byte swizzle.
+    flip: %r96 = what the chunk number is XORed with, from the row in %r94."""
     label = f"COPY{next(_labels)}"
     return f"""mov.u32 %r93, %r0;
 {label}: setp.ge.u32 %p10, %r93, {rows * 8};
@@ -62,14 +68,21 @@ def product(d: str, a: str, b: str, n: int = ROWS) -> str:
     """D = A B^T over head dim 64: four steps of 32 bytes, by one thread."""
     lines = []
     for step in range(D // 16):
-        lines += [f"add.s64 %rd34, {a}, {2 * step};", f"add.s64 %rd35, {b}, {2 * step};",
-                  t.mma(d, "%rd34", "%rd35", t.idesc(n=n), int(step > 0))]  # fmt: skip
+        lines += [
+            f"add.s64 %rd34, {a}, {2 * step};",
+            f"add.s64 %rd35, {b}, {2 * step};",
+            t.mma(d, "%rd34", "%rd35", t.idesc(n=n), int(step > 0)),
+        ]
     return "\n".join(lines)
 
 
 def write_out(n: int = ROWS, base: str = "%rd3", offset: int = 0, stride: int = ROWS) -> str:
     """Each thread reads its row of the accumulator at %r4 and writes it to base[row, :]."""
-    lines = [t.load("%r4", 100, n) + t.WAIT_LD + f"mul.wide.u32 %rd36, %r0, {4 * stride};\nadd.s64 %rd36, {base}, %rd36;\n"]
+    lines = [
+        t.load("%r4", 100, n)
+        + t.WAIT_LD
+        + f"mul.wide.u32 %rd36, %r0, {4 * stride};\nadd.s64 %rd36, {base}, %rd36;\n"
+    ]
     lines += [f"st.global.b32 [%rd36+{4 * i + 4 * offset}], %r{100 + i};\n" for i in range(n)]
     return "".join(lines)
 
@@ -83,8 +96,9 @@ def tensor_of(index: int, rows: int, box: int = ROWS):
     """A tensor map of argument `index`, bf16 [rows, 64], boxes of `box` rows, 128-byte swizzle."""
 
     def make(arrays):
-        return encode_tiled(DataType.BFLOAT16, 2, arrays[index].ctypes.data, (D, rows), (128,), (D, box),
-                            swizzle=Swizzle.B128)  # fmt: skip
+        return encode_tiled(
+            DataType.BFLOAT16, 2, arrays[index].ctypes.data, (D, rows), (128,), (D, box), swizzle=Swizzle.B128
+        )
 
     return make
 

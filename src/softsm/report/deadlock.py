@@ -38,7 +38,13 @@ def describe(machine, why: str) -> str:
 
 def awaited(machine) -> dict:
     """warp -> the barrier it is blocked on, for each living warp."""
-    return {w: f.blocked.on for cta in machine.live for w in cta.warps for f in w.fragments if f.blocked is not None}
+    return {
+        w: f.blocked.on
+        for cta in machine.live
+        for w in cta.warps
+        for f in w.fragments
+        if f.blocked is not None
+    }
 
 
 def suppliers(machine, barrier) -> list:
@@ -46,7 +52,11 @@ def suppliers(machine, barrier) -> list:
     whole CTAs and clusters, those that are not there."""
     living = [w for cta in machine.live for w in cta.warps if w.fragments]
     if isinstance(barrier, Mbarrier):
-        came = {(e.who.ctaid, e.who.warp): e.phase for e in barrier.history if hasattr(e.who, "warp") and e.what != "init"}
+        came = {
+            (e.who.ctaid, e.who.warp): e.phase
+            for e in barrier.history
+            if hasattr(e.who, "warp") and e.what != "init"
+        }
         if not came:  # nobody has arrived ever: it can only be one of those that wait for something else
             return [w for w, on in awaited(machine).items() if on is not barrier]
         return [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
@@ -74,7 +84,9 @@ def cycle(machine) -> list[str]:
 
 
 def name(barrier) -> str:
-    return getattr(barrier, "name", "") or (f"barrier {barrier.number}" if hasattr(barrier, "number") else "a barrier")
+    return getattr(barrier, "name", "") or (
+        f"barrier {barrier.number}" if hasattr(barrier, "number") else "a barrier"
+    )
 
 
 def findings(machine) -> list[Diagnostic]:

@@ -53,7 +53,10 @@ class Report:
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Each finding once: the same pair of program places says nothing new."""
-        key = (diagnostic.code, *((p.ptx_line, p.instruction, p.what.split(" 0x")[0]) for p in diagnostic.parties))
+        key = (
+            diagnostic.code,
+            *((p.ptx_line, p.instruction, p.what.split(" 0x")[0]) for p in diagnostic.parties),
+        )
         if key not in self._seen or not diagnostic.parties:
             self._seen.add(key)
             self.diagnostics.append(diagnostic)

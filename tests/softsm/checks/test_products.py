@@ -7,7 +7,7 @@ import softsm
 from softsm.museum import attention, operands, tiles
 from softsm.museum import text as t
 from softsm.museum.exhibits import Program, on_boundary
-from softsm.museum.tiles import D, ROWS
+from softsm.museum.tiles import ROWS, D
 
 
 def launch(program: Program, *, order="latest", expect=None, **checks):
@@ -36,16 +36,22 @@ def test_the_tap_keeps_operands_and_results_by_tile_and_step(order):
 
 def test_an_expectation_says_which_element_was_read_instead():
     k = operands.K.reshape(2, ROWS, D)
-    report = launch(operands.two_tiles([0, 3]), expect=lambda: softsm.expect_mma("qk", a=operands.Q, b=k, column=0))
+    report = launch(
+        operands.two_tiles([0, 3]), expect=lambda: softsm.expect_mma("qk", a=operands.Q, b=k, column=0)
+    )
     first = next(iter(report))
     assert first.code == "operand"
-    assert "qk: element (0, 0) of B in tile 1, step 0" in first.message and "it is B[0, 3, 0]" in first.message
+    assert (
+        "qk: element (0, 0) of B in tile 1, step 0" in first.message and "it is B[0, 3, 0]" in first.message
+    )
     assert "coordinates (0, 3)" in first.parties[1].what  # of the TMA load that brought it
 
 
 def test_other_accumulators_are_not_compared():
     wrong = np.zeros((2, ROWS, D), np.float32)
-    assert not launch(operands.two_tiles([0, ROWS]), expect=lambda: softsm.expect_mma("qk", b=wrong, column=32))
+    assert not launch(
+        operands.two_tiles([0, ROWS]), expect=lambda: softsm.expect_mma("qk", b=wrong, column=32)
+    )
 
 
 def test_a_of_tensor_memory_is_tapped():
@@ -57,18 +63,29 @@ def test_a_of_tensor_memory_is_tapped():
 def test_wgmma_is_tapped():
     a, b = tiles.draw(1, 64, 16), tiles.draw(2, 8, 16)
     zero = "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4))
-    move = "mul.wide.u32 %rd20, %r0, 16;\nadd.s64 %rd21, %rd1, %rd20;\nld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd21];\n"
+    move = "mul.wide.u32 %rd20, %r0, 16;\nadd.s64 %rd21, %rd1, %rd20;\n"
+    move += "ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd21];\n"
     # 16-byte chunk c of A is (row c / 2, half c % 2): core matrices of 8 rows, LBO 128, SBO 256
-    place = ("shr.u32 %r20, %r0, 1;\nand.b32 %r21, %r0, 1;\nshr.u32 %r22, %r20, 3;\nand.b32 %r23, %r20, 7;\nshl.b32 %r22, %r22, 8;\n"
-             "shl.b32 %r21, %r21, 7;\nshl.b32 %r23, %r23, 4;\nadd.u32 %r24, %r21, %r22;\nadd.u32 %r24, %r24, %r23;\n")  # fmt: skip
+    place = (
+        "shr.u32 %r20, %r0, 1;\nand.b32 %r21, %r0, 1;\nshr.u32 %r22, %r20, 3;\nand.b32 %r23, %r20, "
+        "7;\nshl.b32 %r22, %r22, 8;\n"
+        "shl.b32 %r21, %r21, 7;\nshl.b32 %r23, %r23, 4;\nadd.u32 %r24, %r21, %r22;\nadd.u32 %r24, %r24, %r23;\n"
+    )
     put = "mov.u32 %r25, at;\nadd.u32 %r25, %r25, %r24;\nst.shared.v4.b32 [%r25], {%r10, %r11, %r12, %r13};\n"
-    small = "setp.lt.u32 %p4, %r0, 16;\n" + t.only("%p4", (move + put).replace("%rd1,", "%rd2,").replace("at;", "bt;"))
+    small = "setp.lt.u32 %p4, %r0, 16;\n" + t.only(
+        "%p4", (move + put).replace("%rd1,", "%rd2,").replace("at;", "bt;")
+    )
     text = place + move + put + small + "fence.proxy.async;\nbar.sync 0;\n" + zero
     text += t.descriptor("%rd10", "at", blackwell=False) + t.descriptor("%rd11", "bt", blackwell=False)
-    text += ("wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd10, %rd11, "
-             "1, 1, 1, 0, 0;\nwgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n")  # fmt: skip
+    text += (
+        "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, "
+        "%f2, %f3}, %rd10, %rd11, "
+        "1, 1, 1, 0, 0;\nwgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+    )
     shared = ".shared .align 1024 .b8 at[2048]; .shared .align 1024 .b8 bt[256];"
-    report = launch(Program(t.kernel(text, "a b", shared=shared, target="sm_90a", version="8.6"), [a, b]), strict=True)
+    report = launch(
+        Program(t.kernel(text, "a b", shared=shared, target="sm_90a", version="8.6"), [a, b]), strict=True
+    )
     (m,) = report.tap.mma
     np.testing.assert_array_equal(m.a, a.astype(np.float32))
     np.testing.assert_array_equal(m.b, b.astype(np.float32))

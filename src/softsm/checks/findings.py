@@ -1,0 +1,81 @@
+"""From what the compiled code noted to diagnostics with both parties."""
+
+from __future__ import annotations
+
+from softsm.checks import shadow as sh
+from softsm.report.diagnostics import Diagnostic, Party
+
+
+class Findings:
+    """The part of the checker that writes the report."""
+
+    def collect(self, w, op=None) -> None:
+        """Turn the compiled code's findings into diagnostics."""
+        n = int(self.races[0])
+        entries = self.races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
+        self.races[0] = 0
+        for kind, place, address, pc, agent, epoch, other_pc, lane in entries:
+            memory = "global" if place else "shared"
+            where = f"{memory} bytes {address:#x} to {address + 3:#x}"
+            verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
+            this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
+            if kind == sh.UNINITIALISED:
+                self.report.add(
+                    Diagnostic("uninitialised", f"{memory} bytes are read, but nobody wrote them", (this,))
+                )
+                continue
+            did = "read" if kind == sh.WAR else "wrote"
+            if agent >= sh.ASYNC:
+                other_op = self.operations.get(epoch)
+                other = (
+                    self.party(other_op.warp, other_op, f"{did} {where}")
+                    if other_op
+                    else Party("an earlier operation")
+                )
+            else:
+                other_op = None
+                other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc)
+            self.add_race(this, other, f"{memory} memory", other_op)
+
+    def used_early(self, w, load, move: bool) -> None:
+        """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton's output has moves there,
+        before the wait, so these count at the strict level only."""
+        if move and not self.strict:
+            return
+        other = self.party(load.warp, load, "may still be writing its registers")
+        self.add_race(
+            self.party(w, None, "uses registers of a tcgen05.ld"),
+            other,
+            "registers",
+            None,
+            "put tcgen05.wait::ld.sync.aligned between the load and the first use of its registers",
+        )
+
+    def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
+        if mend:
+            pass
+        elif other_op is not None:
+            mend = (
+                f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this "
+                "access"
+            )
+        elif this.who.startswith("warp"):
+            mend = "put a barrier, or an mbarrier arrive and wait, between the two"
+        else:
+            mend = (
+                "order them by a barrier, and put fence.proxy.async between the generic write and the "
+                "asynchronous access"
+            )
+        self.report.add(Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), mend))
+
+    def party(self, w, op, what: str, pc: int | None = None, lane: int = -1) -> Party:
+        program = self.machine.program
+        ins = program.instructions[w.pc if pc is None else pc]
+        if op is not None and pc is None:
+            ins = op.instruction or ins
+        loc = ins.loc
+        source = f"{loc.file}:{loc.line}" + (f" in {loc.function}" if loc.function else "") if loc else ""
+        who = (
+            f"{op.kind} issued by {w}" if op is not None else str(w) + (f", lane {lane}" if lane >= 0 else "")
+        )
+        return Party(who, ins.line, ins.text, source, what)
