@@ -7,7 +7,7 @@ from softsm.isa.half import parts
 from softsm.isa.half import source as half_source
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, Modifiers, operands, signed16, src16, unary
-from softsm.ptx.ast import Pair, Sink
+from softsm.ptx.ast import Pair, Reg, Sink
 
 for _t, _k in (("u32", "u"), ("s32", "i"), ("u64", "q"), ("s64", "l")):
     micro(f"setp.lt.{_t}", f"p={_k}{_k}", "a < b", hot=True)
@@ -101,7 +101,10 @@ def setp(asm, ins):
         second = Sink() if second is None else second
     elif second is not None:
         results.append(unary(asm, "not.pred", "p", results[0]))
-    for target, row in zip((first, second), results):
+    written = list(zip((first, second), results))
+    if ins.guard is not None and isinstance(first, Reg) and first.name == ins.guard.name:
+        written.reverse()  # the guard itself changes last: it holds for both
+    for target, row in written:
         if target is None or isinstance(target, Sink):
             continue
         if boolean:

@@ -97,6 +97,16 @@ def test_combination_with_a_predicate_and_the_second_destination():
     ])
 
 
+def test_a_guard_may_be_overwritten():
+    a, b = integers(32, 2)
+    start = "{{ .reg .pred p, q; setp.lt.u32 p, {a}, {b}; setp.ne.u32 q, {a}, {a}; "
+    check({"a": ("b32", a), "b": ("b32", b)}, [
+        Case(start + "@p setp.lt.u32 p|q, {b}, {a}; mov.pred {d}, q; }}", "pred", lambda a, b: a < b),
+        Case(start + "@p setp.lt.u32 q|p, {b}, {a}; mov.pred {d}, p; }}", "pred", lambda a, b: a < b),
+        Case(start + "@!p setp.lt.u32 p, {b}, {a}; mov.pred {d}, p; }}", "pred", lambda a, b: a < b or b < a),
+    ])
+
+
 def test_set_writes_a_number():
     a, b = floats("f32", 2)
     less, equal = float_comparison(F32, "lt"), float_comparison(F32, "equ")
