@@ -124,6 +124,22 @@ def test_large_prefill_against_torch(d, causal):
     assert float((got.float() - want).norm() / want.norm()) < 5e-3
 
 
+@pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (True, (300, 0))])
+@pytest.mark.parametrize("d", [64, 256])
+def test_one_block_per_multiprocessor(d, causal, window):
+    """Enough tiles that each block loops over several; every sequence alone takes the other kernel."""
+    q, k, v = draw(6, 1500, 12, d), draw(6, 1100, 12, d), draw(6, 1100, 12, d)
+    sink = torch.randn(12, device="cuda")
+    out = torch.full_like(q, NAN)
+    _, lse = dsv4.fmha(q, k, v, causal=causal, window=window, sink=sink, out=out, return_lse=True)
+    for n in (0, 5):
+        one = [x[n : n + 1] for x in (q, k, v)]
+        want, want_lse = dsv4.fmha(*one, causal=causal, window=window, sink=sink, return_lse=True)
+        assert float((out[n : n + 1] - want).float().norm() / want.float().norm()) < 4e-3
+        torch.testing.assert_close(lse[n : n + 1], want_lse, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(out).all()
+
+
 def test_lengths_and_pages_out_of_range_read_nothing_outside():
     """Without DSV4_CHECK lengths are clamped and absent pages read as zeros; compute-sanitizer watches this test."""
     k, q = draw(4, 16, 1, 512), draw(2, 1, 8, 512)

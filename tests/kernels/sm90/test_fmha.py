@@ -61,6 +61,21 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("head_dim, causal", [(64, True), (64, False), pytest.param(256, True, marks=pytest.mark.slow)])
+def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
+    """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
+    monkeypatch.setattr(fmha, "_multiprocessors", lambda device: 2)
+    q = torch.randn(2, 330, 2, head_dim).bfloat16()
+    k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
+    assert fmha.config(dsv4.problem.dense(q, k, v, causal=causal)).loop
+    out = torch.full_like(q, float("nan"))
+    with softsm.use("sm_90a"):
+        _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
+    want, want_lse = reference.fmha(q, k, v, causal=causal)
+    assert float((out.double() - want).norm() / want.norm()) < 4e-3
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
 def test_every_head_dim_has_a_configuration():
     for d, rows in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
         q = torch.empty(1, rows, 1, d, dtype=torch.bfloat16)

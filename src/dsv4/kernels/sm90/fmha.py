@@ -1,8 +1,10 @@
-"""FMHA forward on sm_90a: from a validated problem to launches. The kernels are in rows.py (head dims 64, 128, 256) and
-wide.py (512); this file chooses tile sizes and splits, makes TMA descriptors, and launches.
+"""FMHA forward on sm_90a: from a validated problem to launches.
+
+The kernels are in rows.py and rows_loop.py (head dims 64, 128, 256) and wide.py (512); this file chooses tile sizes and
+splits, makes TMA descriptors, and launches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,6 +16,7 @@ from dsv4.kernels.shared.combine import clear_rest, combine
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.tiles import KINDS, NO_BOUND
 from dsv4.kernels.sm90.rows import fmha_rows
+from dsv4.kernels.sm90.rows_loop import fmha_rows_loop
 from dsv4.kernels.sm90.wide import fmha_wide
 from dsv4.plan import choose_splits
 from dsv4.problem import FmhaProblem
@@ -31,15 +34,21 @@ class Config:
     box: int  # rows of a TMA box at most
     consumers: int
     options: dict  # further compile-time arguments of the kernel
+    loop: bool = False  # one CTA per multiprocessor loops over the row tiles
 
 
 def config(p: FmhaProblem) -> Config:
     rows = p.max_seqlen_q * p.group  # of the longest sequence
     if p.head_dim == 512:
         return Config(128, 64, 1, dict(RIGHT_REGS=232, PRODUCER_REGS=40))
-    if p.head_dim == 64 and rows > 64 and p.kind == "dense" and p.right < 0 and TRITON_VERSION < (3, 9):
+    tiles = -(-rows // 128) * p.kv_heads * p.batch
+    large = p.kind == "dense" and tiles >= 4 * _multiprocessors(p.q.device) and p.num_splits <= 1
+    if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
-        return _rows_config(64, 128, 2, 3, 160, 24)
+        return replace(_rows_config(64, 128, 2, 3, 160, 24), loop=True)
+    if p.head_dim in (64, 256) and large:  # not 128, where looping is slower
+        keys, stages = (128, 3) if p.head_dim == 64 else (64, 2)
+        return replace(_rows_config(p.head_dim, keys, stages, 2, 240, 24), loop=True)
     if rows <= 64 or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
         keys, stages, producer, maxnreg = {
@@ -93,7 +102,7 @@ def forward(p: FmhaProblem) -> None:
     if splits > 1:
         part, part_lse = _scratch(p, splits, total_q * p.q_heads)
     strides_o, strides_l = _row_strides(out), _lse_strides(p, lse)
-    kernel = fmha_wide if p.head_dim == 512 else fmha_rows
+    kernel = fmha_wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
     arguments = [
         q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse, k, v,
         float(abs(p.softmax_scale) * LOG2E.value), want_lse, total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group,
@@ -101,7 +110,9 @@ def forward(p: FmhaProblem) -> None:
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
         splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
     ]  # fmt: skip
-    grid = (row_tiles, p.kv_heads * splits, p.batch)
+    grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
+    if c.loop:
+        grid = (min(row_tiles * p.kv_heads * p.batch, _multiprocessors(p.q.device)),)
     aot.launch(kernel, grid, arguments, KIND=KINDS[kind], SAME_KV=same_kv, SPLIT=splits > 1, num_warps=4, **c.options)
     if splits > 1:
         # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
@@ -123,6 +134,8 @@ def forward(p: FmhaProblem) -> None:
 
 def _splits(p: FmhaProblem, c: Config, row_tiles: int) -> tuple[int, int]:
     """(number of splits, fixed tiles per split or 0 = as many as it takes to use all splits)."""
+    if c.loop:
+        return 1, 0
     longest = min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
     tiles = -(-longest // c.keys) + 1  # a paged range may start within a tile
     if p.deterministic:

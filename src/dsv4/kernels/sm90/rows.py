@@ -26,14 +26,12 @@ from dsv4.kernels.sm90 import loads
 
 
 @gluon.jit
-def producer(source, ring, landed, work, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-             SAME_KV: gl.constexpr):  # fmt: skip
+def feed(slot, phase, landed_phase, source, ring, landed, work, BN: gl.constexpr, D: gl.constexpr,
+         STAGES: gl.constexpr, KIND: gl.constexpr, SAME_KV: gl.constexpr):  # fmt: skip
+    """The TMA warp's part of one row tile: its K and V into the ring from ``slot`` on -> where the ring stands."""
     k_desc, v_desc, k_rows, v_rows, where = source
     k, v, k_ready, k_free, v_ready, v_free = ring
     first, tile_begin, tile_end, part_row = work
-    slot = 0
-    phase = 1  # the first wait on an untouched barrier passes
-    landed_phase = 0
     for tile in range(tile_begin, tile_end):
         row = first + tile * BN
         mbarrier.wait(k_free.index(slot), phase)
@@ -47,12 +45,23 @@ def producer(source, ring, landed, work, BN: gl.constexpr, D: gl.constexpr, STAG
         if slot == STAGES:
             slot = 0
             phase = phase ^ 1
+    return slot, phase, landed_phase
 
 
 @gluon.jit
-def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """The 64 query rows from tile_row on; the tuples are made in fmha_rows."""
+def producer(source, ring, landed, work, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
+             SAME_KV: gl.constexpr):  # fmt: skip
+    # Phase 1: the first wait on an untouched barrier passes.
+    feed(gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), source, ring, landed, work, BN, D, STAGES, KIND, SAME_KV)
+
+
+@gluon.jit
+def attend(slot, phase, q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexpr, D: gl.constexpr,
+           STAGES: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The 64 query rows from tile_row on, their first K tile in ``slot`` -> where the ring stands afterwards.
+
+    The tuples are made in fmha_rows.
+    """
     q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
     k, v, k_ready, k_free, v_ready, v_free = ring
     stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
@@ -80,12 +89,12 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
     l = gl.full([64], 0.0, gl.float32, RS)
     if tile_begin < tile_end:
         # S of the first tile
-        mbarrier.wait(k_ready.index(0), 0)
+        mbarrier.wait(k_ready.index(slot), phase)
         s = gl.zeros([64, BN], gl.float32, LS)
-        s = warpgroup_mma(q, k.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, k.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
-            mbarrier.arrive(k_free.index(0), count=1)
+            mbarrier.arrive(k_free.index(slot), count=1)
         column = first + tile_begin * BN
         if (column < full_first) | (column + BN > full_end):
             s = softmax.see(s, column, row_first, row_end, LS)
@@ -93,9 +102,7 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
 
-        slot = 0  # of the tile whose P is in pa
-        phase = 0
-        for tile in range(tile_begin + 1, tile_end):
+        for tile in range(tile_begin + 1, tile_end):  # slot: of the tile whose P is in pa
             next_slot = slot + 1
             next_phase = phase
             if next_slot == STAGES:
@@ -133,6 +140,14 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
             mbarrier.wait(v_ready.index(slot), phase)
             o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        if SAME_KV:
+            mbarrier.arrive(k_free.index(slot), count=1)
+        else:
+            mbarrier.arrive(v_free.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase = phase ^ 1
 
     q_head = head * group + row % group
     token = row // group
@@ -154,6 +169,14 @@ def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexp
         o = o * gl.convert_layout(factor, RO)[:, None]
         q.store(o.to(q.dtype))
         loads.store_rows(out_ptr, q, tile_row, rows, head, group, stride_ot, stride_oh, 0, 64, D)
+    return slot, phase
+
+
+@gluon.jit
+def consumer(q, tile_row, tensors, ring, strides, problem, work, BN: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    attend(gl.to_tensor(0), gl.to_tensor(0), q, tile_row, tensors, ring, strides, problem, work, BN, D, STAGES, SAME_KV,
+           SPLIT)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[
