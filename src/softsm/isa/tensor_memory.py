@@ -79,7 +79,7 @@ def exactly(count: int) -> range:
 def settle(asm) -> None:
     """A register that a tcgen05.ld is still to deliver is used here: deliver it first."""
     if asm.touched & asm.tmem_pending:
-        asm.flush_tensor_loads(len(asm.records))
+        asm.flush_tensor_loads(len(asm.records), use="use")
 
 
 def rows_index(rows: list[int]) -> slice | np.ndarray:
@@ -357,6 +357,9 @@ def do_st(w, mask, o):
 
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
+    checker = w.machine.checker
+    if checker is not None and o is not None and o.use and w.__dict__.get("unwaited_loads"):
+        checker.used_early(w, w.unwaited_loads[-1], o.use == "move")
     for op in w.pending_tmem_loads:
         w.machine.require(op)
     w.pending_tmem_loads.clear()
