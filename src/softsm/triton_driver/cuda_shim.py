@@ -39,7 +39,7 @@ def _is_index(x: object) -> bool:
 
 
 _MOVES = (torch.Tensor.cuda, torch.Tensor.cpu)
-_IS_CUDA = torch.Tensor.is_cuda.__get__
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__
 _GET_DEVICE = torch.Tensor.get_device
 
@@ -75,13 +75,13 @@ class Generator(torch.Generator):
     """torch.Generator(device="cuda") makes one for the CPU."""
 
     def __new__(cls, device: object = "cpu"):
-        return super().__new__(cls, device=_on_cpu(device))
+        return super().__new__(cls, device=_on_cpu(device))  # type: ignore[call-arg]
 
     def __init__(self, device: object = "cpu"):
         super().__init__()
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return GPU
 
 

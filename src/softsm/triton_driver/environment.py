@@ -46,11 +46,13 @@ class _AfterTesting(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
         execute = spec.loader.exec_module
 
         def then_patch(module) -> None:
             execute(module)
             self.use.bench_once_in(module)
 
-        spec.loader.exec_module = then_patch
+        spec.loader.exec_module = then_patch  # type: ignore[method-assign]
         return spec

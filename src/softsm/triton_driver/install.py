@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from softsm.triton_driver.cuda_shim import CudaShim
+
 ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100}
+DEFAULT_ARCH = "sm_100a"
 DEFAULT_SMS = 4
 
 _stack: list[Use] = []
@@ -50,11 +56,11 @@ class Use:
             raise ValueError(f"sms: got {sms!r}, accepted is a positive int")
         self.arch, self.sms = arch, sms
         outer = current()
-        self.shimmed = cuda_shim or (outer is not None and outer.shimmed)
+        self.shimmed: bool = cuda_shim or (outer is not None and outer.shimmed)
         self._patches = Patches()
         self._registry: tuple | None = None
         self._driver: tuple | None = None
-        self._shim = None
+        self._shim: CudaShim | None = None
         _stack.append(self)
         try:
             self._install(register, cuda_shim and not (outer is not None and outer.shimmed))

@@ -60,10 +60,17 @@ class Launcher:
                 shared=md.shared,
                 cluster=(md.num_ctas, 1, 1),
                 memory=memory,
-                sms=install.current().sms,
+                sms=_sms(),
             )
         if exit_hook is not None:
             exit_hook(launch_metadata)
+
+
+def _sms() -> int:
+    state = install.current()
+    return (
+        state.sms if state is not None else install.DEFAULT_SMS
+    )  # a compiled kernel kept beyond softsm's time
 
 
 def _scratch(size: int, align: int, allocate, stream):
@@ -153,10 +160,9 @@ class SoftsmDriver(DriverBase):
     """Derived from DriverBase: GPUDriver would bind torch.cuda when it is made."""
 
     def __init__(self, arch: str | None = None, sms: int | None = None):
-        state = install.current()
-        self.arch = arch or state.arch
+        self.arch = arch or install.active_arch() or install.DEFAULT_ARCH
         self.number = install.ARCHITECTURES[self.arch]
-        self.sms = sms or state.sms
+        self.sms = sms or _sms()
         self.utils = Utils(self)
         self.launcher_cls = Launcher
 
