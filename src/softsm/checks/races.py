@@ -23,7 +23,7 @@ from softsm.checks.barriers import BarrierChecks, box_spans
 from softsm.checks.findings import Findings
 from softsm.checks.tensor import TensorChecks
 from softsm.engine import program as pg
-from softsm.report.diagnostics import Diagnostic, Report
+from softsm.report.diagnostics import Diagnostic, Party, Report
 
 WORDS = sh.OPS // 32
 TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
@@ -99,6 +99,16 @@ class Checker(TensorChecks, BarrierChecks, Findings):
             from softsm.checks.products import Products
 
             self.products = Products(self, report.tap, checks.expectations, strict)
+        if strict:
+            for ins, name in machine.kernel.undefined[:16]:
+                source = f"{ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+                self.report.add(
+                    Diagnostic(
+                        "uninitialised",
+                        f"register {name} is read, but nothing before it writes it",
+                        (Party("every warp that comes here", ins.line, ins.text, source, f"reads {name}"),),
+                    )
+                )
 
     # ---- clocks ------------------------------------------------------------------------------------------------
 

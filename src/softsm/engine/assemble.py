@@ -77,6 +77,9 @@ class Assembler:
         self.wgmma_pending: set[tuple[str, int]] = set()  # checking: accumulators of wgmma not yet waited for
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
         self.entries: dict[str, int] = {}  # .func name -> pc
+        self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
+        self.read: set[str] = set()  # names, of the current instruction
+        self.written: set[str] = set()
         self.layout()
 
     # ---- where variables and parameters live -------------------------------------------------------------------
@@ -196,8 +199,10 @@ class Assembler:
         if isinstance(operand, Reg):
             if operand.negated:
                 row = self.temp("p")
+                self.read.add(operand.name)
                 self.emit("not.pred", row, self.register(Reg(operand.name), "P"), guard=None)
                 return row
+            self.read.add(operand.name)
             return self.register(operand, bank)
         if isinstance(operand, Imm):
             if bank == "P":
@@ -220,6 +225,7 @@ class Assembler:
             return self.dst(operand.items[0], kind)
         if not isinstance(operand, Reg):
             raise self.error(f"destination must be a register, got {operand}")
+        self.written.add(operand.name)
         return self.register(operand, self.bank(kind))
 
     def vector_rows(self, operand, kind: str, *, write: bool = False) -> list[int]:
@@ -267,6 +273,7 @@ class Assembler:
         base = operand.base
         if isinstance(base, Reg):
             bank = "Q" if WIDTH[self.registers[base.name]] == 64 else "R"
+            self.read.add(base.name)
             return bank, self.register(base, bank), operand.offset
         if isinstance(base, Imm):
             return "Q", self.const(int(base.value), "q"), operand.offset
@@ -334,7 +341,7 @@ class Assembler:
         if lowering is None:
             near = difflib.get_close_matches(ins.opcode, list(LOWERERS), 1)
             self.refuse(ins, "no such instruction" + (f"; did you mean {near[0]}?" if near else ""))
-        self.ins, self.touched = ins, set()
+        self.ins, self.touched, self.read, self.written = ins, set(), set(), set()
         start = len(self.records)
         self.guard(ins)
         lowering(self, ins)
@@ -345,6 +352,10 @@ class Assembler:
 
     def follow_registers(self, ins: Instruction, start: int) -> None:
         """For the checkers: what type each register was written as, and uses of registers that a wgmma works on."""
+        if ins.guard is not None:
+            self.read.add(ins.guard.name)
+        if self.current_function.entry:
+            self.flow.append((ins, self.read, self.written))
         operands = ins.operands
         if operands and isinstance(operands[0], Reg) and ("R", self.rows.get(operands[0].name, -1)) in self.touched:
             kind = ins.modifiers[-1] if ins.modifiers else ""
@@ -391,6 +402,8 @@ class Assembler:
                 if self.tmem_pending:
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)
+                if function.entry:
+                    self.flow.append((item, (), ()))
                 continue
             self.lower(item)
             if item.opcode in ("bra", "brx", "ret", "exit", "call") and self.tmem_pending:
@@ -446,4 +459,4 @@ class Assembler:
             parameters=self.parameters, symbol_rows=symbol_rows, shared_variables=self.shared_variables,
             shared_static=self.shared_static, local_variables=self.local_variables, local_bytes=self.local_bytes,
             param_offsets=self.param_offsets, param_bytes=self.param_bytes, branch_tables=tables,
-            variables=self.variables)
+            variables=self.variables, flow=self.flow)

@@ -185,6 +185,15 @@ class Kernel:
         twin.variables = self.variables
         return twin
 
+    @functools.cached_property
+    def undefined(self) -> list:
+        """(instruction, register) of reads that no write comes before."""
+        from softsm.checks.registers import undefined
+
+        wide = {name for name, kind in self.function.registers.items() if kind == "b128"}
+        found = undefined(self.program.flow, self.function.branch_targets)
+        return [(ins, name) for ins, name in found if name not in wide]
+
     # ---- what the machine asks of its kernel -------------------------------------------------------------------
 
     def occupancy(self, machine: Machine) -> int:

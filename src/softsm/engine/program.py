@@ -76,3 +76,4 @@ class Program:
     param_bytes: int
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
+    flow: list[tuple] = field(default_factory=list)  # for the checkers: (instruction or label, names read, names written)
