@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from softsm.report.codes import CODES, mend
 
 __all__ = ["CODES", "Diagnostic", "Party", "Report"]
+
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,8 @@ class Report:
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Each finding once: the same pair of program places says nothing new."""
-        key = (
-            diagnostic.code,
-            *((p.ptx_line, p.instruction, p.what.split(" 0x")[0]) for p in diagnostic.parties),
-        )
+        places = ((p.ptx_line, p.instruction, _NUMBERS.sub("#", p.what)) for p in diagnostic.parties)
+        key = (diagnostic.code, *places)
         if key not in self._seen or not diagnostic.parties:
             self._seen.add(key)
             self.diagnostics.append(diagnostic)
