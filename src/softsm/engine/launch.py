@@ -379,7 +379,7 @@ def special_value(machine: Machine, cta: Cta, index: int, name: str):
         case "nclusterid":
             return machine.grid[k] // cluster[k]
         case "is_explicit_cluster":
-            return pg.ALL if machine.cluster_size > 1 else 0
+            return pg.ALL if machine.explicit_cluster else 0
         case "dynamic_smem_size":
             return machine.shared_dynamic
         case "total_smem_size" | "aggr_smem_size":

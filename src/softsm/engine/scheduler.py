@@ -169,6 +169,11 @@ class Machine:
             self.checker = self.engine.checker = Checker(self, options.checks.report, options.checks.strict)
 
     @property
+    def explicit_cluster(self) -> bool:
+        """Launched as clusters, be it of one CTA: what the distributed shared memory of a GPU needs."""
+        return self.cluster_size > 1 or "reqnctapercluster" in self.kernel.function.directives
+
+    @property
     def cluster_size(self) -> int:
         return self.cluster_shape[0] * self.cluster_shape[1] * self.cluster_shape[2]
 

@@ -209,12 +209,16 @@ def do_bulk_load(w, mask, o):
         )  # fmt: skip
 
 
+def needs_cluster(w) -> None:
+    """In a launch without clusters an H200 calls these an illegal instruction, even on the CTA's own shared memory."""
+    if not w.machine.explicit_cluster:
+        raise w.fault("cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU does not execute "
+                      "it there")  # fmt: skip
+
+
 def do_bulk_peer(w, mask, o):
-    """shared::cta -> shared::cluster, a copy or a reduction. Without a cluster an H200 calls it an illegal
-    instruction, even when the destination is the CTA's own shared memory."""
-    if w.machine.cluster_size == 1:
-        raise w.fault("cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU has no path from "
-                      "shared memory to shared memory there")  # fmt: skip
+    """shared::cta -> shared::cluster, a copy or a reduction."""
+    needs_cluster(w)
     for lane in lanes(mask):
         size = _size(w, o, lane)
         home, begin = shared_bytes(w, int(w.R[o.src, lane]), size, "cp.async.bulk read")
@@ -333,6 +337,7 @@ def store_async(asm, ins, mods, op):
 
 
 def do_store_async(w, mask, o):
+    needs_cluster(w)
     size = o.dtype.itemsize * len(o.rows)
     bank = w.Q if o.dtype.itemsize == 8 else w.R
     for lane in lanes(mask):

@@ -151,10 +151,18 @@ def do_prefetch(w, mask, o):
         box_of(w, o, lane)
 
 
+def hopper(w) -> bool:
+    return w.machine.arch.startswith("sm_90")
+
+
 def do_load(w, mask, o):
     for lane in lanes(mask):
         offsets = tuple(int(x) & 0xFFFF for x in w.R[o.offsets, lane]) if o.offsets else ()
         box = box_of(w, o, lane, offsets)
+        start_bits = box.coords[0] * box.map.data_type.bits
+        if o.mode == "tile" and start_bits % 128 and hopper(w):  # an H200: illegal instruction
+            raise w.fault("coordinate", f"a TMA load at inner coordinate {box.coords[0]}, {start_bits // 8} bytes into "
+                          "the row; sm_90 takes multiples of 16 bytes")  # fmt: skip
         if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
             raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")
         if w.machine.checker is not None:
@@ -186,6 +194,8 @@ def do_store(w, mask, o):
         box = box_of(w, o, lane)
         if box.map.data_type is DataType.U4_ALIGN16B:
             raise w.fault("tensor-map", f"{box.map.data_type.name} can be loaded, not stored")
+        if min(box.coords) < 0 and hopper(w):  # an H200: illegal instruction
+            raise w.fault("coordinate", f"a TMA store at {box.coords}; sm_90 stores no box that begins before the tensor")
         cta, offset = shared_bytes(
             w, int(w.R[o.src, lane]), box.footprint, "TMA store", box_copy.SHARED_ALIGNMENT
         )

@@ -137,9 +137,13 @@ CODES: dict[str, tuple[str, str]] = {
         "A tensor map is unusable.",
         "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes.",
     ),
+    "coordinate": (
+        "A TMA coordinate that sm_90 does not take.",
+        "Loads begin at multiples of 16 bytes of the innermost dimension; stores and reductions at no negative coordinate.",
+    ),
     "cluster-launch": (
-        "A copy from shared memory to shared memory in a launch without clusters.",
-        "Launch with a cluster of at least two CTAs, or copy with loads and stores.",
+        "An asynchronous copy from shared memory or registers to shared memory, in a launch without clusters.",
+        "Launch with clusters (.reqnctapercluster 1 is enough), or copy with loads and stores.",
     ),
     "multicast": (
         "The CTA mask of a multicast names CTAs that are not there.",

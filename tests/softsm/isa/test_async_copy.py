@@ -338,7 +338,7 @@ mapa.shared::cluster.u32 %r8, %r20, %r10;
 def test_shared_to_shared_needs_a_cluster():
     body = "mov.u32 %r2, data;\nmov.u32 %r20, bar;\n@%p1 mbarrier.init.shared::cta.b64 [%r20], 1;\nbar.sync 0;\n"
     copy = "shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-    for form in (f"cp.async.bulk.{copy}", f"cp.reduce.async.bulk.{copy}.add.u32"):
+    for form in (f"cp.async.bulk.{copy}", f"cp.reduce.async.bulk.{copy}.add.u32"):  # st.async is alike
         text = ptx(body + f"@%p1 {form} [%r2+128], [%r2], 128, [%r20];\n", "out src", shared=DATA)
         fails(text, "cluster-launch", "clusters")
 

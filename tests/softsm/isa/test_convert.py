@@ -120,7 +120,8 @@ def test_what_a_nan_becomes():
 
 def test_nans_between_floats():
     check({"a": ("b32", [0x7FC00000, 0xFFC12345, 0x7F800001])},
-          [Case("cvt.f64.f32 {d}, {a};", "b64", lambda a: 0x7FFFFFFFE0000000)])
+          [Case("cvt.f64.f32 {d}, {a};", "b64",
+                lambda a: (a >> 31) << 63 | 0x7FF8000000000000 | (a & 0x7FFFFF) << 29)])
     check({"a": ("b64", [0x7FF8000000000000, 0xFFF8000000000123, 0x7FF0000000000001])}, [
         Case("cvt.rn.f32.f64 {d}, {a};", "b32", lambda a: F32.nan),
         Case("cvt.rn.f16.f64 {d}, {a};", "b16", lambda a: F16.nan),
@@ -255,7 +256,7 @@ TF32 = exact.Format(8, 10, 0x3FFFF)
 def tf32(mode):
     def apply(a):
         if is_nan(F32, a):
-            return a & 0xFFFFE000 if mode == "rna" else F32.nan
+            return a & 0xFFFFE000 if mode == "rna" else F32.nan & 0xFFFFE000
         return exact.convert(F32, TF32, a, mode) << 13
 
     return apply

@@ -82,8 +82,8 @@ def test_out_of_bounds_nan():
         raise AssertionError("fma.oob was accepted")
     for t, inf, one in (("f16", 0x7C00, 0x3C00), ("bf16", 0x7F80, 0x3F80)):
         nans = [x for x in range(0x10000) if x & 0x7FFF > inf]
-        check({"a": ("b16", nans)}, [Case(f"fma.rn.oob.{t} {{d}}, {{a}}, {one}, {one};", "b16", lambda a: 0x7FFF)],
-              version="8.1")
+        text = f"{{{{ .reg .b16 one; mov.b16 one, {one}; fma.rn.oob.{t} {{d}}, {{a}}, one, one; }}}}"
+        check({"a": ("b16", nans)}, [Case(text, "b16", lambda a: 0x7FFF)], version="8.1")
 
 
 def test_signs():
