@@ -88,6 +88,14 @@ def test_the_count_of_an_mbarrier_is_not_a_number_of_bytes():
     holds(make, args=ARGS, code="barrier-count")
 
 
+def test_an_mbarrier_is_invalidated_before_it_is_initialised_again():
+    def make(keep):
+        first = t.init("bar") + "@%p0 " + t.arrive("bar") + t.wait("bar", 0) + "bar.sync 0;\n"
+        return plain(first + when(keep, "@%p0 mbarrier.inval.shared::cta.b64 [bar];\n") + t.init("bar"))
+
+    holds(make, args=ARGS, code="barrier-init")
+
+
 # -- global memory between CTAs ----------------------------------------------------------------------------------------
 
 RANK = (

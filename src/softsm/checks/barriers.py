@@ -28,6 +28,21 @@ class BarrierChecks:
                 )
             )
 
+    def initialised_again(self, w, barrier) -> None:
+        """PTX wants mbarrier.inval before the word is used again, also for another mbarrier."""
+        if self.strict and barrier.origin is not None:
+            _, _, pc, creator, _ = barrier.origin
+            self.report.add(
+                Diagnostic(
+                    "barrier-init",
+                    f"{barrier.name} is initialised again without mbarrier.inval",
+                    (
+                        self.party(w, None, "initialises it again"),
+                        self.party(creator, None, "initialised it", pc=pc),
+                    ),
+                )
+            )
+
     def fence_init(self, w) -> None:
         """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)

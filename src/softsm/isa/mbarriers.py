@@ -221,6 +221,8 @@ def do_init(w, mask, o):
         old = cta.barriers.get(offset)
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")
+        if old is not None and w.machine.checker is not None:
+            w.machine.checker.initialised_again(w, old)
         count = int(w.R[o.count, lane])
         barrier = cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
         if w.machine.checker is not None:
