@@ -1,9 +1,10 @@
-"""Lane-by-lane parts of the interpreter: loads, stores, atomics, shuffles and votes.
+"""Lane-by-lane parts of the interpreter: loads, stores, atomics and votes.
 
-Everything here is scalar code over raw addresses (R, Q, P, S, pool are addresses of the register files, the state vector
-and the operand pool); on machines without gather instructions that is what a vector gather becomes anyway. The file is
-compiled by `interpreter.compiled()`, as text, into the cache folder; importing it gives its constants only. Bounds are checked before anything is touched: an access that leaves the CTA's own shared memory
-or the known global allocations returns SLOW and is done (or refused with a message) in Python.
+Everything here is scalar code over raw addresses (R, Q, P, S, pool are addresses of the register files, the state
+vector and the operand pool); on machines without gather instructions that is what a vector gather becomes anyway.
+The file is compiled by `interpreter.lanes_module()`, as text, into the cache folder; importing it gives constants.
+Bounds are checked before anything is touched: an access that leaves the CTA's own shared memory or the known global
+allocations returns SLOW and is done (or refused with a message) in Python.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def known(S, lo, hi):
 
 @compiled("i8(i8, i8, i8, i8, i8, i8, i8, u4)")
 def locate(R, Q, S, space, row, offset, size, m):
-    """Fill S[SCRATCH:] with host addresses of the active lanes, all bounds and alignment checked. SLOW if any is not plain."""
+    """Fill S[SCRATCH:] with the host addresses of the active lanes, all checked; SLOW if one is not plain."""
     lo, hi = i8(0x7FFFFFFFFFFFFFFF), i8(-0x8000000000000000)
     bits = i8(0)
     if space == SHARED:
@@ -219,7 +220,7 @@ def store(R, Q, pool, S, space, rows, row, offset, fmt, m):
     return OK
 
 
-# ---- atomics: result of `old op b (, c)` on raw bits ------------------------------------------------------------------
+# ---- atomics: result of `old op b (, c)` on raw bits ----------------------------------------------------------------
 
 ADD, MIN, MAX, AND, OR, XOR, EXCH, CAS, INC, DEC = range(10)
 T_U32, T_S32, T_U64, T_S64, T_F32, T_F64 = range(6)
@@ -293,7 +294,9 @@ def atomic(R, Q, pool, S, space, rows, row, offset, fmt, m):
     status = locate(R, Q, S, space, row, offset, 8 if wide else 4, m)
     if status != OK:
         return status
-    rd, rb, rc = i8(np.int32(load32(pool + 4 * (rows)))), i8(np.int32(load32(pool + 4 * (rows + 1)))), i8(np.int32(load32(pool + 4 * (rows + 2))))
+    rd = i8(np.int32(load32(pool + 4 * rows)))
+    rb = i8(load32(pool + 4 * (rows + 1)))
+    rc = i8(load32(pool + 4 * (rows + 2)))
     for lane in range(32):
         if (m >> u4(lane)) & u4(1):
             a = sget(S, SCRATCH + lane)
@@ -316,46 +319,10 @@ def atomic(R, Q, pool, S, space, rows, row, offset, fmt, m):
     return OK
 
 
-# ---- between the lanes of a warp ------------------------------------------------------------------------------------------
+# ---- between the lanes of a warp -------------------------------------------------------------------------------------
 
-UP, DOWN, BFLY, IDX = range(4)
 V_ANY, V_ALL, V_UNI, V_BALLOT = range(4)
 R_ADD, R_MIN, R_MAX, R_AND, R_OR, R_XOR, R_SMIN, R_SMAX = range(8)
-
-
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, u4)")
-def shuffle(R, P, rd, ra, rb, rc, mode, rp, m):
-    """shfl.sync: PTX ISA 9.7.9.6. rp = predicate to receive 'source in range' (0 = none)."""
-    values = np.empty(32, np.uint32)
-    inside = u4(0)
-    for lane in range(32):
-        b, c = i8(rget(R, rb, lane) & u4(31)), rget(R, rc, lane)
-        clamp, segment = i8(c & u4(31)), i8((c >> u4(8)) & u4(31))
-        top = (lane & segment) | (clamp & ~segment)
-        bottom = lane & segment
-        j = lane
-        if mode == UP:
-            j = lane - b
-            ok = j >= top
-        elif mode == DOWN:
-            j = lane + b
-            ok = j <= top
-        elif mode == BFLY:
-            j = lane ^ b
-            ok = j <= top
-        else:
-            j = bottom | (b & ~segment)
-            ok = j <= top
-        if not ok:
-            j = lane
-        else:
-            inside |= u4(1) << u4(lane)
-        values[lane] = rget(R, ra, j & 31)
-    for lane in range(32):
-        if (m >> u4(lane)) & u4(1):
-            rput(R, rd, lane, values[lane])
-    if rp:
-        store32(P + 4 * rp, (load32(P + 4 * rp) & ~m) | (inside & m))
 
 
 @compiled("u4(i8, i8, i8, u4)")

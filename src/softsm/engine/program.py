@@ -18,8 +18,8 @@ import numpy as np
 from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
-(OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_SHFL, OP_VOTE, OP_ELECT,
- OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX) = range(19)
+(OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
+ OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX) = range(18)
 FIRST_MICRO = 32
 
 # Why the interpreter came back.
@@ -76,4 +76,4 @@ class Program:
     param_bytes: int
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
-    flow: list[tuple] = field(default_factory=list)  # for the checkers: (instruction or label, names read, names written)
+    flow: list[tuple] = field(default_factory=list)  # for the checkers: (item, names read, names written)

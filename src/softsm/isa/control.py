@@ -12,7 +12,6 @@ from softsm.errors import Fault
 from softsm.isa.registry import lowers
 from softsm.ptx.ast import Call, Imm, Reg, Symbol
 
-
 MOVE = {"R": "mov.b32", "Q": "mov.b64", "P": "mov.pred"}
 KIND = {"R": "u", "Q": "q", "P": "p"}
 

@@ -139,7 +139,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "coordinate": (
         "A TMA coordinate that sm_90 does not take.",
-        "Loads begin at multiples of 16 bytes of the innermost dimension; stores and reductions at no negative coordinate.",
+        "Loads begin at multiples of 16 bytes of the innermost dimension; stores and reductions at coordinates >= 0.",
     ),
     "cluster-launch": (
         "An asynchronous copy from shared memory or registers to shared memory, in a launch without clusters.",

@@ -44,10 +44,16 @@ class Trace:
 
 @contextlib.contextmanager
 def tracing(
-    folder: str | Path, *, title: str = "", order: str = "latest", seed: int = 0, strict: bool = False, check: bool = True
+    folder: str | Path,
+    *,
+    title: str = "",
+    order: str = "latest",
+    seed: int = 0,
+    strict: bool = False,
+    check: bool = True,
 ) -> Iterator[Trace]:
-    """Launches inside are recorded and, unless check=False, checked. What softsm raises (a deadlock, a fault) ends up in
-    the report too, and is raised again after it has been written."""
+    """Launches inside are recorded and, unless check=False, checked. What softsm raises (a deadlock, a fault) ends up
+    in the report too, and is raised again after it has been written."""
     folder = Path(folder)
     checks = checking(order=order, seed=seed, strict=strict) if check else contextlib.nullcontext(Report())
     with checks as report, recording() as recorder:

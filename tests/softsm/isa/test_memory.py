@@ -104,7 +104,8 @@ POLICIES = {"createpolicy.fractional.L2::evict_first.b64 %rd4, 1.0;": 0x12F00000
             "createpolicy.fractional.L2::evict_last.b64 %rd4;": 0x14F0000000000000,
             "createpolicy.fractional.L2::evict_normal.b64 %rd4, 1.0;": 0x16F0000000000000,
             "createpolicy.fractional.L2::evict_first.b64 %rd4, 0.5;": 0x1270000000000000,
-            "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd4, 0.25;": 0x1430000000000000}  # fmt: skip
+            "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd4, 0.25;":
+                0x1430000000000000}  # fmt: skip
 
 
 @pytest.mark.parametrize("instruction", POLICIES)
