@@ -102,7 +102,7 @@ class RecordingMachine(Machine):
             self.record.ctas.append(cta.ctaid)
         return found
 
-    def clock(self, warp) -> Clock:
+    def warp_clock(self, warp) -> Clock:
         found = self.clocks.get(warp)
         if found is None:
             track = Track(self.index, self.number(warp.cta), "warp", warp.index)
@@ -112,7 +112,7 @@ class RecordingMachine(Machine):
 
     def flush(self, warp) -> Clock:
         """Instructions that ran since the last look belong to this warp."""
-        clock = self.clock(warp)
+        clock = self.warp_clock(warp)
         steps, self.mark = self.steps - self.mark, self.steps
         if steps:
             if clock.run_start < 0:
@@ -215,7 +215,7 @@ class RecordingMachine(Machine):
 
     def make_ready(self, warp) -> None:
         """A warp is woken: by the operation being performed, or by the warp that runs."""
-        clock = self.clock(warp)
+        clock = self.warp_clock(warp)
         for f in [f for f in clock.waiting if f.blocked is None]:
             start, ins, on, text = clock.waiting[f]
             if ins.opcode == "mbarrier":
@@ -223,7 +223,7 @@ class RecordingMachine(Machine):
             del clock.waiting[f]
             end = max(start, self.cause_time(), self.arrivals.get(on, 0), clock.time)
             if self.performing is None and self.current is not None and ins.opcode in ("bar", "barrier"):
-                self.clock(self.current).time = end  # who came last in this run need not be last in time
+                self.warp_clock(self.current).time = end  # who came last in this run need not be last in time
             self.draw(clock, f"{ins.name}", start, end, "wait", at=place(ins), wait=text)
             clock.time = max(clock.time, end)
         super().make_ready(warp)
@@ -232,7 +232,7 @@ class RecordingMachine(Machine):
         op = self.performing
         if op is not None and id(op) in self.times:
             return self.times[id(op)][0]
-        return self.clock(self.current).time if self.current is not None else 0
+        return self.warp_clock(self.current).time if self.current is not None else 0
 
     def waited(self, clock: Clock, fragment, ins, barrier: Mbarrier) -> None:
         info = self.known.get(barrier)
@@ -275,7 +275,7 @@ class RecordingMachine(Machine):
             time, cause, _ = self.times[id(op)]
             track = engine_track(self, op)
         else:
-            clock = self.clock(self.current)
+            clock = self.warp_clock(self.current)
             time, track = clock.time, clock.track
             self.close_run(clock)
             details = {"at": place(self.current.instruction()), "amount": amount}
@@ -299,7 +299,7 @@ class RecordingMachine(Machine):
 
     def issued(self, op: AsyncOp) -> None:
         warp = op.warp
-        clock = self.flush(warp) if warp is self.current else self.clock(warp)
+        clock = self.flush(warp) if warp is self.current else self.warp_clock(warp)
         moved = volume(op)
         count = self.recorder.operations[clock.track, op.kind]
         count[0] += 1
@@ -471,4 +471,4 @@ def engine_track(machine: RecordingMachine, op: AsyncOp) -> Track:
 
 def clock_group(machine: RecordingMachine, warp) -> list[Clock]:
     first = warp.index & ~3
-    return [machine.clock(w) for w in warp.cta.warps[first : first + 4]]
+    return [machine.warp_clock(w) for w in warp.cta.warps[first : first + 4]]
