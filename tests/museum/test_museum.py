@@ -1,7 +1,9 @@
 """Every exhibit: the bug is named, the corrected twin is right and silent under every order of completion."""
 
 import pytest
+from typer.testing import CliRunner
 
+from softsm.cli import app
 from softsm.museum.exhibits import gather, judge
 
 EXHIBITS = gather()
@@ -15,3 +17,12 @@ def test_all_exhibits_are_there():
 def test_exhibit(number):
     verdict = judge(EXHIBITS[number])
     assert verdict.passed, verdict.problem
+
+
+def test_the_command_prints_one_line_each():
+    result = CliRunner().invoke(app, ["museum", "3", "23"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert len(lines) == 3 and lines[-1] == "2 passed, 0 failed"
+    assert lines[0].split()[:3] == ["3", "ok", "misaligned"]
+    assert CliRunner().invoke(app, ["museum", "99"]).exit_code == 1

@@ -38,8 +38,8 @@ class Findings:
             self.add_race(this, other, f"{memory} memory", other_op)
 
     def used_early(self, w, load, move: bool) -> None:
-        """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them before the
-        wait (a true dependency, which the hardware honours), so this counts at the strict level only."""
+        """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
+        before the wait (a true dependency, which the hardware honours), so this counts at the strict level only."""
         if not self.strict:
             return
         other = self.party(load.warp, load, "may still be writing its registers")
