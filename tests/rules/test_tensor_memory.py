@@ -308,3 +308,17 @@ def test_reading_cells_that_nobody_wrote():
         return whole(body + t.load("%r4", 10, 8) + t.WAIT_LD)
 
     holds(make, args=OUT, code="uninitialised")
+
+
+# -- registers of a load ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["add.u32 %r30, %r10, 1;\n", "mov.b32 %f0, %r10;\n"])
+def test_use_of_loaded_registers_requires_wait_ld(use):
+    read = t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8)
+
+    def make(keep):
+        return whole(product() + read + when(keep, t.WAIT_LD) + use + when(not keep, t.WAIT_LD))
+
+    holds(make, args=OUT)
+    assert not findings(make(False), OUT, strict=False)  # Triton's output does this
