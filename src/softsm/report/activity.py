@@ -120,6 +120,8 @@ def counting() -> Iterator[Activity]:
         before = self.steps
         run_warp(self, warp)
         activity.of(warp).instructions += self.steps - before
+        if warp.fragments:
+            activity.note_source(warp)  # where it waits says whose it is, also where the compiler merged its copies
 
     def counted_run(self):
         # A machine keeps its engine's method as an attribute of its own, for speed.
