@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from softsm.checks import shadow as sh
 from softsm.report.diagnostics import Diagnostic, Party
+from softsm.report.roles import function_at, role_of
 
 
 class Findings:
@@ -74,8 +75,9 @@ class Findings:
         if op is not None and pc is None:
             ins = op.instruction or ins
         loc = ins.loc
-        source = f"{loc.file}:{loc.line}" + (f" in {loc.function}" if loc.function else "") if loc else ""
-        who = (
-            f"{op.kind} issued by {w}" if op is not None else str(w) + (f", lane {lane}" if lane >= 0 else "")
-        )
+        function = (function_at(loc.file, loc.line) or loc.function) if loc else ""
+        source = f"{loc.file}:{loc.line}" + (f" in {function}" if function else "") if loc else ""
+        role = role_of(ins)
+        warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
+        who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if lane >= 0 else "")
         return Party(who, ins.line, ins.text, source, what)
