@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from launching import ptx, run, store, words
+from launching import ptx, run, scratch, store, words
+
+import softsm.engine.launch as engine
+from softsm.errors import Fault
 
 LANES = np.arange(32)
 
@@ -216,11 +219,12 @@ shl.b32 %r10, %r1, 2;
 
 @pytest.mark.parametrize("form", ["nanosleep.u32 20;", "prefetch.global.L2 [%rd2];", "prefetch.global.L1 [%rd2];",
                                   "prefetchu.L1 [%rd3];", "applypriority.global.L2::evict_normal [%rd2], 128;",
+                                  "discard.global.L2 [%rd2], 128;",
                                   "prefetch.global.L2::evict_last [%rd2];", "pmevent 1;", "membar.gl;",
                                   "prefetch.global.L2::evict_normal [%rd2];"])  # fmt: skip
 def test_hints_change_nothing(form):
     body = "cvta.global.u64 %rd3, %rd2;\n" + form + "\n"
-    np.testing.assert_array_equal(run(ptx(body + store("%r1"), "out src"), [words(32), words(64)])[0], LANES)
+    np.testing.assert_array_equal(run(ptx(body + store("%r1"), "out src"), [words(32), scratch(256)]), LANES)
 
 
 def test_registers_move_between_warpgroups():
@@ -234,3 +238,10 @@ DONE:
 """
     text = ptx(body + store("%r1"), directives=".maxntid 256 .maxnreg 88")
     np.testing.assert_array_equal(run(text, [words(256)], block=256), np.arange(256))
+
+
+@pytest.mark.parametrize("form", ["trap;", "brkpt;"])
+def test_traps_stop_the_launch(form):
+    with pytest.raises(Fault, match=form[:-1]) as caught:
+        engine.load(ptx("@%p1 " + form + "\n" + store("%r1"))).launch(1, 32, [words(32)])
+    assert caught.value.code == "trap"
