@@ -87,8 +87,8 @@ def page() -> str:
     lines = [
         "# Instructions of softsm", "",
         "Made by `python tests/softsm/isa/isa_page.py` from the registry of instructions and from the tests.",
-        f"{len(opcodes)} opcodes, {len(names)} instructions. An opcode that is not here, or a modifier without a meaning, "
-        "is refused when a kernel is loaded.", "",
+        f"{len(opcodes)} opcodes, {len(names)} instructions. An opcode that is not here, or a modifier without "
+        "a meaning, is refused when a kernel is loaded.", "",
         "*Tests*: test functions of " + " and ".join(f"`{f}`" for f in FOLDERS) + " that load it; parametrised ones "
         "count once; moves, loads and stores also serve most other tests. *Modifiers*: those that these tests use. "
         "*GPU*: how many of its forms ran on the GPU below.", "",
