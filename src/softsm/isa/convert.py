@@ -26,7 +26,7 @@ micro("cvt.odd.f64.s64", "d=l", "odd_double(a)")
 micro("cvt.odd.f64.u64", "d=q", "odd_double(a)")
 micro("cvt.odd.f32.f64", "f=d", "narrow_to_odd(a)")
 micro("cvt.f64.f32", "d=f", "tod(a)", hot=True)  # a NaN keeps its sign and payload, and becomes quiet
-micro("cvt.rn.f32.f64", "f=d", "canonical(tof(a))", hot=True)
+micro("cvt.rn.f32.f64", "f=d", "tof(a)", hot=True)
 micro("sat.f64", "d=d", "saturate(a)")
 micro("cvt.rz.f16.f32", "u=f", "float_to_f16_rz(a)")
 micro("cvt.rm.f16.f32", "u=f", "float_to_f16_rm(a)")

@@ -313,19 +313,19 @@ def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> 
 
 
 def _changes_bits(m: TensorMap) -> bool:
-    return m.data_type in (DataType.FLOAT32_FTZ, DataType.TFLOAT32, DataType.TFLOAT32_FTZ)
+    return m.data_type in (DataType.TFLOAT32, DataType.TFLOAT32_FTZ)
 
 
 def _converted(packed: np.ndarray, m: TensorMap) -> np.ndarray:
-    """What a load does to values: tf32 types round to 10 mantissa bits (nearest, ties away), ftz types flush."""
+    """What a load does to values, as on an H200: tf32 types round to 10 mantissa bits (nearest, ties to even) and make
+    NaN 0x7fffe000; denormals stay, under the ftz types too."""
     if not _changes_bits(m):
         return packed
     word = packed.view(np.uint32).copy()
-    finite = (word & 0x7F80_0000) != 0x7F80_0000
-    if m.data_type is not DataType.TFLOAT32:
-        word[(word & 0x7F80_0000) == 0] &= 0x8000_0000
-    if m.data_type is not DataType.FLOAT32_FTZ:
-        word[finite] = (word[finite] + 0x1000) & 0xFFFF_E000
+    nan = (word & 0x7FFF_FFFF) > 0x7F80_0000
+    word += 0xFFF + (word >> 13 & 1)
+    word &= 0xFFFF_E000
+    word[nan] = 0x7FFF_E000
     return word.view(np.uint8)
 
 
