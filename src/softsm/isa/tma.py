@@ -195,7 +195,7 @@ def do_store(w, mask, o):
         if box.map.data_type is DataType.U4_ALIGN16B:
             raise w.fault("tensor-map", f"{box.map.data_type.name} can be loaded, not stored")
         if min(box.coords) < 0 and hopper(w):  # an H200: illegal instruction
-            raise w.fault("coordinate", f"a TMA store at {box.coords}; on sm_90 none begins before the tensor")
+            raise w.fault("coordinate", f"a TMA store at {box.coords}; sm_90 stores no box that begins before it")
         cta, offset = shared_bytes(
             w, int(w.R[o.src, lane]), box.footprint, "TMA store", box_copy.SHARED_ALIGNMENT
         )
