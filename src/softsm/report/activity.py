@@ -11,17 +11,15 @@ Outside of `counting` nothing is counted and nothing is slower.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.scheduler import Machine, Warp
+from softsm.report.roles import function_at
 
 TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")
 
@@ -80,22 +78,6 @@ class Activity:
                 total.operations[kind].count += amount.count
                 total.operations[kind].bytes += amount.bytes
         return found
-
-
-@cache
-def functions(file: str) -> list[tuple[int, int, str]]:
-    """(first line, last line, name) of the functions of a source file; none where it cannot be read."""
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    return [(f.lineno, f.end_lineno or f.lineno, f.name) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
-
-
-def function_at(file: str, line: int) -> str:
-    """The innermost function around a line of a source file, '' if there is none."""
-    around = [f for f in functions(file) if f[0] <= line <= f[1]]
-    return max(around)[2] if around else ""
 
 
 def size(op: AsyncOp) -> int:

@@ -3,22 +3,43 @@
 Compilers name only the kernel in their line tables, but every instruction has its place in the source and the places it
 was inlined at. The functions that stand there are read from the source itself; one whose name ends in `_role`,
 `_partition` or `_worker` names the warp.
+
+A compiler's cache outlives the folder a program was first compiled in, and keeps that folder's name in its line tables;
+a file that is not there is therefore looked for among those the running program was loaded from.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import sys
 from pathlib import Path
 
 ENDINGS = ("_role", "_partition", "_worker")
 
 
 @functools.lru_cache(maxsize=256)
+def located(file: str) -> Path:
+    """Where a source file named by a line table is now: there, or the loaded file that shares the longest end of its path."""
+    path = Path(file)
+    if path.is_file():
+        return path
+    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    same = {Path(name) for name in loaded if name and Path(name).name == path.name}
+    return max(sorted(same), key=lambda there: common_end(there, path), default=path)
+
+
+def common_end(one: Path, other: Path) -> int:
+    """How many names two paths share, counted from their ends."""
+    pairs = zip(reversed(one.parts), reversed(other.parts), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.parts), len(other.parts)))
+
+
+@functools.lru_cache(maxsize=256)
 def functions(file: str) -> tuple[tuple[int, int, str], ...]:
     """(first line, last line, name) of the functions in a Python file; none if it cannot be read."""
     try:
-        tree = ast.parse(Path(file).read_text())
+        tree = ast.parse(located(file).read_text())
     except (OSError, SyntaxError, ValueError):
         return ()
     found = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
@@ -27,6 +48,7 @@ def functions(file: str) -> tuple[tuple[int, int, str], ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def function_at(file: str, line: int) -> str:
+    """The innermost function around a line of a source file, '' if there is none."""
     inside = [(last - first, name) for first, last, name in functions(file) if first <= line <= last]
     return min(inside)[1] if inside else ""
 
@@ -47,7 +69,7 @@ def role_of(ins) -> str:
 def source_lines(file: str, line: int, around: int = 3) -> tuple[tuple[int, str], ...]:
     """Numbered lines of a source file about a place; empty if it cannot be read."""
     try:
-        text = Path(file).read_text().splitlines()
+        text = located(file).read_text().splitlines()
     except (OSError, ValueError):
         return ()
     first = max(1, line - around)
