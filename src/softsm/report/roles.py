@@ -20,7 +20,7 @@ ENDINGS = ("_role", "_partition", "_worker")
 
 @functools.lru_cache(maxsize=256)
 def located(file: str) -> Path:
-    """Where a source file named by a line table is now: there, or the loaded file that shares the longest end of its path."""
+    """Where a file named by a line table is now: there, or the loaded file with the longest end of its path."""
     path = Path(file)
     if path.is_file():
         return path
