@@ -291,6 +291,34 @@ def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
     assert "race" in one.codes() or "uninitialised" in one.codes()
 
 
+def test_a_copy_of_what_st_async_brought_requires_proxy_fence():
+    """st.async is asynchronous, but of the generic proxy."""
+
+    def make(keep):
+        body = t.only("%p0", t.expect("bar", 512)) + SYNC + FULL + MINE
+        body += "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
+        body += "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r52], %r0, [%r53];\n"
+        store = "cp.async.bulk.global.shared::cta.bulk_group [%rd4], [a], 512;\ncp.async.bulk.commit_group;\n"
+        store = "mul.wide.u32 %rd4, %r50, 512;\nadd.s64 %rd4, %rd2, %rd4;\n" + store
+        body += t.wait("bar", 0) + when(keep, "fence.proxy.async;\n") + t.only("%p0", store + DONE)
+        return pair(body + SYNC)
+
+    for strict in (True, False):
+        holds(make, args=[X, OUT], strict=strict, **TWO)
+
+
+def test_warps_may_store_the_same_value_to_a_peer():
+    """As Triton does where a layout repeats an element: one instruction, one value. Different values are a race."""
+
+    def make(keep):
+        place = "mov.u32 %r40, a;\nshl.b32 %r41, %r2, 2;\nadd.u32 %r40, %r40, %r41;\n"
+        value = "%r2" if keep else "%r0"
+        return pair(place + MINE + SYNC + f"st.shared::cluster.u32 [%r52], {value};\n" + SYNC)
+
+    for strict in (True, False):
+        holds(make, args=[X, OUT], strict=strict, **TWO)
+
+
 def test_multicast_is_complete_for_each_cta_at_its_own_mbarrier():
     def make(keep):
         copy = (

@@ -162,3 +162,71 @@ def test_volatile_is_enough_at_the_default_level_only():
     text = message("st.volatile.global.u32 [%rd1], 1;", "ld.volatile.global.u32 %r60, [%rd1];")
     assert not findings(text, ARGS, strict=False, **GRID)
     assert "race" in findings(text, ARGS, **GRID).codes()
+
+
+def test_a_fence_reaches_as_far_as_its_scope():
+    def make(narrow):
+        def text(keep):
+            fences = [FENCE, FENCE]
+            if not keep:
+                fences[narrow] = FENCE.replace("gpu", "cta")
+            return message(*RELAXED, *fences)
+
+        return text
+
+    for narrow in (0, 1):
+        for strict in (True, False):
+            holds(make(narrow), args=ARGS, strict=strict, **GRID)
+
+
+def test_every_reader_of_a_word_must_be_done_before_it_is_overwritten():
+    """CTA 0 and CTA 1 read x[1]; CTA 1, which reads last, then overwrites it."""
+
+    def make(keep):
+        flag = "atom.acq_rel.gpu.global.add.u32 %r62, [%rd1], 1;\n"
+        first = "ld.global.u32 %r61, [%rd1+4];\n" + flag
+        poll = "POLL:\nld.relaxed.gpu.global.u32 %r60, [%rd1];\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n"
+        second = poll + when(keep, FENCE) + "ld.global.u32 %r61, [%rd1+4];\nst.global.u32 [%rd1+4], 3;\n"
+        body = RANK + t.only("%p4", first) + t.only("%p5", second)
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    for strict in (True, False):
+        holds(make, args=ARGS, strict=strict, **GRID)
+
+
+def test_a_packed_atomic_races_with_an_ordinary_access():
+    def make(keep):
+        add = "red.relaxed.gpu.global.add.noftz.f16x2 [%rd1+4], %r61;\n"
+        first = "mov.u32 %r61, 0;\n" + add
+        return t.kernel(
+            RANK + t.only("%p4", first) + t.only("%p5", first if keep else "st.global.u32 [%rd1+4], 3;\n"),
+            "x out", target="sm_90a", version="8.6",
+        )  # fmt: skip
+
+    holds(make, args=ARGS, **GRID)
+
+
+# -- the words of mbarriers --------------------------------------------------------------------------------------------
+
+
+def test_an_mbarrier_in_use_is_not_overwritten():
+    def make(keep):
+        over = "a" if keep else "bar"
+        store = t.only("thread 32", f"st.shared.u32 [{over}], 7;\n") + "bar.sync 0;\n"
+        return plain(t.init("bar") + store + "@%p0 " + t.arrive("bar") + t.wait("bar", 0))
+
+    for strict in (True, False):
+        report = holds(make, args=ARGS, code="barrier-overwritten", strict=strict)
+        assert "st.shared.u32 [bar], 7" in str(report)
+
+
+def test_an_mbarrier_is_invalidated_before_its_word_is_used_again():
+    """The default level leaves it at that when the mbarrier is not used any more."""
+
+    def make(keep):
+        first = t.init("bar") + "@%p0 " + t.arrive("bar") + t.wait("bar", 0) + "bar.sync 0;\n"
+        over = "@%p0 st.shared.u32 [bar], 7;\n"
+        return plain(first + when(keep, "@%p0 mbarrier.inval.shared::cta.b64 [bar];\n") + over)
+
+    holds(make, args=ARGS, code="barrier-overwritten")
+    assert not findings(make(False), ARGS, strict=False)

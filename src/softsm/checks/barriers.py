@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from softsm.checks import shadow as sh
 from softsm.memory.box_copy import Region, _row_region
 from softsm.report.diagnostics import Diagnostic
 
@@ -17,6 +18,7 @@ class BarrierChecks:
         barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
         w.initialised.append(barrier)
         self.access(w, cta, offset, offset + 8, True)
+        self.mark_live(cta, offset, True)
         threads = cta.threads * len(cta.cluster)
         if count > threads:
             self.report.add(
@@ -27,6 +29,25 @@ class BarrierChecks:
                     (self.party(w, None, f"initialises it with {count}"),),
                 )
             )
+
+    def mark_live(self, cta, offset: int, live: bool) -> None:
+        """The word is an mbarrier from now on, or no longer."""
+        bytes_of = cta.shadow.reshape(-1, sh.FIXED + 2 * self.warps)[offset // 4 : offset // 4 + 2, 3]
+        if live:
+            bytes_of |= np.uint32(sh.LIVE)
+        else:
+            bytes_of &= np.uint32(~sh.LIVE & 0xFFFFFFFF)
+
+    def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
+        """Something else is written over an mbarrier. That counts when the mbarrier is used again: a program may be
+        done with it, and only the letter of PTX asks for mbarrier.inval then."""
+        barrier = cta.barriers.get(offset)
+        if barrier is None:
+            return
+        barrier.overwritten = self.party(w, op, f"writes over {barrier.name}", pc=pc, lane=lane)
+        if self.strict:
+            text = f"{barrier.name} is overwritten without mbarrier.inval"
+            self.report.add(Diagnostic("barrier-overwritten", text, (barrier.overwritten,)))
 
     def initialised_again(self, w, barrier) -> None:
         """PTX wants mbarrier.inval before the word is used again, also for another mbarrier."""
@@ -44,7 +65,10 @@ class BarrierChecks:
             )
 
     def fence_init(self, w) -> None:
-        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
+        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine. Triton's
+        relaxed arrival at the cluster barrier behind it has to order what the warp did before, too."""
+        if not self.strict:
+            w.released["cluster"] = self.snapshot(w)
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
         for barrier in w.initialised:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
@@ -52,6 +76,10 @@ class BarrierChecks:
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
         """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""
+        if barrier.overwritten is not None:
+            parties = (self.party(w, None, "uses it"), barrier.overwritten)
+            text = f"{barrier.name} is used, but it was overwritten"
+            self.report.add(Diagnostic("barrier-overwritten", text, parties))
         if barrier.origin is None:
             return
         slot, epoch, pc, creator, fenced = barrier.origin

@@ -6,6 +6,10 @@ from softsm.checks import shadow as sh
 from softsm.report.diagnostics import Diagnostic, Party
 from softsm.report.roles import function_at, role_of
 
+BETWEEN_LANES = (
+    "the two are lanes of one warp: put bar.warp.sync between them; that they run in step orders no memory"
+)
+
 
 class Findings:
     """The part of the checker that writes the report."""
@@ -15,7 +19,11 @@ class Findings:
         n = int(self.races[0])
         entries = self.races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
         self.races[0] = 0
-        for kind, place, address, pc, agent, epoch, other_pc, lane in entries:
+        for kind, place, address, pc, agent, epoch, other_pc, lanes in entries:
+            lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
+            if kind == sh.OVER_BARRIER:
+                self.over_barrier(w, op, self.agents[other_pc + 1].cta, address & ~7, pc, lane)
+                continue
             memory = "global" if place else "shared"
             where = f"{memory} bytes {address:#x} to {address + 3:#x}"
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
@@ -35,8 +43,9 @@ class Findings:
                 )
             else:
                 other_op = None
-                other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc)
-            self.add_race(this, other, f"{memory} memory", other_op)
+                other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
+            mend = BETWEEN_LANES if other_lane >= 0 else ""
+            self.add_race(this, other, f"{memory} memory", other_op, mend)
 
     def used_early(self, w, load, move: bool) -> None:
         """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
@@ -79,5 +88,5 @@ class Findings:
         source = f"{loc.file}:{loc.line}" + (f" in {function}" if function else "") if loc else ""
         role = role_of(ins)
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
-        who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if lane >= 0 else "")
+        who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
         return Party(who, ins.line, ins.text, source, what)

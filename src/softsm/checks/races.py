@@ -28,6 +28,9 @@ from softsm.report.diagnostics import Diagnostic, Party, Report
 WORDS = sh.OPS // 32
 TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
 REDUCTIONS = ("TMA reduction", "bulk reduction")
+GENERIC = ("cp.async", "st.async", "red.async")  # asynchronous, but of the generic proxy
+COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
+SCOPES = ("cta", "cluster", "gpu")
 MUST_END = (
     *TENSOR,
     "TMA load",
@@ -65,6 +68,15 @@ class Location:
 
     def __init__(self) -> None:
         self.clocks: dict[object, np.ndarray] = {}  # None (gpu), id(cluster) or id(cta) -> clock
+
+
+def rank(scope: str) -> int:
+    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)  # .sys
+
+
+def reached(w, scope: str) -> list:
+    """Keys of a Location that an access of this scope writes, or reads."""
+    return [id(w.cta), id(w.cta.cluster), None][: rank(scope) + 1]
 
 
 class Checker(TensorChecks, BarrierChecks, Findings):
@@ -136,7 +148,7 @@ class Checker(TensorChecks, BarrierChecks, Findings):
             w.clock[self.slots + slot] = 0
             w.issued = {}  # lane -> its tcgen05 operations, for commit
             w.copies = np.zeros(WORDS, np.uint32)  # its cp.async, for their arrival on an mbarrier
-            w.released = w.acquirable = None  # of fences beside relaxed accesses
+            w.released, w.acquirable = {}, {}  # by scope: what fences beside relaxed accesses pass on and take in
             w.initialised = []  # mbarriers since the last fence.mbarrier_init
             self.agents[slot + 1] = w
             S = w.S
@@ -209,7 +221,10 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         w = self.machine.current
         if not relaxed:
             return self.snapshot(w)
-        return w.released if w.released is not None else np.zeros_like(w.clock)
+        sent = np.zeros_like(w.clock)
+        for clock in w.released.values():
+            self.join(sent, clock)
+        return sent
 
     def clock_of(self, thing) -> SyncClock:
         clock = thing.clock
@@ -227,12 +242,12 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         np.maximum(w.clock[n : 2 * n], w.clock[:n], out=w.clock[n : 2 * n])
         w.clock[self.fenced] |= w.clock[self.known]
 
-    def fence(self, w, release: bool, acquire: bool) -> None:
-        """fence.acq_rel and the like: they make relaxed accesses beside them synchronise."""
-        if acquire and w.acquirable is not None:
-            self.join(w.clock, w.acquirable)
+    def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
+        """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
+        if acquire and scope in w.acquirable:
+            self.join(w.clock, w.acquirable[scope])
         if release:
-            w.released = self.snapshot(w)
+            w.released[scope] = self.snapshot(w)
 
     def fence_tensor(self, w, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
@@ -246,26 +261,26 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         place = self.locations.get(address)
         if place is None:
             place = self.locations[address] = Location()
-        keys = {"cta": [id(w.cta)], "cluster": [id(w.cta.cluster), id(w.cta)]}.get(scope)
-        keys = keys or [None, id(w.cta.cluster), id(w.cta)]
         if order == "volatile":
             order = "relaxed" if self.strict else "acq_rel"
-        if read:
-            target = w.clock
-            if order not in ("acquire", "acq_rel"):
-                if w.acquirable is None:
-                    w.acquirable = np.zeros_like(w.clock)
-                target = w.acquirable
-            for key in keys:
+        if read and order in ("acquire", "acq_rel"):
+            for key in reached(w, scope):
                 if key in place.clocks:
-                    self.join(target, place.clocks[key])
+                    self.join(w.clock, place.clocks[key])
+        elif read:  # a fence that follows takes it in, as far as the narrower scope of the two reaches
+            for fenced in SCOPES:
+                for key in reached(w, min(scope, fenced, key=rank)):
+                    if key in place.clocks:
+                        if fenced not in w.acquirable:
+                            w.acquirable[fenced] = np.zeros_like(w.clock)
+                        self.join(w.acquirable[fenced], place.clocks[key])
         if write:
-            sent = self.snapshot(w) if order in ("release", "acq_rel") else w.released
-            if sent is not None:
-                for key in keys:
+            sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
+            for wide, clock in sent + list(w.released.items()):
+                for key in reached(w, min(scope, wide, key=rank)):
                     if key not in place.clocks:
                         place.clocks[key] = self.new_clock()
-                    self.join(place.clocks[key], sent)
+                    self.join(place.clocks[key], clock)
 
     # ---- asynchronous operations -------------------------------------------------------------------------------
 
@@ -303,9 +318,9 @@ class Checker(TensorChecks, BarrierChecks, Findings):
             w.issued.setdefault(op.lane, np.zeros(WORDS, np.uint32))[word] |= mask
         if op.kind in MUST_END:
             w.cta.outstanding.append(number)
-        generic = op.kind == "cp.async"
-        if generic:
+        if op.kind == "cp.async":
             w.copies[word] |= mask
+        generic = op.kind in GENERIC
         for write, regions in ((0, op.reads), (1, op.writes)):
             for region in regions:
                 if region[0] == "tmem":
@@ -329,6 +344,9 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         if place in ("shared", "spans"):
             cta = region[1]
             spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
+            slot = w.cta.slot0 + w.index
+            current = w.clock[slot if seen == base else self.slots + slot] == w.clock[slot]
+            lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
             self.module.asynchronous(
                 cta.shadow.ctypes.data,
                 self.warps,
@@ -343,6 +361,8 @@ class Checker(TensorChecks, BarrierChecks, Findings):
                 fenced,
                 self.races.ctypes.data,
                 w.pc,
+                slot + 1 if current else 0,
+                lane,
             )
             return
         spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
@@ -385,8 +405,11 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         bit = number % sh.OPS
         return bool(w.clock[section or self.known][bit // 32] >> np.uint32(bit % 32) & 1)
 
-    def access(self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1) -> None:
-        """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy."""
+    def access(
+        self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1, same: bool = False
+    ) -> None:
+        """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy; same: the
+        store changes nothing."""
         if cta is w.cta:
             self.module.span(w.state, low, high, write, w.pc)
         else:
@@ -401,11 +424,36 @@ class Checker(TensorChecks, BarrierChecks, Findings):
                 low,
                 high,
                 write,
-                sh.STRONG if strong else 0,
+                (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
                 w.pc,
                 int(self.counter[0]),
                 self.races.ctypes.data,
                 lane,
+            )
+        if self.races[0]:
+            self.collect(w)
+
+    def global_access(self, w, low: int, high: int, write: bool, strong: bool, lane: int, same: bool) -> None:
+        """A macro-operation reads or writes bytes [low, high) of one allocation of global memory."""
+        memory = self.machine.global_memory
+        i = bisect.bisect_right(memory.starts, low) - 1
+        if i < 0 or i >= len(self.global_shadows):
+            return
+        base = w.clock.ctypes.data
+        for word in range(low & ~3, high, 4):
+            touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
+            self.module.global_record(
+                self.global_shadows[i].ctypes.data + (word - (memory.allocations[i].start & ~3)) * sh.GLOBAL_RECORD,
+                word,
+                touched | (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
+                write,
+                w.pc,
+                lane,
+                base,
+                base + 8 * self.slots,
+                w.cta.slot0 + w.index + 1,
+                int(self.counter[0]),
+                self.races.ctypes.data,
             )
         if self.races[0]:
             self.collect(w)

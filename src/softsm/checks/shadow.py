@@ -2,18 +2,24 @@
 
 One record of uint32 per 4-byte word of shared memory:
 
-    [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, (epoch, pc) of the last read by each
-     warp of the CTA]
+    [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
+     (epoch, pc) of the last read by each warp of the CTA]
 
 `writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
 `epoch`.
-`bytes` is the mask of the bytes written, plus STRONG for atomic and volatile accesses, which do not race with
-each other. The peer reader is the warp of another CTA of the cluster that read the word last.
-Global memory has records of 8: [writer, epoch, pc, bytes, reader, epoch, pc, 0]: the last writer and the last reader.
+`bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses, which do not
+race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are older), the
+lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes wrote different
+bytes, and LIVE where an mbarrier lies. The lane that read stands above the pc in a warp's own read.
+The peer reader is the warp of another CTA of the cluster that read the word last.
+Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
+bytes, 0]: the last writer and the last two warps or operations that read.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
-asynchronous operation's bit is set in what the warp knows to be complete. Races are appended to a small buffer (one
-entry per pair of program places) that the scheduler empties. Compiled by `interpreter.checking_module()`.
+asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when the warp's
+own epoch has moved on in between: every barrier, bar.warp.sync among them, and every release moves it. Races are
+appended to a small buffer (one entry per pair of program places) that the scheduler empties. Compiled by
+`interpreter.checking_module()`.
 """
 
 from __future__ import annotations
@@ -46,10 +52,19 @@ GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
 LATER = 64  # not the first word of a vector: a compiler may load padding with it
 QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
-FIXED = 9  # fields before the readers
-GLOBAL_RECORD = 8
+FRESH = 8  # first bit of the bytes written in the record's epoch
+LANE = 12  # first bit of the lane that wrote them
+WHOLE_WARP = 32  # in place of a lane: stmatrix and ldmatrix, which move registers of all lanes
+NOBODY = 63  # no lane to hold responsible
+SEVERAL = 1 << 18
+LIVE = 1 << 19
+READ_LANE = 25  # first bit of the reading lane, above the pc
+READ_SEVERAL = 1 << 31
+PC = (1 << 25) - 1
+FIXED = 10  # fields before the readers
+GLOBAL_RECORD = 12
 OPS = 16384  # asynchronous operations told apart; older ones count as complete
-RAW, WAW, WAR, UNINITIALISED = 0, 1, 2, 3
+RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 MAX_RACES = 64
 RACE_FIELDS = 8
 
@@ -98,6 +113,62 @@ def ordered(agent, epoch, me, clock, known, newest):
     return 1 if i8(load32(clock + 4 * (agent - 1))) >= epoch else 0
 
 
+@compiled("i8(i8, i8)")
+def both(lane, other):
+    """Two lanes of one warp as one number of a finding."""
+    return lane | (other + 1) << 6
+
+
+@compiled("i8(i8, i8, i8, i8, i8)")
+def written(at, touched, theirs, epoch, older):
+    """The epoch in which the writer last wrote one of the touched bytes; -1 when it wrote none of them. `older`: where
+    the record keeps the epoch of bytes that are not of its own."""
+    if touched & (theirs >> FRESH) & 15:
+        return epoch
+    if touched & theirs & 15:
+        return i8(load32(at + older))
+    return -1
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8)")
+def lanes_race(touched, theirs, epoch, now, lane, write):
+    """One warp again, in the same epoch: did another lane of it write these bytes? Returns that lane, else -1.
+    Bytes that several lanes wrote are held against an access of all of them only: then one was another's."""
+    fresh = (theirs >> FRESH) & 15
+    if epoch != now or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
+        return -1
+    if write and touched & QUIET:
+        return -1
+    other = (theirs >> LANE) & 63
+    if theirs & SEVERAL:
+        return other if touched & fresh == fresh else -1
+    return other if other != lane and other != NOBODY else -1
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
+    """The record of a write by warp `me`, in its epoch `now`."""
+    fresh = touched & 15
+    mask, who, several = fresh, lane, i8(0)
+    if agent == me:
+        epoch, before = i8(load32(at + 4)), (theirs >> FRESH) & 15
+        mask |= theirs & 15
+        if epoch == now:
+            wrote = (theirs >> LANE) & 63
+            several = theirs & SEVERAL
+            if before & fresh and wrote != lane:
+                who = i8(NOBODY)
+            elif before and wrote != lane:
+                several = i8(SEVERAL)
+            fresh |= before
+        else:
+            store32(at + older, u4(epoch))
+    store32(at, u4(me))
+    store32(at + 4, u4(now))
+    store32(at + 8, u4(pc))
+    store32(at + 12, u4(mask | (touched & STRONG) | fresh << FRESH | who << LANE | several))
+
+
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def other_readers(at, word, pc, me, clock, known, newest, races, lane):
     """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
@@ -117,82 +188,142 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
     at = sget(S, S_SHADOW) + word * 4 * (FIXED + 2 * warps)
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-    strong = touched & theirs & STRONG
+    now = i8(load32(clock + 4 * (me - 1)))
+    who = i8(NOBODY) if lane < 0 else lane
     if agent == 0:
         if not write and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-    elif (
-        (touched & theirs & 15)
-        and not strong
-        and not ordered(agent, epoch, me, clock, known, newest)
-        and not (touched & QUIET and i8(load32(at + 8)) == pc)
-    ):
-        report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+    elif agent == me:
+        other = lanes_race(touched, theirs, epoch, now, who, write)
+        if other >= 0 and i8(load32(at + 8)) != pc:
+            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
+    else:
+        when = written(at, touched, theirs, epoch, 36)
+        if (
+            when >= 0
+            and not touched & theirs & STRONG
+            and not ordered(agent, when, me, clock, known, newest)
+            and not (touched & QUIET and i8(load32(at + 8)) == pc)
+        ):
+            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+    mine = at + 4 * (FIXED + 2 * index)
     if not write:
-        store32(at + 4 * (FIXED + 2 * index), u4(load32(clock + 4 * (me - 1))))
-        store32(at + 4 * (FIXED + 2 * index) + 4, u4(pc))
+        before = i8(load32(mine + 4))
+        several = i8(0)
+        if i8(load32(mine)) == now and (before & READ_SEVERAL or (before >> READ_LANE) & 63 != who):
+            several = i8(READ_SEVERAL)
+        store32(mine, u4(now))
+        store32(mine + 4, u4(pc | who << READ_LANE | several))
         return
+    if theirs & LIVE and lane >= 0:
+        report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
     for r in range(warps):
         seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-        if seen and r != index and i8(load32(clock + 4 * (slot0 + r))) < seen and not touched & STRONG:
-            report(
-                races,
-                WAR,
-                0,
-                word * 4,
-                pc,
-                slot0 + r + 1,
-                seen,
-                i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
-                lane,
-            )
+        if not seen or touched & STRONG:
+            continue
+        place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+        if r != index:
+            if i8(load32(clock + 4 * (slot0 + r))) < seen:
+                report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+        elif seen == now and who != NOBODY and not touched & QUIET:
+            read = (place >> READ_LANE) & 63
+            if read != NOBODY and (place & READ_SEVERAL or read != who):
+                report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
-    store32(at, u4(me))
-    store32(at + 4, load32(clock + 4 * (me - 1)))
-    store32(at + 8, u4(pc))
-    store32(at + 12, u4((touched & 31) | (theirs & 15 if agent == me else 0)))
+    written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
+    now = i8(load32(clock + 4 * (me - 1)))
     for word in range(low >> 2, (high + 3) >> 2):
         at = shadow + word * 4 * (FIXED + 2 * warps)
+        touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
         if agent == 0:
             if not write:
                 report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-        elif not flags & theirs & STRONG and not ordered(agent, epoch, me, clock, known, newest):
-            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        else:
+            when = written(at, touched, theirs, epoch, 36)
+            if (
+                when >= 0
+                and not touched & theirs & STRONG
+                and not ordered(agent, when, me, clock, known, newest)
+                and not (touched & QUIET and i8(load32(at + 8)) == pc)
+            ):
+                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
         if not write:
             store32(at + 24, u4(me))
-            store32(at + 28, load32(clock + 4 * (me - 1)))
+            store32(at + 28, u4(now))
             store32(at + 32, u4(pc))
             continue
-        for r in range(warps):
-            seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-            if seen and i8(load32(clock + 4 * (slot0 + r))) < seen and not flags & STRONG:
-                report(
-                    races,
-                    WAR,
-                    0,
-                    word * 4,
-                    pc,
-                    slot0 + r + 1,
-                    seen,
-                    i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
-                    lane,
-                )
-        if not flags & STRONG:
+        if theirs & LIVE:
+            report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
+        if not touched & STRONG:
+            for r in range(warps):
+                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
+                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
+                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
             other_readers(at, word, pc, me, clock, known, newest, races, lane)
-        store32(at, u4(me))
-        store32(at + 4, load32(clock + 4 * (me - 1)))
-        store32(at + 8, u4(pc))
-        store32(at + 12, u4(15 | flags & STRONG))
+        written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
-def global_word(S, address, touched, write, pc, lane, clock, known):
+@compiled("void(i8, i8, i8, i8, i8)")
+def global_reader(at, agent, epoch, pc, mark):
+    """Remember a read; the reader before it stays known too, unless it is the same one."""
+    if i8(load32(at + 16)) != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch:
+        store32(at + 28, load32(at + 16))
+        store32(at + 32, load32(at + 20))
+        store32(at + 36, load32(at + 24))
+    store32(at + 16, u4(agent))
+    store32(at + 20, u4(epoch))
+    store32(at + 24, u4(pc | mark))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
+    """Are the last reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
+    for k in range(2):
+        reader, seen = i8(load32(at + 16 + 12 * k)), i8(load32(at + 20 + 12 * k))
+        place = i8(load32(at + 24 + 12 * k))
+        if (
+            reader
+            and not (me == 0 and reader >= ASYNC and seen == newest)
+            and not (touched & STRONG and place & READ_SEVERAL)
+            and not ordered(reader, seen, me, clock, known, newest)
+        ):
+            report(races, WAR, 1, address, pc, reader, seen, place & ~i8(READ_SEVERAL), lane)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
+    """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
+    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+    now = i8(load32(clock + 4 * (me - 1)))
+    if agent == me:
+        other = lanes_race(touched, theirs, epoch, now, lane, write)
+        if other >= 0 and i8(load32(at + 8)) != pc:
+            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
+    elif agent:
+        when = written(at, touched, theirs, epoch, 40)
+        if (
+            when >= 0
+            and not touched & theirs & STRONG
+            and not ordered(agent, when, me, clock, known, newest)
+            and not (touched & QUIET and i8(load32(at + 8)) == pc)
+        ):
+            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
+    if not write:
+        global_reader(at, me, now, pc, i8(READ_SEVERAL) if touched & STRONG else 0)
+        return
+    global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
+    written_by(at, me, now, pc, touched, theirs, agent, lane, 40)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def global_word(S, address, touched, write, pc, lane, clock):
     """One warp touches some bytes of one word of a known allocation (the one of S_HIT, else looked up)."""
     hit = sget(S, S_HIT)
     start = i8(load64(sget(S, S_ALLOC) + 16 * hit))
@@ -200,31 +331,11 @@ def global_word(S, address, touched, write, pc, lane, clock, known):
     if address < start or address >= end:
         return  # lanes in several allocations: only the last one found is followed
     shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
-    at = shadow + ((address - (start & ~i8(3))) >> 2) * 4 * GLOBAL_RECORD
-    me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
-    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-    if agent and (touched & theirs & 15) and not touched & theirs & STRONG:
-        if not ordered(agent, epoch, me, clock, known, newest) and not (
-            touched & QUIET and i8(load32(at + 8)) == pc
-        ):
-            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
-    if not write:
-        store32(at + 16, u4(me))
-        store32(at + 20, load32(clock + 4 * (me - 1)))
-        store32(at + 24, u4(pc | (0x80000000 if touched & STRONG else 0)))
-        return
-    reader, seen = i8(load32(at + 16)), i8(load32(at + 20))
-    reader_pc = i8(load32(at + 24))
-    if (
-        reader
-        and not (touched & STRONG and reader_pc & 0x80000000)
-        and not ordered(reader, seen, me, clock, known, newest)
-    ):
-        report(races, WAR, 1, address, pc, reader, seen, reader_pc & 0x7FFFFFFF, lane)
-    store32(at, u4(me))
-    store32(at + 4, load32(clock + 4 * (me - 1)))
-    store32(at + 8, u4(pc))
-    store32(at + 12, u4((touched & 31) | (theirs & 15 if agent == me else 0)))
+    global_record(
+        shadow + ((address - (start & ~i8(3))) >> 2) * 4 * GLOBAL_RECORD,
+        address, touched, write, pc, lane, clock, sget(S, S_KNOWN), sget(S, S_SLOT) + 1,
+        i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES),
+    )  # fmt: skip
 
 
 @compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
@@ -277,25 +388,26 @@ def note(S, size, m, write, flags, pc):
                 if shared:
                     shared_word(S, (a + done) >> 2, touched, write, pc, lane, clock, known)
                 else:
-                    global_word(S, a + done, touched, write, pc, lane, clock, known)
+                    global_word(S, a + done, touched, write, pc, lane, clock)
                 done += n
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def asynchronous(
-    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc
+    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
 ):
     """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
 
     clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
-    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY."""
+    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY. me: 1 + slot of the issuer if the epoch that
+    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it."""
     newest = number
     stride = 4 * (FIXED + 2 * warps)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
         for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * stride
-            agent, epoch = i8(load32(at)), i8(load32(at + 4))
+            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
             if agent == 0:
                 if not write:
                     report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
@@ -308,30 +420,37 @@ def asynchronous(
                     )
             elif i8(load32(clock + 4 * (agent - 1))) < epoch:
                 report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+            elif agent == me:
+                other = lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
+                if other >= 0:
+                    report(
+                        races,
+                        WAW if write else RAW,
+                        0,
+                        word * 4,
+                        pc,
+                        agent,
+                        epoch,
+                        i8(load32(at + 8)),
+                        both(lane, other),
+                    )
             if not write:
                 if i8(load32(at + 16)) != number:
                     store32(at + 20, load32(at + 16))
                     store32(at + 16, u4(number))
                 continue
+            if theirs & LIVE:
+                report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
             for r in range(warps):
                 seen = i8(load32(at + 4 * (FIXED + 2 * r)))
                 if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    report(
-                        races,
-                        WAR,
-                        0,
-                        word * 4,
-                        pc,
-                        slot0 + r + 1,
-                        seen,
-                        i8(load32(at + 4 * (FIXED + 2 * r) + 4)),
-                        -1,
-                    )
+                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
             other_readers(at, word, pc, 0, clock, known, newest, races, -1)
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
             store32(at + 8, u4(pc))
-            store32(at + 12, u4(15))
+            store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -342,18 +461,20 @@ def asynchronous_global(
     for reductions, which do not race with each other."""
     newest = number
     for s in range(count):
-        low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
-        for word in range((low - origin) >> 2, (high - origin + 3) >> 2):
+        low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
+        for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * 4 * GLOBAL_RECORD
-            agent, epoch = i8(load32(at)), i8(load32(at + 4))
-            if agent and not flags & i8(load32(at + 12)) & STRONG:
+            touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
+            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+            if agent and not touched & theirs & STRONG:
+                when = written(at, touched, theirs, epoch, 40)
                 if agent >= ASYNC:
                     bad = epoch != number and not complete(
                         fenced if agent == GENERIC_COPY else known, epoch, newest
                     )
                 else:
-                    bad = i8(load32(clock + 4 * (agent - 1))) < epoch
-                if bad:
+                    bad = i8(load32(clock + 4 * (agent - 1))) < when
+                if bad and when >= 0:
                     report(
                         races,
                         WAW if write else RAW,
@@ -366,23 +487,13 @@ def asynchronous_global(
                         -1,
                     )
             if not write:
-                store32(at + 16, u4(agent_kind))
-                store32(at + 20, u4(number))
-                store32(at + 24, u4(pc))
+                global_reader(at, agent_kind, number, pc, 0)
                 continue
-            reader, seen = i8(load32(at + 16)), i8(load32(at + 20))
-            if (
-                reader
-                and not (reader >= ASYNC and seen == number)
-                and not ordered(reader, seen, 0, clock, known, newest)
-            ):
-                report(
-                    races, WAR, 1, origin + word * 4, pc, reader, seen, i8(load32(at + 24)) & 0x7FFFFFFF, -1
-                )
+            global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
             store32(at + 8, u4(pc))
-            store32(at + 12, u4(15 | flags & STRONG))
+            store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
 
 
 @compiled("void(i8, i8, i8, i8, i8)")
@@ -398,7 +509,7 @@ def lines(S, offsets, count, write, pc, flags):
     for k in range(count):
         first = i8(load64(offsets + 8 * k)) >> 2
         for word in range(first, first + 4):
-            shared_word(S, word, 15 | flags, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
+            shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, sget(S, S_CLOCK), sget(S, S_KNOWN))
 
 
 @compiled("void(i8, i8, i8, i8)")

@@ -44,6 +44,7 @@ class Blocked:
     limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
 
 
+SEEN = object()  # returned by a macro-operation that only tells the race checker something: nobody's state has changed
 POLLED = object()  # returned by a macro-operation that asked whether something has happened, and it has not
 
 

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, AsyncEngine, AsyncOp, Blocked, Waitable
+from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, AsyncOp, Blocked, Waitable
 from softsm.errors import Deadlock, Fault, StepBudget
 
 QUANTUM = 20_000
@@ -316,9 +316,9 @@ class Machine:
         result = call.function(warp, lanes, call.operands)
         if result is None:
             fragment.pc = pc + 1
-        elif result is POLLED:
+        elif result is POLLED or result is SEEN:
             fragment.pc = pc + 1
-            return True
+            return result is POLLED
         elif isinstance(result, int):
             fragment.pc = result
             if len(warp.fragments) > 1:
@@ -445,25 +445,34 @@ class Machine:
             w.spins = 0
 
     def polls(self, warp: Warp) -> bool:
-        """Does the warp come back to the same pc with the same registers? Run one loop and compare."""
-        if len(warp.fragments) != 1:
-            return False
-        f = warp.fragments[0]
+        """Do all fragments of the warp that can run come back to where they are, with the same registers?"""
+        able = [f for f in warp.fragments if f.blocked is None and not f.parked]
+        return bool(able) and all(self.comes_back(warp, f) for f in able)
+
+    def comes_back(self, warp: Warp, f: Fragment) -> bool:
+        """Run one loop of a fragment and compare. What it did on the way is done: it goes on from there."""
         before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
-        start = f.pc
+        start, writes = f.pc, self.writes
+        warp.fragment = f
         for _ in range(4096):
             status, pc, mask, lanes, steps = self.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, False)
             self.steps += steps
+            if mask != f.mask:  # lanes exit: not here, where nobody looks after them
+                f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
+                return False
             f.pc = warp.pc = pc
             if status == pg.MACRO:
                 self.macro(warp, f, pc, lanes)
-                if f.blocked is not None:
+                if f.blocked is not None or f.parked:
                     return False
+            elif status == pg.SLOW_MEMORY:
+                self.kernel.memory_event(self, warp, f, status, lanes)
             elif status != pg.QUANTUM:
                 return False
             if f.pc == start:
                 now = warp.R, warp.Q, warp.P
-                return not warp.S[pg.S_WRITES] and all(np.array_equal(a, b) for a, b in zip(before, now))
+                same = all(np.array_equal(a, b) for a, b in zip(before, now))
+                return same and not warp.S[pg.S_WRITES] and self.writes == writes
         return False
 
     def deadlock(self, why: str) -> None:

@@ -8,7 +8,7 @@ again when its barrier wakes, so each barrier remembers which lanes came in whic
 from __future__ import annotations
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import Blocked, Waitable
+from softsm.engine.asynchrony import SEEN, Blocked, Waitable
 from softsm.engine.scheduler import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
@@ -188,6 +188,8 @@ def bar(asm, ins):
         return _cluster(asm, ins, mods[1:])
     if mods == ["warp", "sync"] and ins.opcode == "bar":
         asm.record(pg.OP_CONVERGE, 0, asm.src(ins.operands[0], "u"), ins=ins)
+        if asm.checking:
+            asm.macro(do_warp_sync, ins)
         return None
     aligned = ins.opcode == "bar" or "aligned" in mods
     mods = [m for m in mods if m != "aligned"]
@@ -244,6 +246,12 @@ def _split(w, over: int, mask: int) -> int:
 def _acquire(w, barrier) -> None:
     if w.machine.checker is not None:
         w.machine.checker.acquire(w, barrier)
+
+
+def do_warp_sync(w, mask, o):
+    """The race checker learns that accesses of the warp's lanes from now on come after those before."""
+    w.machine.checker.tick(w)
+    return SEEN
 
 
 def do_sync(w, mask, o):
@@ -420,7 +428,8 @@ def fence(asm, ins):
     elif asm.checking and kind.startswith("mbarrier_init"):
         asm.macro(do_fence_init, ins)
     elif asm.checking and not kind.startswith("proxy"):
-        asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind)
+        scope = next((m for m in ins.modifiers if m in ("cta", "cluster")), "gpu")
+        asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind, scope=scope)
     for operand in ins.operands[:1]:  # fence.proxy.tensormap names the map
         asm.address(operand)
 
@@ -429,14 +438,17 @@ def do_fence_async(w, mask, o):
     """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
     if w.machine.checker is not None:
         w.machine.checker.fence_async(w)
+    return SEEN
 
 
 def do_fence_init(w, mask, o):
     w.machine.checker.fence_init(w)
+    return SEEN
 
 
 def do_fence(w, mask, o):
-    w.machine.checker.fence(w, o.release, o.acquire)
+    w.machine.checker.fence(w, o.release, o.acquire, o.scope)
+    return SEEN
 
 
 @lowers("griddepcontrol")

@@ -241,6 +241,8 @@ def do_inval(w, mask, o):
             raise w.fault("barrier-inval", f"{barrier.name} is invalidated while a warp waits on it")
         cta, offset = w.cta.resolve_shared(shared_address(w, o.at, lane))
         del cta.barriers[offset]
+        if w.machine.checker is not None:
+            w.machine.checker.mark_live(cta, offset, False)
     w.machine.writes += 1
 
 

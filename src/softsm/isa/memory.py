@@ -10,6 +10,7 @@ import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers
 from softsm.ptx.ast import Address, Sink, Symbol, Vector
 
@@ -166,6 +167,7 @@ def do_synchronise(w, mask, o):
         else:
             key = address
         w.machine.checker.strong(w, key, o.order, o.scope, read=o.read, write=o.write)
+    return SEEN
 
 
 # ---- atomics ---------------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def do_packed_atomic(w, mask, o):
     for lane in range(32):
         if not mask >> lane & 1:
             continue
-        raw = locate(w, lane, o.space, o.row, o.offset, size * o.count, "atomic")
+        raw = locate(w, lane, o.space, o.row, o.offset, size * o.count, "atomic", True)
         bank = w.Q if o.wide else w.R
         unit = 8 if o.wide else size
         for i in range(size * o.count // unit):
@@ -266,8 +268,11 @@ def do_packed_atomic(w, mask, o):
 # ---- what the interpreter did not do itself --------------------------------------------------------------------------
 
 
-def locate(w, lane: int, space: int, row: int, offset: int, size: int, access: str) -> np.ndarray:
-    """The bytes one lane accesses, or a Fault that says why it may not."""
+def locate(
+    w, lane: int, space: int, row: int, offset: int, size: int, access: str, strong: bool, new: np.ndarray | None = None
+) -> np.ndarray:
+    """The bytes one lane accesses, or a Fault that says why it may not. strong: neither weak nor a race with its like;
+    new: what a store will write there."""
     if space == ln.SHARED:
         address = (int(w.R[row, lane]) + offset) & pg.ALL
     else:
@@ -283,15 +288,21 @@ def locate(w, lane: int, space: int, row: int, offset: int, size: int, access: s
         if space == ln.SHARED:
             cta, at = w.cta.resolve_shared(address)
             cta.check_shared(at, size, what)
+            there = cta.shared[at : at + size]
             if w.machine.checker is not None:
-                w.machine.checker.access(w, cta, at, at + size, access != "load", access == "atomic", lane)
-            return cta.shared[at : at + size]
+                same = new is not None and np.array_equal(there, new)
+                w.machine.checker.access(w, cta, at, at + size, access != "load", strong, lane, same)
+            return there
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:
                 raise w.fault("out-of-bounds", f"{what} of {size} bytes at local address {address:#x}; a thread has "
                               f"{w.local.shape[1]}")
             return w.local[lane, address : address + size]
-        return w.machine.global_memory.view(address, size, what)
+        there = w.machine.global_memory.view(address, size, what)
+        if w.machine.checker is not None:
+            same = new is not None and np.array_equal(there, new)
+            w.machine.checker.global_access(w, address, address + size, access != "load", strong, lane, same)
+        return there
     except Exception as error:
         if "PTX line" in str(error):
             raise
@@ -317,7 +328,12 @@ def memory_event(machine, w, fragment, lanes: int) -> None:
     for lane in range(32):
         if not lanes >> lane & 1:
             continue
-        raw = locate(w, lane, space, ra, offset, unit * count, "load" if op in LOADS else "store")
+        new = None
+        if op not in LOADS:
+            bank = w.Q if fmt & ln.WIDE else w.R
+            parts = [bank[int(pool[rd + i]), lane : lane + 1].view(np.uint8)[:unit] for i in range(count)]
+            new = np.concatenate(parts)
+        raw = locate(w, lane, space, ra, offset, unit * count, "load" if op in LOADS else "store", bool(rx), new)
         for i in range(count):
             row = int(pool[rd + i])
             bank = w.Q if fmt & ln.WIDE else w.R
@@ -327,7 +343,7 @@ def memory_event(machine, w, fragment, lanes: int) -> None:
                 value = int.from_bytes(raw[i * unit : (i + 1) * unit].tobytes(), "little", signed=bool(fmt & ln.SIGNED))
                 bank[row, lane] = value & (0xFFFFFFFFFFFFFFFF if fmt & ln.WIDE else pg.ALL)
             else:
-                raw[i * unit : (i + 1) * unit] = bank[row, lane : lane + 1].view(np.uint8)[:unit]
+                raw[i * unit : (i + 1) * unit] = new[i * unit : (i + 1) * unit]
                 machine.writes += 1
     fragment.pc += 1
 
@@ -341,7 +357,8 @@ def slow_atomic(w, op, rows, row, offset, fmt, generic, lanes, pool) -> None:
     for lane in range(32):
         if not lanes >> lane & 1:
             continue
-        cell = locate(w, lane, space, row, offset, 8 if wide else 4, "atomic").view(np.uint64 if wide else np.uint32)
+        there = locate(w, lane, space, row, offset, 8 if wide else 4, "atomic", True)
+        cell = there.view(np.uint64 if wide else np.uint32)
         old = cell[0]
         cell[0] = (ln.atomic64 if wide else ln.atomic32)(code, t, old, bank[rb, lane], bank[rc, lane])
         if rd >= 0:

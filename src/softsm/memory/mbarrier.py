@@ -35,7 +35,18 @@ class BarrierEvent(NamedTuple):
 class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
-    __slots__ = ("expected", "history", "name", "next_expected", "origin", "pending", "phase", "tx", "waited")
+    __slots__ = (
+        "expected",
+        "history",
+        "name",
+        "next_expected",
+        "origin",
+        "overwritten",
+        "pending",
+        "phase",
+        "tx",
+        "waited",
+    )
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
         super().__init__()
@@ -48,6 +59,7 @@ class Mbarrier(Waitable):
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
         self.origin = None  # who initialised it, when races are checked
+        self.overwritten = None  # who stored something else over it, when races are checked
         self.waited = -1  # the last phase a wait has been answered for, when races are checked
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)

@@ -4,8 +4,9 @@
         kernel[grid](...)
     activity.roles["load_role"].operations["TMA load"]     # -> Amount(count, bytes)
 
-A role is a function of the program's source whose name ends in `_role`; a warp takes it from the source locations that
-its instructions carry (their function is the kernel, into which all others are inlined, so the source file is read).
+A role is a function given to `warp_specialize`, or one whose name ends in `_role` (report/roles.py). A warp takes it
+from the source locations that its instructions carry (their function is the kernel, into which all others are inlined,
+so the source file is read).
 Outside of `counting` nothing is counted and nothing is slower.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.scheduler import Machine, Warp
-from softsm.report.roles import function_at
+from softsm.report.roles import entry_at
 
 TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")
 
@@ -52,13 +53,9 @@ class Activity:
         """The role that the instruction under way belongs to, unless it is known already."""
         if warp in self._names:
             return
-        place = warp.instruction().loc
-        while place is not None:
-            name = function_at(place.file, place.line)
-            if name.endswith("_role"):
-                self._names[warp] = name
-                return
-            place = place.caller
+        name = entry_at(warp.instruction().loc)
+        if name:
+            self._names[warp] = name
 
     def note(self, op: AsyncOp) -> None:
         self.note_source(op.warp)

@@ -42,6 +42,10 @@ CODES: dict[str, tuple[str, str]] = {
         "mbarrier.init, then fence.mbarrier_init.release.cluster or fence.proxy.async, then a barrier, then use; "
         "mbarrier.inval before the word is used for anything else.",
     ),
+    "barrier-overwritten": (
+        "Something else was written over an mbarrier that is still in use.",
+        "Keep the 8 bytes of an mbarrier for it alone, or mbarrier.inval it before the word is used for anything else.",
+    ),
     "barrier-inval": (
         "An mbarrier is invalidated while a warp waits on it.",
         "Invalidate it after the last wait.",

@@ -1,8 +1,8 @@
 """The role of a warp: the function of the program's source that it works in.
 
 Compilers name only the kernel in their line tables, but every instruction has its place in the source and the places it
-was inlined at. The functions that stand there are read from the source itself; one whose name ends in `_role`,
-`_partition` or `_worker` names the warp.
+was inlined at. The functions that stand there are read from the source itself. One that the program gives to
+`warp_specialize`, or whose name ends in `_role`, `_partition` or `_worker`, names the warp.
 
 A compiler's cache outlives the folder a program was first compiled in, and keeps that folder's name in its line tables;
 a file that is not there is therefore looked for among those the running program was loaded from.
@@ -46,6 +46,25 @@ def functions(file: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in found)
 
 
+@functools.lru_cache(maxsize=256)
+def partitions(file: str) -> frozenset[str]:
+    """Names of the functions that a Python file gives to `warp_specialize`, as [(function, arguments), ...]."""
+    try:
+        tree = ast.parse(located(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    names = set()
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and last_name(n.func) == "warp_specialize"):
+        for listed in (n for n in call.args[:1] if isinstance(n, (ast.List, ast.Tuple))):
+            names |= {last_name(pair.elts[0]) for pair in listed.elts if isinstance(pair, ast.Tuple) and pair.elts}
+    return frozenset(names - {""})
+
+
+def last_name(node: ast.expr) -> str:
+    """`f` of f and of module.f; '' for anything else."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def function_at(file: str, line: int) -> str:
     """The innermost function around a line of a source file, '' if there is none."""
@@ -53,16 +72,26 @@ def function_at(file: str, line: int) -> str:
     return min(inside)[1] if inside else ""
 
 
+def entry_at(place) -> str:
+    """The function that names the warp's role at a place of the source, with the places it was inlined at; '' where the
+    source has none."""
+    chain = []
+    while place is not None:
+        chain.append(place)
+        place = place.caller
+    entries = frozenset[str]().union(*(partitions(file) for file in {at.file for at in chain}))
+    for at in chain:
+        for name in (at.function.rpartition(".")[2], function_at(at.file, at.line)):
+            if name in entries or name.endswith(ENDINGS):
+                return name
+    return ""
+
+
 def role_of(ins) -> str:
     """The role an instruction belongs to, without its ending; '' where the source names none."""
-    at = ins.loc
-    while at is not None:
-        for name in (at.function.rpartition(".")[2], function_at(at.file, at.line)):
-            for ending in ENDINGS:
-                if name.endswith(ending):
-                    return name.removesuffix(ending).strip("_")
-        at = at.caller
-    return ""
+    name = entry_at(ins.loc)
+    ending = next((e for e in ENDINGS if name.endswith(e)), "")
+    return name.removesuffix(ending).strip("_")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -105,6 +105,23 @@ def test_polling_for_what_nobody_writes_is_a_deadlock():
         run("SPIN: ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; ret;")
 
 
+def test_a_divergent_warp_that_only_polls_is_a_deadlock():
+    """Two halves of a warp poll two words, each in a loop of its own."""
+    body = """
+  setp.lt.u32 %p1, %r2, 16; @%p1 bra LOW;
+HIGH: ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra HIGH; ret;
+LOW: ld.volatile.global.u32 %r3, [%rd1+4]; setp.eq.u32 %p2, %r3, 0; @%p2 bra LOW; ret;"""
+    with pytest.raises(Deadlock, match="only polls") as found:
+        run(body)
+    assert str(found.value).count("polls at PTX line") == 2
+
+
+def test_polling_is_a_deadlock_under_the_checkers_too():
+    with softsm.checking() as report, pytest.raises(Deadlock, match="only polls"):
+        run("SPIN: ld.acquire.gpu.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; ret;")
+    assert report.codes() == ["deadlock"]
+
+
 def test_an_endless_loop_ends_at_the_budget():
     with pytest.raises(StepBudget, match="budget 300000"):
         run("LOOP: add.u32 %r3, %r3, 1; bra LOOP;", budget=300_000)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from softsm.ptx.ast import SourceLoc
 from softsm.report import roles
 
 SOURCE = "def load_role():\n    copy()\n\n\ndef kernel():\n    load_role()\n"
@@ -14,7 +15,7 @@ SOURCE = "def load_role():\n    copy()\n\n\ndef kernel():\n    load_role()\n"
 
 @pytest.fixture(autouse=True)
 def fresh():
-    for known in (roles.located, roles.functions, roles.function_at, roles.source_lines):
+    for known in (roles.located, roles.functions, roles.function_at, roles.partitions, roles.source_lines):
         known.cache_clear()
 
 
@@ -49,3 +50,35 @@ def test_the_longest_common_end_of_the_path_decides(program, monkeypatch):
 
 def test_a_file_that_is_nowhere_names_nothing():
     assert roles.function_at("/gone/nobody_has_this.py", 2) == ""
+
+
+PARTITIONS = """def left(x):
+    helper(x)
+
+
+def feed(x):
+    helper(x)
+
+
+def helper(x):
+    copy(x)
+
+
+def kernel(x):
+    gl.warp_specialize([
+        (left, (x,)),
+        (loads.feed, (x,)),
+    ], [1], [24])
+    helper(x)
+"""
+
+
+def test_what_is_given_to_warp_specialize_is_a_role(program):
+    program.write_text(PARTITIONS)
+    assert roles.partitions(str(program)) == {"left", "feed"}
+    kernel = SourceLoc(str(program), 14, 5, "kernel")
+    inlined = {f: SourceLoc(str(program), line, 5, "kernel", kernel) for f, line in (("left", 2), ("feed", 6))}
+    for name, place in inlined.items():
+        deep = SourceLoc(str(program), 10, 5, "kernel", place)
+        assert roles.role_of(types.SimpleNamespace(loc=deep)) == name
+    assert roles.role_of(types.SimpleNamespace(loc=SourceLoc(str(program), 10, 5, "kernel", kernel))) == ""

@@ -1,0 +1,116 @@
+"""Order between the lanes of one warp: that they run in step orders no memory; bar.warp.sync does."""
+
+import numpy as np
+import pytest
+from ruling import findings, holds
+
+from softsm.museum import text as t
+
+SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 bar;"
+ARGS = [np.zeros(64, np.uint32), np.zeros(64, np.uint32)]
+OWN = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 2;\nadd.u32 %r40, %r39, %r41;\n"
+OTHER = "mov.u32 %r39, a;\nxor.b32 %r41, %r0, 1;\nshl.b32 %r41, %r41, 2;\nadd.u32 %r40, %r39, %r41;\n"
+WRITE = OWN + "st.shared.u32 [%r40], %r0;\n"
+READ = "ld.shared.u32 %r42, [%r40];\n"
+SYNC = "bar.warp.sync 0xffffffff;\n"
+
+
+def one_warp(body):
+    return t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+
+def lanes_hold(make, **more):
+    """At both levels; both lanes are named."""
+    for strict in (True, False):
+        report = holds(make, args=ARGS, block=32, strict=strict, **more)
+        assert "lane" in report.diagnostics[0].parties[1].who, str(report)
+        assert "bar.warp.sync" in report.diagnostics[0].mend
+    return report
+
+
+def when(keep, text):
+    return text if keep else ""
+
+
+def test_reading_what_another_lane_wrote_requires_a_warp_barrier():
+    report = lanes_hold(lambda keep: one_warp(WRITE + when(keep, SYNC) + OTHER + READ + t.out("%r42", "%rd2")))
+    assert "lane 0," in str(report.diagnostics[0].parties[0]) and "lane 1," in str(report.diagnostics[0].parties[1])
+
+
+def test_overwriting_what_another_lane_read_requires_a_warp_barrier():
+    body = WRITE + SYNC + OTHER + READ
+    lanes_hold(lambda keep: one_warp(body + when(keep, SYNC) + OWN + "st.shared.u32 [%r40], 9;\n"))
+
+
+def test_overwriting_what_another_lane_wrote_requires_a_warp_barrier():
+    lanes_hold(lambda keep: one_warp(WRITE + when(keep, SYNC) + OTHER + "st.shared.u32 [%r40], 99;\n"))
+
+
+def test_a_lane_needs_no_barrier_to_itself():
+    again = "st.shared.u32 [%r40], 9;\n" + READ
+    assert not findings(one_warp(WRITE + READ + again + READ), ARGS, block=32)
+
+
+def test_a_word_written_by_two_lanes_is_not_read_whole_without_a_warp_barrier():
+    """Halves of a word: lane 2i writes the lower, lane 2i + 1 the upper one; then both read the whole word."""
+
+    def make(keep):
+        half = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 1;\nadd.u32 %r40, %r39, %r41;\nst.shared.u16 [%r40], %h0;\n"
+        whole = "and.b32 %r40, %r40, 0xfffffffc;\n" + READ
+        return one_warp("mov.u16 %h0, 7;\n" + half + when(keep, SYNC) + whole)
+
+    lanes_hold(make)
+
+
+def test_halves_of_a_word_are_told_apart():
+    """Each half is read by the lane that wrote it; older halves may have been written by anybody."""
+    half = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 1;\nadd.u32 %r40, %r39, %r41;\nst.shared.u16 [%r40], %h0;\n"
+    own = "mov.u16 %h0, 7;\n" + half + "ld.shared.u16 %h1, [%r40];\n"
+    even = "and.b32 %r43, %r0, 1;\nsetp.eq.u32 %p4, %r43, 0;\n"
+    older = SYNC + even + "@%p4 st.shared.u16 [%r40], %h0;\n@!%p4 ld.shared.u16 %h1, [%r40];\n"
+    across = "xor.b32 %r41, %r0, 1;\nshl.b32 %r41, %r41, 1;\nadd.u32 %r44, %r39, %r41;\n"
+    report = findings(one_warp(own + older + across + "@%p4 ld.shared.u16 %h1, [%r44];\n"), ARGS, block=32)
+    assert not report, str(report)
+
+
+@pytest.mark.parametrize("kind", ["ldmatrix", "stmatrix"])
+def test_matrix_moves_are_of_all_lanes(kind):
+    rows = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 4;\nadd.u32 %r43, %r39, %r41;\n"
+
+    def make(keep):
+        if kind == "ldmatrix":
+            move = rows + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r44}, [%r43];\n"
+            return one_warp(WRITE + when(keep, SYNC) + move)
+        move = "mov.u32 %r44, 5;\n" + rows + "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r43], {%r44};\n"
+        return one_warp(move + when(keep, SYNC) + OWN + READ)
+
+    for strict in (True, False):
+        holds(make, args=ARGS, block=32, strict=strict)
+
+
+def test_a_copy_of_what_other_lanes_wrote_requires_a_warp_barrier():
+    """The proxy fence of every lane covers its own stores; the copy is one lane's."""
+    copy = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 128;\ncp.async.bulk.commit_group;\n"
+    copy += "cp.async.bulk.wait_group 0;\n"
+
+    def make(keep):
+        return one_warp(WRITE + "fence.proxy.async;\n" + when(keep, SYNC) + t.only("%p0", copy))
+
+    for strict in (True, False):
+        holds(make, args=ARGS, block=32, strict=strict)
+
+
+def test_lanes_also_meet_in_global_memory():
+    def make(keep):
+        near = "xor.b32 %r45, %r0, 1;\nmul.wide.u32 %rd12, %r45, 4;\nadd.s64 %rd12, %rd2, %rd12;\n"
+        return one_warp(t.out("%r0", "%rd2") + when(keep, SYNC) + near + "ld.global.u32 %r46, [%rd12];\n")
+
+    lanes_hold(make)
+
+
+def test_an_mbarrier_orders_lanes_too():
+    def make(keep):
+        start = t.init(("bar", 32)) + WRITE
+        return one_warp(start + when(keep, t.arrive("bar") + t.wait("bar", 0)) + OTHER + READ)
+
+    lanes_hold(make)
