@@ -17,6 +17,10 @@ OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention")
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
 STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
 MAX_SPLITS = 256
+# deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
+DETERMINISTIC_KEYS = 2048
+DETERMINISTIC_SPLITS = 32
+DETERMINISTIC_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +33,7 @@ class Plan:
     max_seqlen_q: int
     max_seqlen_k: int
     num_splits: int
-    scratch: Tensor  # fp32, flat: num_splits * rows * (head_dim + 1); empty with one split
+    scratch: Tensor  # fp32, flat: num_splits * rows * (head_dim + 1), or what deterministic calls need if that is more
 
     @property
     def rows(self) -> int:
@@ -73,6 +77,7 @@ def plan(
     max_seqlen_k: int,
     max_seqlen_q: int = 1,
     device: torch.device | str | None = None,
+    deterministic: bool = True,
 ) -> Plan:
     """Size a plan for ``operation`` (dsv4.fmha, fmha_varlen, fmha_paged or v4_attention) by its capacities.
 
@@ -80,6 +85,8 @@ def plan(
     the width of the block table times the page size. For v4_attention batch is the number of queries, kv_heads is 1
     and max_seqlen_k is the width of both lists together (or of the block table times the page size).
     device defaults to "cuda" where there is one, else "cpu"; on a CPU one split is used and no buffer.
+    deterministic: leave room for calls with deterministic=True too: up to about 1/16 of the bytes of batch *
+    max_seqlen_k keys, where k is v. With False a GPU refuses such calls if the room is missing.
     """
     name = getattr(operation, "__name__", None)
     if name not in OPERATIONS:
@@ -92,10 +99,18 @@ def plan(
             checks.fail(key, checks.describe(size), "an int >= 1")
     checks.head_dim("head_dim", head_dim)
     checks.head_ratio(q_heads, kv_heads)
+    checks.flag("deterministic", deterministic)
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
-    partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads * (head_dim + 1)
-    scratch = torch.empty(partials, dtype=torch.float32, device=where)
+    partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
+    if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):
+        group = q_heads // kv_heads
+        for t in range(1, max_seqlen_q + 1):
+            n, _ = deterministic_cut(t * group, max_seqlen_k)
+            if n == 0:
+                break
+            partials = max(partials, n * batch * t * q_heads)
+    scratch = torch.empty(partials * (head_dim + 1), dtype=torch.float32, device=where)
     return Plan(name, head_dim=head_dim, num_splits=splits, scratch=scratch, **sizes)
 
 
@@ -147,6 +162,19 @@ def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
         return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
 
     return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
+
+
+def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
+    """(splits, least keys of one) for sequences of at most ``keys`` keys and ``rows`` query rows per KV head; (0, 0) =
+    they are not split.
+
+    A sequence is cut in the same places whatever ``keys`` says: every so many, or into the most splits if those are
+    longer. The more rows, the longer the splits, so that the partial results stay small beside the keys.
+    """
+    if rows >= DETERMINISTIC_ROWS:
+        return 0, 0
+    each = DETERMINISTIC_KEYS * -(-rows // ROWS_PER_TILE)
+    return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
 
 
 def _splits(

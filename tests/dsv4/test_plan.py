@@ -7,7 +7,7 @@ import torch
 from agreement import qkv
 
 import dsv4
-from dsv4.plan import _splits
+from dsv4.plan import _splits, deterministic_cut
 
 CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
 
@@ -81,3 +81,23 @@ def test_splits_fill_the_machine_and_no_more(tiles, keys):
         assert rounds / math.ceil(rounds) > 0.75  # no nearly empty last round when there is enough to split
     if tiles == 132:
         assert splits == 1
+
+
+@pytest.mark.parametrize("step", [64, 128])
+@pytest.mark.parametrize("rows", [1, 64, 65, 200, 1023])
+def test_deterministic_cuts_depend_on_the_sequence_alone(rows, step):
+    """Whatever the capacity, the splits of a sequence are those of the capacity that is just its own."""
+
+    def cut(keys: int, capacity: int) -> int:
+        splits, each = deterministic_cut(rows, capacity)
+        tiles = -(-keys // step) + 1  # the range may start within a tile
+        chunk = max(-(-tiles // splits), each // step)
+        assert splits * chunk >= tiles
+        return chunk
+
+    for keys in (1, 2000, 2048, 4096, 30_000, 65_536, 100_000, 1_000_000):
+        assert len({cut(keys, capacity) for capacity in (keys, keys + 63, 2 * keys, 50 * keys)}) == 1
+
+
+def test_many_rows_are_never_split_when_deterministic():
+    assert deterministic_cut(1024, 1 << 20) == (0, 0)

@@ -20,7 +20,7 @@ from typing import Any
 
 FORMAT = 1
 # What the cubins are made of.
-SOURCES = ("compat.py", "shared/tiles.py", "shared/softmax.py", "shared/combine.py", "sm90/*.py")
+SOURCES = ("compat.py", "shared/*.py", "sm90/*.py")
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
 TMA_TYPES = {8: 10, 9: 8, 10: 9}
 

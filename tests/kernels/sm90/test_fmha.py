@@ -1,12 +1,14 @@
 """The Hopper kernels on a CPU, through softsm: one case per part of the code; the rest of the suites is slow."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 
 import dsv4
 from dsv4 import reference, suites
+from dsv4.kernels.shared import launch
 from dsv4.kernels.sm90 import fmha
 
 softsm = pytest.importorskip("softsm")
@@ -64,10 +66,11 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
 @pytest.mark.parametrize("head_dim, causal", [(64, True), (64, False), pytest.param(256, True, marks=pytest.mark.slow)])
 def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
-    monkeypatch.setattr(fmha, "_multiprocessors", lambda device: 2)
+    for module in (fmha, launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
-    assert fmha.config(dsv4.problem.dense(q, k, v, causal=causal)).loop
+    assert fmha.tiling(dsv4.problem.dense(q, k, v, causal=causal)).loop
     out = torch.full_like(q, float("nan"))
     with softsm.use("sm_90a"):
         _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
@@ -79,8 +82,8 @@ def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
 def test_every_head_dim_has_a_configuration():
     for d, rows in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
         q = torch.empty(1, rows, 1, d, dtype=torch.bfloat16)
-        c = fmha.config(dsv4.problem.dense(q, q, q))
-        assert c.keys % 64 == 0 and c.consumers in (1, 2, 3)
+        c = fmha.tiling(dsv4.problem.dense(q, q, q))
+        assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +100,78 @@ def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order)
     assert "nothing found" in str(report), str(report)
     want, _ = reference.fmha(q, k, v, causal=True)
     assert float((out.double() - want).norm() / want.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("page, head_dim", [(16, 128), (5, 128), (16, 512)])
+def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, monkeypatch):
+    """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
+    monkeypatch.setattr(dsv4.checks, "values_checked", lambda x: False)
+    q = torch.randn(3, 2, 2, head_dim).bfloat16()
+    k, v = (torch.randn(40, page, 1, head_dim).bfloat16() for _ in "kv")
+    pages = -(-200 // page)
+    table = torch.randint(0, 40, (3, pages), dtype=torch.int32)
+    lengths = torch.tensor([200, 190, 77], dtype=torch.int32)
+    bad = torch.zeros(3, pages, dtype=torch.bool)
+    bad[0, [0, 3, pages - 1]] = bad[1] = True  # some; all of a sequence; none
+    table[bad] = torch.tensor([-1, 40, -(1 << 31), (1 << 31) - 1], dtype=torch.int32).repeat(pages)[: int(bad.sum())]
+    plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=head_dim, max_seqlen_q=2,
+                     max_seqlen_k=pages * page, device="cpu")  # fmt: skip
+    plan = dataclasses.replace(plan, num_splits=2)
+    with softsm.use("sm_90a"), softsm.checking(order="latest") as report:
+        out, lse = dsv4.fmha_paged(q, k, v, table, lengths, plan=plan, return_lse=True, backend="softsm")
+    assert not report, str(report)
+    for n, length in enumerate(lengths.tolist()):
+        seen = (~bad[n]).repeat_interleave(page)[:length]
+        kn, vn = (x[table[n].clamp(0, 39)].flatten(0, 1)[:length][seen][None] for x in (k, v))
+        want, want_lse = reference.fmha(q[n : n + 1], kn, vn)
+        assert float((out[n].double() - want).norm()) <= 4e-3 * float(want.norm())
+        torch.testing.assert_close(lse[n : n + 1].double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, -0.0, 1e-46])
+def test_any_sign_of_the_scale_without_a_copy(scale, monkeypatch):
+    q, k, v = (torch.randn(1, n, 1, 128).bfloat16() for n in (20, 70, 70))
+    seen = []
+    real = launch.aot.launch
+    monkeypatch.setattr(launch.aot, "launch", lambda *a, **c: (seen.append(a[2][0]), real(*a, **c)))
+    with softsm.use("sm_90a"):
+        out = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, backend="softsm")
+    assert seen[0] is q
+    want, _ = reference.fmha(q, k, v, causal=True, softmax_scale=scale)
+    assert float((out.double() - want).norm() / want.norm()) < 4e-3
+
+
+def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
+    """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table."""
+    monkeypatch.setattr(sys.modules["dsv4.plan"], "DETERMINISTIC_KEYS", 128)  # dsv4.plan itself is the function
+    q, sink = torch.randn(2, 1, 2, 128).bfloat16(), torch.randn(2)
+    k, v = (torch.randn(24, 16, 1, 128).bfloat16() for _ in "kv")
+    table = torch.randperm(24).to(torch.int32).view(2, 12)
+    lengths = torch.tensor([190, 40], dtype=torch.int32)
+
+    def run(rows: slice, table):
+        with softsm.use("sm_90a"):
+            return dsv4.fmha_paged(q[rows], k, v, table[rows], lengths[rows], sink=sink, deterministic=True,
+                                   return_lse=True, backend="softsm")  # fmt: skip
+
+    both, both_lse = run(slice(0, 2), table)
+    for n, pages in ((0, 12), (1, 3), (1, 12)):
+        rows = slice(n, n + 1)
+        alone, alone_lse = run(rows, table[:, :pages].contiguous())
+        assert torch.equal(alone, both[rows]) and torch.equal(alone_lse, both_lse[rows])
+    want, _ = reference.fmha(q[:1], k[table[0].long()].flatten(0, 1)[None, :190],
+                             v[table[0].long()].flatten(0, 1)[None, :190], sink=sink)  # fmt: skip
+    assert float((both[0].double() - want).norm() / want.norm()) < 4e-3
+
+
+def test_a_deterministic_tiling_does_not_depend_on_the_batch():
+    def tilings(build):
+        return [fmha.tiling(dataclasses.replace(build(n), deterministic=True)) for n in (1, 600)]
+
+    cu = torch.zeros(2, dtype=torch.int32)
+    for d in (64, 128, 256, 512):
+        one, many = tilings(lambda n, d=d: dsv4.problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3))
+        assert one == many and not one.loop
+        rows = torch.empty(600, 1, d, dtype=torch.bfloat16)
+        one, many = tilings(lambda n, r=rows: dsv4.problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
+        assert one == many

@@ -13,14 +13,13 @@ from triton.runtime import driver
 from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.combine import clear_rest, combine
-from dsv4.kernels.shared.loads import CELLS, PAGES, ROWS
 from dsv4.kernels.shared.softmax import LOG2E
-from dsv4.kernels.shared.tiles import NO_BOUND
-from dsv4.plan import choose_splits
+from dsv4.kernels.shared.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
+from dsv4.plan import choose_splits, deterministic_cut
 from dsv4.problem import FmhaProblem
 
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-DETERMINISTIC_KEYS = 2048  # keys per split when the cut must not depend on the batch
+MULTIPROCESSORS = 132  # assumed where kernels are only compiled
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class Tiling:
     keys: int  # per step
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
+    loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
+    dense_as_rows: bool = False  # dense and varlen problems share a variant
 
 
 def batch_reason(p: FmhaProblem) -> str | None:
@@ -42,11 +43,12 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     """Launch the forward kernel, and the combine kernel where the keys were split."""
     row_tiles = -(-p.max_seqlen_q * p.group // c.rows)
     splits, tiles_per_split = _splits(p, c, row_tiles)
-    q, scale = _scaled(p)
-    how, box = ROWS, c.box
-    if p.kind == "paged":
-        power_of_two = p.page_size & (p.page_size - 1) == 0
-        how, box = (PAGES, min(p.page_size, c.box)) if power_of_two and p.page_size >= 8 else (CELLS, c.box)
+    # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
+    # has room for is no property of a sequence; so paged ones take that way with one split too.
+    split = splits > 1 or tiles_per_split > 0 and p.kind == "paged"
+    how, box = _way(p, c)
+    sign, scale = _scale(p.softmax_scale)
+    q = _rows_aligned(p.q)
     k = _addressable(p.k)
     v = k if same(p.k, p.v) else _addressable(p.v)
     k_desc = _descriptor(k, box)
@@ -58,32 +60,39 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     lse = p.lse if p.lse is not None else sink
     varlen = p.kind == "varlen"
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
-    tokens, keys = (0, 0) if varlen else (p.max_seqlen_q, p.max_seqlen_k)
+    tokens, keys = (0, 0) if varlen else (p.max_seqlen_q, p.max_seqlen_k)  # 0 tokens: a kernel may tell varlen by it
     cu_q, cu_k = (p.cu_seqlens_q, p.cu_seqlens_k) if varlen else (placeholder, placeholder)
     lengths, table = (p.lengths, p.block_table) if p.kind == "paged" else (placeholder, placeholder)
     page_size, table_stride = (p.page_size, table.stride(0)) if p.kind == "paged" else (1, 0)
 
     part, part_lse = sink, sink  # unused
-    if splits > 1:
+    if split:
         part, part_lse = _scratch(p, splits, total_q * p.q_heads)
     strides_o, strides_l = _row_strides(out), _lse_strides(p, lse)
     arguments = [
         q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse, k, v,
-        scale, want_lse, int(varlen), total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group, page_size, table_stride,
+        scale, want_lse, total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group, page_size, table_stride,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
         splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
     ]  # fmt: skip
-    grid = (row_tiles, p.kv_heads * splits, p.batch)
-    aot.launch(kernel, grid, arguments, HOW=how.value, num_warps=4, **c.options)
-    if splits > 1:
+    grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
+    if c.loop:
+        grid = (min(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device)),)
+    # What the kernel was not written to be told at compile time, it finds out when it runs.
+    known = dict(HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=split)
+    known = {name: value for name, value in known.items() if name in kernel.arg_names}
+    aot.launch(kernel, grid, arguments, **known, num_warps=4, **c.options)
+    if split:
         # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
-        at_a_time = 16 if p.deterministic else 8 if splits <= 8 else 64
+        at_a_time = 16 if p.deterministic or splits <= 16 else 64
+        columns = 32 if splits > 16 else min(p.head_dim, 128)
         arguments = [
             part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
             want_lse, *strides_o, *strides_l,
         ]  # fmt: skip
-        grid = (total_q * p.q_heads, p.head_dim // 64)
-        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, num_warps=4)
+        grid = (total_q * p.q_heads, p.head_dim // columns)
+        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, COLUMNS=columns,
+                   num_warps=4)  # fmt: skip
     elif varlen:
         arguments = [out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:]]
         aot.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
@@ -91,26 +100,35 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
         p.out.copy_(out)
 
 
-def _scaled(p: FmhaProblem) -> tuple[Tensor, float]:
-    """Query rows that 16-byte loads can read, and a positive scale in base 2: masked scores are -inf before it."""
-    scale = abs(p.softmax_scale) * LOG2E.value
-    if scale < torch.finfo(torch.float32).tiny:
-        return torch.zeros_like(p.q, memory_format=torch.contiguous_format), 1.0
-    return _rows_aligned(p.q if p.softmax_scale > 0 else -p.q), scale
+def _way(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
+    """(how tiles of keys are read, rows of a TMA box): see loads.py."""
+    if p.kind == "paged":
+        box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
+        return (PAGES.value, box) if box >= 8 else (CELLS.value, 8)
+    return (DENSE if p.kind == "dense" and not c.dense_as_rows else ROWS).value, c.box
+
+
+def _scale(scale: float) -> tuple[int, float]:
+    """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
+    that a scale of 0 or less would make them NaN or seen."""
+    positive = abs(scale) * LOG2E.value
+    if positive < torch.finfo(torch.float32).tiny:
+        return 0, 1.0
+    return (1 if scale > 0 else -1), positive
 
 
 def _splits(p: FmhaProblem, c: Tiling, row_tiles: int) -> tuple[int, int]:
-    """(number of splits, fixed tiles per split or 0 = as many as it takes to use all splits)."""
+    """(number of splits, least tiles per split or 0 = as many as it takes to use all splits)."""
+    if c.loop:
+        return 1, 0
     longest = min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
-    tiles = -(-longest // c.keys) + 1  # a paged range may start within a tile
     if p.deterministic:
-        if p.kind != "varlen" and p.max_seqlen_q * p.group >= 1024:
-            return 1, 0  # enough rows without; T is the same for all sequences, so the choice is too
-        fixed = DETERMINISTIC_KEYS // c.keys
-        return -(-tiles // fixed), fixed
+        # Nothing but T, which all sequences share, and a sequence's own keys may count; varlen has no such T.
+        splits, each = (0, 0) if p.kind == "varlen" else deterministic_cut(p.max_seqlen_q * p.group, longest)
+        return max(splits, 1), each // c.keys
     if p.num_splits > 0:
         return p.num_splits, 0
-    return choose_splits(row_tiles * p.kv_heads * p.batch, _multiprocessors(p.q.device), longest), 0
+    return choose_splits(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device), longest), 0
 
 
 def _scratch(p: FmhaProblem, splits: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -118,6 +136,9 @@ def _scratch(p: FmhaProblem, splits: int, rows: int) -> tuple[Tensor, Tensor]:
     size = splits * rows * (p.head_dim + 1)
     scratch = p.scratch
     if scratch is None or scratch.numel() < size:
+        if scratch is not None and scratch.is_cuda:
+            raise ValueError(f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
+                             f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
         scratch = torch.empty(size, dtype=torch.float32, device=p.q.device)
     return scratch[: splits * rows * p.head_dim], scratch[splits * rows * p.head_dim :]
 
@@ -164,10 +185,20 @@ def _descriptor(x: Tensor, box: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], BOX)
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Of the GPU, or of the one that plays it."""
-    active = driver.active
-    return active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU, or of what plays it."""
+    if device.type == "cuda":
+        return _of_gpu(device)
+    try:
+        active = driver.active
+        return active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
+    except RuntimeError:  # Triton found no driver
+        return MULTIPROCESSORS
+
+
+@cache
+def _of_gpu(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

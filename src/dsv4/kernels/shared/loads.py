@@ -1,16 +1,17 @@
 """Filling shared memory: the load warp's K/V tiles, the query rows.
 
 A K or V tile of BN keys and D columns lies in shared memory as D/64 panels of [BN, 64] elements with the 128-byte
-swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [ROWS, 64] pieces of a panel, ROWS = BN, or
-less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
+swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [BOX_ROWS, 64] pieces of a panel, BOX_ROWS =
+BN, or less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
 
-A tile is read in one of three ways:
+A tile is read in one of four ways:
 
-=====  ============================================  ===========================================================
-ROWS   dense and varlen tensors                      TMA; what belongs to the next sequence is zeroed after it landed
-PAGES  pages of a power of two >= 8 rows             TMA, a box per page (or several boxes per page), zeroed likewise
-CELLS  pages of any other size                       cp.async, 16 bytes per lane, unseen rows filled with zeros
-=====  ============================================  ===========================================================
+=====  ====================================  ==========================================================================
+DENSE  dense tensors                         TMA, whose own bounds end the sequence
+ROWS   varlen (and dense) tensors            TMA; what belongs to the next sequence is zeroed after it landed
+PAGES  pages of 8, 16, 24, .. rows           TMA, boxes of a power of two of rows that divides a page, zeroed likewise
+CELLS  pages of any other size               cp.async, 16 bytes per lane, unseen rows filled with zeros
+=====  ====================================  ==========================================================================
 """
 
 from dsv4.kernels.compat import (
@@ -23,8 +24,9 @@ from dsv4.kernels.compat import (
     reinterpret,
     tma_load,
 )
+from dsv4.kernels.shared.tiles import CELLS, DENSE, PAGES, ROWS
 
-ROWS, PAGES, CELLS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+__all__ = ["CELLS", "DENSE", "PAGES", "ROWS"]
 
 
 @gluon.jit
@@ -51,7 +53,7 @@ def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.c
 
 @gluon.jit
 def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, HOW: gl.constexpr):
-    """TMA of one tile: boxes of [ROWS, 64] into the slot. Boxes past the last key of a paged sequence read zeros."""
+    """TMA of one tile: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key of a paged one read zeros."""
     outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // BOX_ROWS
@@ -80,7 +82,10 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
     """
     outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
     NBYTES: gl.constexpr = BN * D * 2
-    if (first_row < seen_first) | (first_row + BN > landed_end):
+    foreign = False
+    if HOW != DENSE:
+        foreign = (first_row < seen_first) | (first_row + BN > landed_end)
+    if foreign:
         mbarrier.expect(landed, NBYTES)
         issue(desc, tile, landed, where, first_row, column, BN, D, HOW)
         mbarrier.wait(landed, landed_phase)
@@ -126,6 +131,18 @@ def announce(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def fill_any(desc, cells, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr,
+             D: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """One ring slot, whichever way its keys are read; cells wait until they have landed."""
+    if HOW == CELLS:
+        copy_cells(cells, tile, where, first_row, column, BN, D)
+        announce(ready, 0)
+    else:
+        landed_phase = fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN, D, HOW)
+    return landed_phase
+
+
+@gluon.jit
 def row_offsets(row, head, group, stride_token8, stride_head8):
     """Element offset of packed row(s): strides come in units of 8 elements, so that 16-byte accesses are provable."""
     token = row // group
@@ -135,15 +152,32 @@ def row_offsets(row, head, group, stride_token8, stride_head8):
 
 @gluon.jit
 def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
-              N: gl.constexpr, C: gl.constexpr):  # fmt: skip
+              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
 
-    64 columns at a time: few registers, and each warp still reads whole 128-byte pieces of rows.
+    AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. SIGN: what the
+    rows are multiplied by.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
-    for c in gl.static_range(C // 64):
-        col = column + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-        x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
-        smem.slice(c * 64, 64, dim=1).store(x)
+    for c in gl.static_range(C // AT_A_TIME):
+        col = column + c * AT_A_TIME + gl.arange(0, AT_A_TIME, layout=gl.SliceLayout(0, L))
+        if SIGN == 0:
+            x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
+        else:
+            x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
+            if SIGN < 0:
+                x = -x
+        smem.slice(c * AT_A_TIME, AT_A_TIME, dim=1).store(x)
+
+
+@gluon.jit
+def store_rows(out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
+               N: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    gl.store(out_ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows)[:, None])

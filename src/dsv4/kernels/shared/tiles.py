@@ -7,25 +7,27 @@ query head ``kv_head * group + r % group``, so the rows of a tile span few token
 from dsv4.kernels.compat import gl, gluon
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
-DENSE, VARLEN, PAGED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-SMALL_PAGES = gl.constexpr(3)  # paged, with pages that no TMA box of 8 or more rows tiles: rows are read one by one
-KINDS = {"dense": 0, "varlen": 1, "paged": 2, "small pages": 3}
+# How a tile of keys is read: loads.py says what each means.
+DENSE, ROWS, PAGES, CELLS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
-def sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, KIND: gl.constexpr):
-    """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds."""
+def sequence(seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW: gl.constexpr):
+    """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds.
+
+    varlen: known at compile time or not.
+    """
     q_start = 0
     k_start = 0
-    if KIND == VARLEN:
+    if HOW >= PAGES:
+        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
+    elif varlen:
         q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
         q_end = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q)
         k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
         k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
         tokens = q_end - q_start
         keys = k_end - k_start
-    elif KIND >= PAGED:
-        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
     return q_start, tokens, k_start, keys
 
 
@@ -43,7 +45,37 @@ def end_key(token, tokens, keys, right):
 
 @gluon.jit
 def split_range(tiles, split, num_splits, tiles_per_split):
-    """The tiles [first, end) of one split. A fixed tiles_per_split > 0 makes the cut independent of the batch."""
-    chunk = gl.where(tiles_per_split > 0, tiles_per_split, (tiles + num_splits - 1) // num_splits)
+    """The tiles [first, end) of one split.
+
+    A tiles_per_split > 0 makes the cut independent of the batch: splits are longer only where num_splits, then the most
+    there may be, would not do.
+    """
+    chunk = gl.maximum((tiles + num_splits - 1) // num_splits, tiles_per_split)
     first = gl.minimum(split * chunk, tiles)
     return first, gl.minimum(first + chunk, tiles)
+
+
+@gluon.jit
+def bad_pages(pages, begin, end):
+    """Whether the block table names a page that is none for any of the keys [begin, end); for four warps.
+
+    pages: (row of the block table, page size, number of pages)
+    """
+    table_ptr, page_size, count = pages
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # every warp has all 128 entries: no exchange between warps
+    last = (end + page_size - 1) // page_size
+    bad = gl.zeros([128], gl.int32, L)
+    for start in range(begin // page_size, last, 128):
+        entry = start + gl.arange(0, 128, layout=L)
+        page = gl.load(table_ptr + entry, mask=entry < last, other=0)
+        bad = bad | ((page < 0) | (page >= count)).to(gl.int32)
+    return gl.max(bad, 0) != 0
+
+
+@gluon.jit
+def see_pages(s, first_column, keys, pages, L: gl.constexpr):
+    """Scores of keys in pages that are none become -inf. s: [rows, keys] of keys from first_column on."""
+    table_ptr, page_size, count = pages
+    key = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
+    page = gl.load(table_ptr + key // page_size, mask=key < keys, other=0)
+    return gl.where(((page >= 0) & (page < count))[None, :], s, -float("inf"))

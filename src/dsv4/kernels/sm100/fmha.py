@@ -25,7 +25,7 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
     check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
     options = dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax,
                    WARP_REGS=warp)  # fmt: skip
-    return Tiling(rows * tiles, keys, keys, options)
+    return Tiling(rows * tiles, keys, keys, options, dense_as_rows=True)
 
 
 def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:

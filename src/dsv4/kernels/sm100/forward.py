@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import end_key, first_key, split_range
+from dsv4.kernels.shared.tiles import end_key, first_key, sequence, split_range
 
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)
@@ -192,7 +192,7 @@ def store_p(x, scale, m, p, column: gl.constexpr):
 def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
                  head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
-                 P_TMEM: gl.constexpr):  # fmt: skip
+                 P_TMEM: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
@@ -202,7 +202,7 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     for part in gl.static_range(PARTS):
         loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh,
-                        part * DS, BM, DS)  # fmt: skip
+                        part * DS, BM, DS, 64, SIGN)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(q_ready, count=1)
 
@@ -312,26 +312,11 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
                 gl.store(out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
 
 
-@gluon.jit
-def sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW: gl.constexpr):
-    """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds."""
-    q_start = 0
-    k_start = 0
-    if HOW == loads.ROWS:
-        if varlen != 0:
-            q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
-            k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
-            tokens = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q) - q_start
-            keys = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k) - k_start
-    else:
-        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
-    return q_start, tokens, k_start, keys
-
-
-# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
+# One variant per head dim, dtype, P path, way of reading keys and sign of the scale: nothing else may make Triton
+# compile again.
 @gluon.jit(
     do_not_specialize=[
-        "want_lse", "varlen", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
+        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
         "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
         "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
         "stride_vb", "stride_vt", "stride_vh",
@@ -341,17 +326,18 @@ def sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr, le
     ],
 )  # fmt: skip
 def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
-                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, varlen, total_q, total_k, tokens, keys,
+                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys,
                  kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
                  stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
                  stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
                  WARP_REGS: gl.constexpr):  # fmt: skip
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, varlen, total_q, total_k, cu_q_ptr, cu_k_ptr,
+    varlen = tokens == 0  # as the host says it
+    q_start, tokens, k_start, keys = sequence(seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr,
                                               lengths_ptr, HOW)  # fmt: skip
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
@@ -411,14 +397,17 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
         table_ptr += seq.to(gl.int64) * table_stride
         # Row of the partial results: split-major, then as the rows of q (token, head).
-        part_row = split.to(gl.int64) * total_q + gl.where(varlen != 0, q_start, seq * tokens)
-        is_split = (num_splits > 1).to(gl.int32)
+        part_row = split.to(gl.int64) * total_q + gl.where(varlen, q_start, seq * tokens)
+        is_split = num_splits > 1
+        if HOW >= loads.PAGES:
+            is_split = is_split | (tiles_per_split > 0)  # deterministic
+        is_split = is_split.to(gl.int32)
         q_heads = kv_heads * group
-        outer = gl.where(varlen != 0, 0, seq)
+        outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys
         if HOW == loads.ROWS:
-            landed_end = gl.where(varlen != 0, keys, 0x7FFFFFFF)
+            landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
         where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
         k_cells = (k_ptr, total_k, stride_kb, stride_kt, stride_kh)
         v_cells = (v_ptr, total_k, stride_vb, stride_vt, stride_vh)
@@ -429,10 +418,10 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
-                                tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
+                                tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
                                 tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
+                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
                             pv_done, n, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
@@ -445,7 +434,7 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM)),
+                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
                             pv_done, n, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,

@@ -2,30 +2,32 @@
 
 O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys come in
 blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they hand each other P,
-the running maximum and the rescaling factor through shared memory::
+the running maximum and the rescaling factor through shared memory. Role chart::
 
-    TMA warp  | blocks of the next step ...
-    left      | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
-    right     | S1 = Q K1^T |        wait P0 | softmax 1 -> P1 | O_R += P0 V0_R    | O_R += P1 V1_R
+    load   1 warp   | blocks of the next step ...
+    left   4 warps  | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
+    right  4 warps  | S1 = Q K1^T |        wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
 
 While one softmaxes, the other keeps the tensor cores busy. When k is v (MQA latents) a block is one slot [64, 512],
-read as K and as V: two slots. Otherwise there is one K slot and one V slot, and right updates O with P0 before it
-computes S1, so that V0 leaves early.
+read as K and as V: two slots. Otherwise there is one K slot and one V slot, and right computes S1 after it has issued
+O_R += P0 V0_R, so that V0 leaves early.
 
-Shared memory: q     2 x [64, 256], columns 0-255 and 256-511 (the output rows leave through it)
-               kv    4 x [64, 256]: k is v: block b, half h at 2b + h; else K halves at 0, 1, V halves at 2, 3
-               p     2 x [64, 64], P of block 0 and 1
-               stat  6 x [64] fp32: maximum after block 0, after block 1; factor 0, 1; row sums of left, of right
+shared memory   bytes               holds
+q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
+kv              4 x 32768           [64, 256] each: k is v: block b, half h at 2b + h; else K halves at 0, 1, V at 2, 3
+p               2 x 8192            [64, 64] each: P of block 0 and 1
+stat            6 x 256             fp32 per row: maximum after block 0, after block 1; factor 0, 1; sums of left, right
+barriers        8 each
 
-barrier         arrives                     waits          means
-q_ready         left, right                 both           both halves of Q are in q
-ready[i]        TMA bytes, or the TMA warp  its users      slot i of kv is filled
-free[2b + h]    owner of half h             TMA warp       (k is v) O half h has used block b: refill its half h
-free[0, 1]      the block's owner           TMA warp       (k, v) S has used this half of K: refill it
-free[2 + h]     owner of half h             TMA warp       (k, v) O half h is updated: refill its half of V
-p_ready[b]      the block's owner           the other      P, maximum and factor of block b are written
-sum_ready[h]    owner of half h             the other      its row sums are written; it no longer reads q
-landed          TMA bytes                   TMA warp       a tile with foreign rows is there, to be zeroed in part
+barrier         arrives                      count       waits          means
+q_ready         left, right                  2           left, right    both halves of Q are in q
+ready[i]        load: TMA bytes, or itself   1 + bytes   its users      slot i of kv is filled
+free[2b + h]    owner of half h              1           load           (k is v) O half h has used block b: refill it
+free[0, 1]      the block's owner            1           load           (k, v) S has used this half of K: refill it
+free[2 + h]     owner of half h              1           load           (k, v) O half h is updated: refill that V half
+p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
+sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
+landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
 
 (k is v) The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner
 has computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: (k is
@@ -35,21 +37,13 @@ one phase each: neither can ask for its next phase before the other has seen the
 the other.
 """
 
-from dsv4.kernels.compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.tiles import PAGED, end_key, first_key, sequence, split_range
-from dsv4.kernels.sm90 import loads
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.shared import loads, softmax
+from dsv4.kernels.sm90 import parts
 
 
 @gluon.jit
-def producer(source, ring, landed, work, KIND: gl.constexpr, SAME_KV: gl.constexpr):
+def load_role(source, ring, landed, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
     k_desc, v_desc, k_rows, v_rows, where = source
     kv, ready, free = ring
     first, step_begin, step_end, part_row = work
@@ -61,16 +55,30 @@ def producer(source, ring, landed, work, KIND: gl.constexpr, SAME_KV: gl.constex
             for h in gl.static_range(2):
                 slot = 2 * b + h if SAME_KV else h
                 mbarrier.wait(free.index(slot), phase)
-                landed_phase = loads.fill(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
-                                          where, row, h * 256, 64, 256, KIND)  # fmt: skip
+                landed_phase = loads.fill_any(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
+                                              where, row, h * 256, 64, 256, HOW)  # fmt: skip
             if not SAME_KV:
                 for h in gl.static_range(2):
                     mbarrier.wait(free.index(2 + h), phase)
-                    landed_phase = loads.fill(v_desc, v_rows, kv.index(2 + h), ready.index(2 + h), landed, landed_phase,
-                                              where, row, h * 256, 64, 256, KIND)  # fmt: skip
+                    landed_phase = loads.fill_any(v_desc, v_rows, kv.index(2 + h), ready.index(2 + h), landed,
+                                                  landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
                 phase = phase ^ 1
         if SAME_KV:
             phase = phase ^ 1
+
+
+@gluon.jit
+def begin_half(q, q_ready, tile_row, common, HALF: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
+               RS: gl.constexpr):  # fmt: skip
+    """Load this half's columns of Q -> what the rows see."""
+    tensors, strides, problem, work, pages = common
+    loads.load_rows(tensors[0], q.index(HALF), tile_row, problem[3], problem[0], problem[1], strides[0], strides[1],
+                    HALF * 256, 64, 256, 256, SIGN)  # fmt: skip
+    fence_async_shared()
+    mbarrier.arrive(q_ready, count=1)
+    seen = parts.sight(tile_row, problem, work, pages, 128, HOW, RS)
+    mbarrier.wait(q_ready, 0)
+    return seen
 
 
 @gluon.jit
@@ -86,72 +94,33 @@ def scores(q, kv, ready, slot, phase, step, LS: gl.constexpr):
 
 
 @gluon.jit
-def write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, HALF: gl.constexpr,
-               SPLIT: gl.constexpr):  # fmt: skip
-    """Add up the row sums of both warpgroups, normalise this half of O, write it; left also writes the LSE."""
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
-    first, step_begin, step_end, part_row = work
+def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, SPLIT: gl.constexpr):
+    """Add up the row sums of both warpgroups, write this half of O."""
     RS: gl.constexpr = m.type.layout
-    LO: gl.constexpr = o.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
     stat.index(4 + HALF).store(l)
     mbarrier.arrive(sum_ready.index(HALF), count=1)
     mbarrier.wait(sum_ready.index(1 - HALF), 0)
     l = l + stat.index(5 - HALF).load(RS)
-    row = tile_row + gl.arange(0, 64, layout=RS)
-    token = row // group
-    q_head = head * group + row % group
-    if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
-        factor, lse = softmax.finish(m, l, gl.full([64], -float("inf"), gl.float32, RS))
-        part = (part_row + token.to(gl.int64)) * q_heads + q_head
-        if HALF == 0:
-            gl.store(part_lse_ptr + part, lse, mask=row < rows)
-        if step_begin < step_end:
-            o = o * gl.convert_layout(factor, RO)[:, None]
-            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
-            gl.store(part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
-                     mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
-    else:
-        sink = gl.load(sink_ptr + q_head, mask=row < rows, other=-float("inf"))
-        factor, lse = softmax.finish(m, l, sink)
-        if HALF == 0:
-            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh, lse * softmax.LN2,
-                     mask=(row < rows) & (want_lse != 0))  # fmt: skip
-        o = o * gl.convert_layout(factor, RO)[:, None]
-        q.index(HALF).store(o.to(q.dtype))
-        loads.store_rows(out_ptr, q.index(HALF), tile_row, rows, head, group, stride_ot, stride_oh, HALF * 256, 64, 256)
+    parts.write(o, m, l, q.index(HALF), tile_row, common, HALF * 256, 512, SPLIT)
 
 
 @gluon.jit
-def left(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
-         SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def left_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
+              SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 0 of each step and O[:, :256]."""
     kv, ready, free = ring
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
+    tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
+    scale = problem[8]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    loads.load_rows(q_ptr, q.index(0), tile_row, rows, head, group, stride_qt, stride_qh, 0, 64, 256)
-    fence_async_shared()
-    mbarrier.arrive(q_ready, count=1)
-    row = tile_row + gl.arange(0, 64, layout=RS)
-    row_first = first_key(row // group, tokens, keys, window_left)
-    row_end = end_key(row // group, tokens, keys, window_right)
-    token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
-    full_first = first_key(token_last, tokens, keys, window_left)
-    full_end = end_key(tile_row // group, tokens, keys, window_right)
-
+    seen = begin_half(q, q_ready, tile_row, common, 0, HOW, SIGN, RS)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
-    mbarrier.wait(q_ready, 0)
     phase = 0
     for step in range(step_begin, step_end):
         s = scores(q, kv, ready, 0, phase if SAME_KV else 0, step, LS)
@@ -159,9 +128,7 @@ def left(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, 
         if not SAME_KV:
             mbarrier.arrive(free.index(0), count=1)
             mbarrier.arrive(free.index(1), count=1)
-        column = first + step * 128
-        if (column < full_first) | (column + 64 > full_end):
-            s = softmax.see(s, column, row_first, row_end, LS)
+        s = parts.mask(s, first + step * 128, seen, problem, pages, HOW)
         p, m0, a0 = softmax.step(s, m, scale)
         l = l * a0 + gl.sum(p, 1)
         pb = p.to(q.dtype)
@@ -186,37 +153,26 @@ def left(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, 
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(2), count=1)
         phase = phase ^ 1
-    write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, 0, SPLIT)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
 
 
 @gluon.jit
-def right(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
-          SAME_KV: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def right_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
+               SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 1 of each step and O[:, 256:]."""
     kv, ready, free = ring
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse = problem
+    tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
+    scale = problem[8]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    loads.load_rows(q_ptr, q.index(1), tile_row, rows, head, group, stride_qt, stride_qh, 256, 64, 256)
-    fence_async_shared()
-    mbarrier.arrive(q_ready, count=1)
-    row = tile_row + gl.arange(0, 64, layout=RS)
-    row_first = first_key(row // group, tokens, keys, window_left)
-    row_end = end_key(row // group, tokens, keys, window_right)
-    token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
-    full_first = first_key(token_last, tokens, keys, window_left)
-    full_end = end_key(tile_row // group, tokens, keys, window_right)
-
+    seen = begin_half(q, q_ready, tile_row, common, 1, HOW, SIGN, RS)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
-    mbarrier.wait(q_ready, 0)
     phase = 0
     for step in range(step_begin, step_end):
         if SAME_KV:
@@ -236,9 +192,7 @@ def right(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring,
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             mbarrier.arrive(free.index(0), count=1)
             mbarrier.arrive(free.index(1), count=1)
-        column = first + step * 128 + 64
-        if (column < full_first) | (column + 64 > full_end):
-            s = softmax.see(s, column, row_first, row_end, LS)
+        s = parts.mask(s, first + step * 128 + 64, seen, problem, pages, HOW)
         p, m, a1 = softmax.step(s, m0, scale)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
         pb = p.to(q.dtype)
@@ -257,51 +211,38 @@ def right(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring,
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(3), count=1)
         phase = phase ^ 1
-    write_half(o, m, l, q, stat, sum_ready, tile_row, tensors, strides, problem, work, 1, SPLIT)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "window_left",
-    "window_right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
-    "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kp", "stride_kr", "stride_kh", "stride_vp", "stride_vr",
-    "stride_vh",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)
 def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
-              table_stride, window_left, window_right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
               stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
               stride_vp, stride_vr, stride_vh,
-              KIND: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
+              HOW: gl.constexpr, SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
               RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    seq = gl.program_id(2)
-    head = gl.program_id(1) % kv_heads
-    split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr,
-                                              KIND)  # fmt: skip
-    rows = tokens * group
-    tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * 64  # causal: the longest tiles start first
+    tile_row, rows, common, source = parts.share(
+        (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
+        (cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group,
+        page_size, table_stride, left, right, num_splits, tiles_per_split, (stride_qb, stride_qt, stride_qh),
+        (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
+        (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
+        64, 128, HOW)  # fmt: skip
     if tile_row < rows:
-        token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
-        first = first_key(tile_row // group, tokens, keys, window_left)
-        end = end_key(token_last, tokens, keys, window_right)
-        if KIND == PAGED:
-            first = first // k_desc.block_shape[1] * k_desc.block_shape[1]  # a TMA box stays within one page
-        steps = (gl.maximum(end - first, 0) + 127) // 128
-        step_begin, step_end = split_range(steps, split, num_splits, tiles_per_split)
-        seen_first = first_key(0, tokens, keys, window_left)
-
         HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], k_desc.dtype)
         P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], k_desc.dtype)
+        BAR: gl.constexpr = mbarrier.MBarrierLayout()
         q = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 256], HALF)
         kv = gl.allocate_shared_memory(k_desc.dtype, [4, 64, 256], HALF)
         p_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 64], P)
         stat = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-        p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+        free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+        p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+        sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
         mbarrier.init(q_ready, count=2)
         mbarrier.init(landed, count=1)
         for i in gl.static_range(4):
@@ -310,30 +251,11 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         for i in gl.static_range(2):
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(sum_ready.index(i), count=1)
-
-        # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
-        q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
-        out_ptr += (seq.to(gl.int64) * stride_ob + q_start.to(gl.int64) * stride_ot) * 8
-        lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
-        table_ptr += seq.to(gl.int64) * table_stride
-        q_heads = kv_heads * group
-        k_rows = (k_ptr, total_k, stride_kp, stride_kr, stride_kh)
-        v_rows = (v_ptr, total_k, stride_vp, stride_vr, stride_vh)
-        # Row of the partial results: split-major, then as the rows of q (token, head).
-        part_row = split.to(gl.int64) * total_q + q_start
-        if KIND != 1:
-            part_row += seq.to(gl.int64) * tokens
-        tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
         ring = (kv, ready, free)
-        strides = (stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh)
-        problem = (head, group, q_heads, rows, tokens, keys, window_left, window_right, scale, want_lse)
-        work = (first, step_begin, step_end, part_row)
-        where = (seq, head, k_start, keys, seen_first, table_ptr, page_size)
-        source = (k_desc, v_desc, k_rows, v_rows, where)
         gl.warp_specialize([
-            (left, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
-                    SAME_KV, SPLIT)),
-            (right, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, tensors, ring, strides, problem, work,
-                     SAME_KV, SPLIT)),
-            (producer, (source, ring, landed, work, KIND, SAME_KV)),
+            (left_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, HOW,
+                         SIGN)),
+            (right_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, HOW,
+                          SIGN)),
+            (load_role, (source, ring, landed, common[3], SAME_KV, HOW)),
         ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
