@@ -76,6 +76,8 @@ class Assembler:
         self.tmem_flush = None  # macro function, set by the tensor-memory chapter
         self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
         self.wgmma_pending: set[tuple[str, int]] = set()  # checking: accumulators of wgmma not yet waited for
+        self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
+        self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
         self.entries: dict[str, int] = {}  # .func name -> pc
         self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
@@ -350,6 +352,20 @@ class Assembler:
             self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
         if self.checking:
             self.follow_registers(ins, start)
+        if self.wgmma_busy and ins.opcode != "wgmma":
+            self.settle_products(start)
+
+    def settle_products(self, start: int) -> None:
+        """Registers of a wgmma are touched before its wait. ptxas waits there by itself, once for all its registers."""
+        for row in self.touched & self.wgmma_busy.keys():
+            used = self.wgmma_busy.get(row)
+            if used is None:
+                continue
+            from softsm.isa.wgmma import do_settle
+
+            self.insert_macro(start, do_settle, rows=np.array(sorted(number for _, number in used)))
+            for settled in used & self.wgmma_busy.keys():
+                self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 
     def follow_registers(self, ins: Instruction, start: int) -> None:
         """For the checkers: what type each register was written as, and uses of registers that a wgmma works on."""
@@ -403,6 +419,7 @@ class Assembler:
                 if self.tmem_pending:
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)
+                self.wgmma_busy |= self.wgmma_settled  # whoever jumps here has not passed the early use
                 if function.entry:
                     self.flow.append((item, (), ()))
                 continue

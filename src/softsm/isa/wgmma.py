@@ -12,6 +12,7 @@ v%2.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,8 @@ def lower(asm, ins) -> None:
         asm.macro(do_wait, ins, keep=max(ins.operands[0].value, 0))
         if int(ins.operands[0].value) == 0:
             asm.wgmma_pending.clear()
+            asm.wgmma_busy.clear()
+            asm.wgmma_settled.clear()
     elif name == "mma_async":
         lower_mma(asm, ins, modifiers)
     else:
@@ -139,8 +142,9 @@ def lower_mma(asm, ins, modifiers) -> None:
         a_source = np.array(a_rows)
     else:
         a_source = asm.src(a_operand, "q")
+    used = frozenset(("R", r) for r in [*rows, *(a_rows if from_registers else ())])
+    asm.wgmma_busy.update(dict.fromkeys(used, used))
     if asm.checking:
-        used = {("R", r) for r in [*rows, *(a_rows if from_registers else ())]}
         if asm.wgmma_dirty is None or used & asm.wgmma_dirty:
             asm.macro(do_unfenced, ins)
         asm.wgmma_pending |= used
@@ -246,6 +250,23 @@ def do_early_use(w, mask, o):
                 "wgmma-registers", f"{name} registers of the wgmma at PTX line {part.line} are used before its "
                 "wgmma.wait_group", (checker.party(w, None, "uses them"),)))  # fmt: skip
             return
+
+
+def do_settle(w, mask, o):
+    """Registers of a wgmma are used before the wait for it. PTX leaves the result open; ptxas finishes the products
+    first ("wgmma serialized"), and Triton's partial accumulation (`max_num_imprecise_acc`) counts on that. So does
+    'eager'; under the other orders the program finds what it finds."""
+    state = w.__dict__.get("wgmma")
+    if state is None or w.machine.engine.order != "eager":
+        return None
+    groups = (b.parts.get(w.index, ()) for n, b in state.group.batches.items() if n >= state.waited)
+    parts = [*state.open, *(part for parts in groups for part in parts)]
+    if not any(np.isin(o.rows, p.d_rows).any() or (isinstance(p.a, np.ndarray) and np.isin(o.rows, p.a).any())
+               for p in parts):  # fmt: skip
+        return None
+    if state.open:
+        do_commit(w, mask, o)
+    return do_wait(w, mask, SimpleNamespace(keep=0))
 
 
 def descriptor(w, row: int, name: str) -> Descriptor:

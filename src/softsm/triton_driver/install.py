@@ -91,8 +91,10 @@ class Use:
     def _register(self) -> None:
         import triton.testing
         from triton.backends import Backend, backends
+        from triton.runtime.autotuner import Autotuner
         from triton.runtime.driver import driver
 
+        from softsm.triton_driver import autotuning
         from softsm.triton_driver.backend import SoftsmBackend
         from softsm.triton_driver.runtime import SoftsmDriver
 
@@ -101,6 +103,8 @@ class Use:
         self._driver = driver, driver._active
         driver.set_active(SoftsmDriver(self.arch, self.sms))
         self.bench_once_in(triton.testing)
+        self._patches.set(Autotuner, "cache", autotuning.choices(self.arch))
+        self._patches.set(Autotuner, "do_bench", autotuning.benchmark)
 
     def bench_once_in(self, testing) -> None:
         from softsm.triton_driver.runtime import bench_once

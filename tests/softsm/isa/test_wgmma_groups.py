@@ -133,3 +133,15 @@ def test_unknown_shapes_are_refused(name):
     *_, a_desc, b_desc = tiles()
     with pytest.raises(Unsupported):
         load(kernel(product(D0).replace(NAME, name), a_desc, b_desc))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_accumulators_used_before_the_wait(seed):
+    """ptxas puts a wait there; Triton's `max_num_imprecise_acc` adds up partial products so, and commits behind it."""
+    a, b, image, *descs = tiles(4 + seed)
+    body = product(D0, "%p3") + "".join(f"add.f32 {x}, {x}, {r};\n" for x, r in zip(kn.names(50, 8), D0))
+    body += product(D1, "%p3") + COMMIT * seed  # committed, or still open
+    body += "".join(f"add.f32 {r}, {x}, {y};\n" for r, x, y in zip(D0, kn.names(50, 8), D1)) + COMMIT + wait(0)
+    text = kernel("".join(f"mov.u32 {x}, 0;\n" for x in kn.names(50, 8)) + body, *descs)
+    out = run(text, [image, np.zeros((128, 16), np.float32)], block=128, orders=[("eager", 0)])[1]
+    np.testing.assert_array_equal(out[:, :8], d_registers(2 * (a @ b.T), np.float32))

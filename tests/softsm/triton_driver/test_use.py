@@ -31,11 +31,12 @@ def traces() -> tuple:
     from triton.backends import backends
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime.autotuner import Autotuner
 
     return (
         dict(backends), driver._active, CUDABackend.__dict__["supports_target"], CudaDriver.__dict__["is_active"],
         torch.Tensor.__dict__.get("data_ptr"), triton.testing.do_bench, triton.testing.do_bench_cudagraph,
-        torch.cuda.is_available, torch.cuda.get_device_capability,
+        torch.cuda.is_available, torch.cuda.get_device_capability, dict(vars(Autotuner)),
     )  # fmt: skip
 
 
@@ -146,6 +147,45 @@ def test_autotune_runs_every_configuration_once(launches):
     with softsm.use("sm_90a"):
         tuned[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](torch.zeros(64), 64)
     assert len(launches) == 4  # three configurations, then the call itself
+
+
+def test_autotuned_choices_stay_with_their_target(launches):
+    """Triton keeps them by the arguments alone: what is fastest here says nothing about a GPU."""
+    timed = []
+
+    def bench(call, quantiles):
+        timed.append(softsm.active_arch())
+        call()
+        return [{"sm_90a": -1, "sm_100a": 1}[softsm.active_arch()] * len(timed)] * 3
+
+    for given in (bench, None):
+
+        @triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64)], key=["n"], do_bench=given)
+        @triton.jit
+        def tuned(x, n, BLOCK: tl.constexpr):
+            i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(x + i, 0.0, mask=i < n)
+
+        def chosen(arch, tuned=tuned):
+            with softsm.use(arch):
+                tuned[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](torch.zeros(64), 64)
+                assert len(tuned.cache) == 1
+                return tuned.best_config.kwargs["BLOCK"]
+
+        def on_a_gpu(call, quantiles):
+            raise AssertionError("the benchmark function of another driver")
+
+        if given is None:
+            vars(tuned)["do_bench"] = on_a_gpu  # as Triton keeps it
+        first = chosen("sm_100a"), chosen("sm_90a")
+        if given is bench:
+            assert first == (32, 64) and timed == ["sm_100a"] * 2 + ["sm_90a"] * 2
+        runs = len(launches)
+        assert (chosen("sm_100a"), chosen("sm_90a")) == first and len(launches) == runs + 2  # kept, each for itself
+        assert tuned.cache == {}
+        with softsm.use("sm_90a"):
+            made_here = triton.autotune([], key=[])(add)
+        assert made_here.cache == {}
 
 
 def test_do_bench(launches):
