@@ -32,20 +32,20 @@ def convert_small(asm, ins, dtype: str, stype: str, rounding: str | None, flags:
 
 def to_small(asm, ins, dtype, stype, rounding, flags):
     unsigned = dtype == "ue8m0x2"
-    packed_source = "bf16x2" if unsigned else "f16x2"
-    takes_packed = unsigned or dtype in ("e4m3x2", "e5m2x2")
-    if stype != "f32" and not (takes_packed and stype == packed_source):
+    if stype not in ("f32", "bf16x2") and (stype != "f16x2" or unsigned):
         asm.refuse(ins, f"no conversion from .{stype} to .{dtype}")
+    if stype == "bf16x2":
+        needs_target(asm, ins, 100)
     if unsigned and rounding not in ("rz", "rp") or not unsigned and rounding != "rn":
         asm.refuse(ins, f".{dtype} is rounded by {'.rz or .rp' if unsigned else '.rn'}")
     if not unsigned and not flags["satfinite"]:
         asm.refuse(ins, "needs .satfinite")
     if unsigned and flags["relu"]:
         asm.refuse(ins, ".relu does not go with .ue8m0x2")
-    if stype == packed_source:
+    if stype != "f32":
         d, a = operands(asm, ins, 2)
         row = asm.src(a, "u")
-        half = packed_source.removesuffix("x2")
+        half = stype.removesuffix("x2")
         low, high = (unary(asm, f"cvt.f32.{half}", "f", r) for r in (row, unary(asm, "hi16", "u", row)))
     else:
         d, a, b = operands(asm, ins, 3)
@@ -67,14 +67,18 @@ def to_small(asm, ins, dtype, stype, rounding, flags):
 
 
 def from_small(asm, ins, dtype, stype, rounding, flags):
-    wanted = "bf16x2" if stype == "ue8m0x2" else "f16x2"
-    if dtype != wanted:
-        asm.refuse(ins, f".{stype} becomes .{wanted}, not .{dtype}")
+    accepted = ("bf16x2",) if stype == "ue8m0x2" else ("f16x2", "bf16x2")
+    if dtype not in accepted:
+        asm.refuse(ins, f".{stype} becomes .{' or .'.join(accepted)}, not .{dtype}")
     if rounding != "rn" or flags["satfinite"] or flags["relu"] and stype == "ue8m0x2":
-        asm.refuse(ins, "the form is cvt.rn" + ("" if stype == "ue8m0x2" else "{.relu}") + f".{wanted}.{stype}")
+        asm.refuse(ins, "the form is cvt.rn" + ("" if stype == "ue8m0x2" else "{.relu}") + f".{dtype}.{stype}")
+    if dtype == "bf16x2":
+        needs_target(asm, ins, 100)
     d, a = operands(asm, ins, 2)
-    row = asm.src(a, "u")
-    if not flags["relu"]:
-        return asm.emit(f"from.{stype}", asm.dst(d, "u"), row)
-    row = unary(asm, "relu.lo.f16x2", "u", unary(asm, f"from.{stype}", "u", row))
-    asm.emit("relu.hi.f16x2", asm.dst(d, "u"), row)
+    row = unary(asm, f"from.{stype}", "u", asm.src(a, "u"))
+    if flags["relu"]:
+        row = unary(asm, "relu.hi.f16x2", "u", unary(asm, "relu.lo.f16x2", "u", row))
+    if dtype == "f16x2" or stype == "ue8m0x2":
+        return asm.emit("mov.b32", asm.dst(d, "u"), row)
+    low, high = (unary(asm, "cvt.f32.f16", "f", r) for r in (row, unary(asm, "hi16", "u", row)))
+    asm.emit("cvt.rn.bf16x2.f32", asm.dst(d, "u"), high, low)  # exact: bf16 holds every small float

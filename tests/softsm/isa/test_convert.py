@@ -400,6 +400,33 @@ def test_six_and_four_bits_of_sm_100():
               lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15), target="sm_100a")], version="8.6")
 
 
+def test_small_floats_and_bf16_of_sm_100():
+    """What Triton 3.9 converts fp8 and fp4 with for Blackwell."""
+    pairs = ordinary_floats("bf16", 100, 5) + random_bits(16, 100, 6)
+    packed = {"a": ("b32", [x | y << 16 for x, y in zip(pairs, pairs[::-1])])}
+    wide = lambda h: exact.convert(BF16, F32, h)  # noqa: E731
+    check(packed, [
+        Case(f"cvt.rn.satfinite.{t}x2.bf16x2 {{d}}, {{a}};", "b16",
+             lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF)), target="sm_100a")
+        for t in ("e4m3", "e5m2", "e2m3", "e3m2")
+    ] + [Case("{{ .reg .b8 t; cvt.rn.satfinite.relu.e2m1x2.bf16x2 t, {a}; cvt.u16.u8 {d}, t; }}", "b16",
+              lambda a: to_small("e2m1", relu(F32, wide(a >> 16))) << 4 | to_small("e2m1", relu(F32, wide(a & 0xFFFF))),
+              target="sm_100a")], version="9.1")
+
+    def back(name, code):
+        return exact.convert(F16, BF16, from_small(name, code))
+
+    codes = {"a": ("b16", [x | (255 - x) << 8 for x in range(256)])}
+    check(codes, [
+        Case(f"cvt.rn.bf16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: back(t, a >> 8) << 16 | back(t, a & 255),
+             target="sm_100a") for t in ("e4m3", "e5m2")
+    ] + [Case("{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.bf16x2.e2m1x2 {d}, t; }}", "b32",
+              lambda a: back("e2m1", a >> 4 & 15) << 16 | back("e2m1", a & 15), target="sm_100a"),
+         Case("cvt.rn.relu.bf16x2.e4m3x2 {d}, {a};", "b32",
+              lambda a: relu(BF16, back("e4m3", a >> 8)) << 16 | relu(BF16, back("e4m3", a & 255)), target="sm_100a"),
+         ], version="9.1")
+
+
 def test_exponents_of_sm_100():
     def code(x, up):
         if is_nan(F32, x):
