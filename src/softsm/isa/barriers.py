@@ -249,8 +249,10 @@ def _acquire(w, barrier) -> None:
 
 
 def do_warp_sync(w, mask, o):
-    """The race checker learns that accesses of the warp's lanes from now on come after those before."""
-    w.machine.checker.tick(w)
+    """The race checker, if races are checked, learns that accesses of the warp's lanes from now on come after those
+    before."""
+    if w.machine.checker is not None:
+        w.machine.checker.tick(w)
     return SEEN
 
 

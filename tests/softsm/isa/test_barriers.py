@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from launching import ptx, run, store, words
 
+import softsm
 import softsm.engine.launch as engine
 from softsm.errors import Deadlock, Fault, Unsupported
 
@@ -274,3 +275,9 @@ DONE:
     shared = BARRIER + " .shared .align 16 .b8 answer[16]; .reg .b128 %answer;"
     text = ptx(body, shared=shared, target="sm_100a", version="8.6")
     np.testing.assert_array_equal(run(text, [words(200)], grid=200), 1)
+
+
+def test_a_warp_meets_where_checks_are_on_but_races_are_not_looked_for():
+    with softsm.checking(races=False):
+        out = run(ptx("bar.warp.sync -1;\n" + store("%r1")), [words(32)])
+    assert list(out) == list(range(32))
