@@ -16,7 +16,7 @@ A page of R rows is split, not interleaved: R data rows, then R scale rows, then
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -95,12 +95,12 @@ class Fp8Cache:
 
     def __post_init__(self) -> None:
         checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
-        _check_rows_per_page(self.rows_per_page)
-        used = self.rows_per_page * ROW_BYTES
-        if self.page_stride == -1:
-            object.__setattr__(self, "page_stride", page_stride_for(self.rows_per_page))
-        if not isinstance(self.page_stride, int) or self.page_stride < used:
-            checks.fail("page_stride", self.page_stride, f"an int >= rows_per_page * {ROW_BYTES} = {used}")
+        rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
+        used = rows * ROW_BYTES
+        stride = page_stride_for(rows) if checks.whole(self.page_stride) == -1 else self.page_stride
+        accepted = f"an int >= rows_per_page * {ROW_BYTES} = {used}"
+        object.__setattr__(self, "rows_per_page", rows)
+        object.__setattr__(self, "page_stride", checks.at_least(used, "page_stride", stride, accepted))
 
     @classmethod
     def empty(
@@ -112,20 +112,17 @@ class Fp8Cache:
         device: torch.device | str = "cpu",
     ) -> Fp8Cache:
         """Zeroed pages. Zero bytes read back as rows of zeros."""
-        if not isinstance(pages, int) or pages < 0:
-            checks.fail("pages", checks.describe(pages), "an int >= 0")
-        _check_rows_per_page(rows_per_page)
-        stride = page_stride_for(rows_per_page) if page_stride is None else page_stride
-        return cls(
-            torch.zeros(pages * max(stride, 0), dtype=torch.uint8, device=device), rows_per_page, stride
-        )
+        pages = checks.at_least(0, "pages", pages)
+        # Without pages first: it checks the sizes, and gives the stride.
+        stride = -1 if page_stride is None else page_stride
+        none = cls(torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device)), rows_per_page, stride)
+        return replace(none, storage=none.storage.new_zeros(pages * none.page_stride))
 
     @classmethod
     def pack(cls, rows: torch.Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Fp8Cache:
         """Quantise rows [n, 512] into fresh pages; row i gets row number i, the last page is filled up with zeros."""
         checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, unit_last=False)
-        _check_rows_per_page(rows_per_page)
-        pages = -(-rows.shape[0] // rows_per_page)
+        pages = -(-rows.shape[0] // checks.at_least(1, "rows_per_page", rows_per_page))
         cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device)
         cache.write(torch.arange(rows.shape[0], device=rows.device), rows)
         return cache
@@ -138,7 +135,7 @@ class Fp8Cache:
         above all the same. The stride of dim 0 is the page stride.
         """
         accepted = "one-byte elements [pages, rows, 584] or [pages, rows, 1, 584], contiguous inside a page"
-        if not isinstance(pages, torch.Tensor) or pages.element_size() != 1:
+        if not checks.is_tensor(pages) or pages.element_size() != 1:
             checks.fail("pages", checks.describe(pages), accepted)
         if pages.ndim == 4 and pages.shape[2] == 1:
             pages = pages[:, :, 0]
@@ -189,6 +186,7 @@ class Fp8Cache:
         checks.tensor(
             "slots", slots, (rows.shape[0],), ROW_NUMBERS, like=("storage", self.storage), unit_last=False
         )
+        checks.forward_only(rows=rows)
         if checks.values_checked(slots):
             checks.in_range("slots", slots, -1, self.rows - 1)
         data, scales = quantize_rows(rows)
@@ -200,7 +198,8 @@ class Fp8Cache:
 
     def gather(self, indices: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Rows [..., 512] of the given row numbers [...]; -1 gives a row of zeros. Only the asked rows are read."""
-        shape = tuple(indices.shape) if isinstance(indices, torch.Tensor) else ("...",)
+        checks.dtype("dtype", dtype, FLOATS)
+        shape = tuple(indices.shape) if checks.is_tensor(indices) else ("...",)
         checks.tensor("indices", indices, shape, ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
         if checks.values_checked(indices):
             checks.in_range("indices", indices, -1, self.rows - 1)
@@ -215,6 +214,7 @@ class Fp8Cache:
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """All rows, [rows, 512]."""
+        checks.dtype("dtype", dtype, FLOATS)
         data, scales = self.data_view().reshape(-1, DATA_BYTES), self.scale_view().reshape(-1, SCALE_BYTES)
         return dequantize_rows(data, scales, dtype)
 
@@ -259,8 +259,3 @@ def _gather_bytes(
     # The usual strides are whole rows: index_select then copies rows at once, which is several times faster.
     lines = cache.storage[: cache.storage.numel() // width * width].view(-1, width)
     return lines.index_select(0, page * (cache.page_stride // width) + start // width + place)
-
-
-def _check_rows_per_page(n: int) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        checks.fail("rows_per_page", checks.describe(n), "an int >= 1")

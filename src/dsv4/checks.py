@@ -5,17 +5,21 @@ shapes, dtypes, devices and strides, which costs nothing and is safe under torch
 tensor values say so and run only where :func:`values_checked` allows.
 """
 
+import math
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 HEAD_DIMS = (64, 128, 256, 512)
 BACKENDS = ("auto", "cuda", "softsm", "cpu")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FLOATS = (*LOW_PRECISION, torch.float32)  # fp32 only on the cpu backend
+NO_BOUND = 1 << 30  # no sequence is longer; kernels add positions and bounds in 32 bits
 
 
 def fail(argument: str, got: Any, accepted: str) -> NoReturn:
@@ -24,9 +28,16 @@ def fail(argument: str, got: Any, accepted: str) -> NoReturn:
 
 def describe(x: Any) -> str:
     """What came, in words for an error text."""
+    if isinstance(x, Tensor) and x.is_nested:
+        return "a nested tensor"
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
     return f"{type(x).__name__} {x!r}"[:80]
+
+
+def is_tensor(x: Any) -> bool:
+    """A tensor whose shape, strides and dtype may be asked for: a nested one answers with errors of its own."""
+    return isinstance(x, Tensor) and not x.is_nested
 
 
 def tensor(
@@ -43,7 +54,7 @@ def tensor(
     like = (name, tensor) demands the same device. unit_last demands stride 1 in the last dimension; all other
     strides are honoured as they are.
     """
-    if not isinstance(x, Tensor):
+    if not is_tensor(x):
         fail(name, describe(x), f"a tensor {_in_brackets(shape)}")
     if x.ndim != len(shape) or any(isinstance(s, int) and s != have for s, have in zip(shape, x.shape)):
         fail(name, f"shape {list(x.shape)}", f"shape {_in_brackets(shape)}")
@@ -74,16 +85,16 @@ def int32(
 
 
 def head_dim(name: str, d: int) -> int:
-    if d not in HEAD_DIMS:
-        fail(name, f"head dim {d}", "head dim " + ", ".join(map(str, HEAD_DIMS)))
+    if whole(d) is None or d not in HEAD_DIMS:
+        fail(name, f"head dim {d}"[:80], "head dim " + ", ".join(map(str, HEAD_DIMS)))
     return d
 
 
-def head_ratio(hq: int, hkv: int) -> None:
+def head_ratio(hq: int, hkv: int, name: str = "q") -> None:
     if hkv == 0 and hq == 0:
         return
     if hkv == 0 or hq % hkv:
-        fail("q", f"{hq} query heads on {hkv} KV heads (k)", "a whole multiple of the number of KV heads")
+        fail(name, f"{hq} query heads on {hkv} KV heads", "a whole multiple of the number of KV heads")
 
 
 def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
@@ -93,13 +104,36 @@ def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
 
 def scale(x: Any, d: int) -> float:
     """The softmax scale; None = d ** -0.5."""
-    if x is None:
-        return d**-0.5
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        fail("softmax_scale", describe(x), "None or a number")
-    if not -float("inf") < x < float("inf"):
-        fail("softmax_scale", x, "a finite number")
-    return float(x)
+    return d**-0.5 if x is None else number("softmax_scale", x, "None or a finite number")
+
+
+def number(name: str, x: Any, accepted: str = "a finite number") -> float:
+    """A finite number, as a float."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, numbers.Real)):
+        fail(name, describe(x), accepted)
+    try:
+        value = float(x)
+    except OverflowError:  # an int that no float holds
+        value = math.inf
+    if not -math.inf < value < math.inf:
+        fail(name, describe(x), accepted)
+    return value
+
+
+def dtype(name: str, x: Any, accepted: Sequence[torch.dtype]) -> torch.dtype:
+    if not isinstance(x, torch.dtype) or x not in accepted:
+        fail(name, describe(x), ", ".join(map(str, accepted)))
+    return x
+
+
+def device(name: str, x: Any) -> torch.device:
+    try:
+        found = torch.device(x)
+    except (RuntimeError, TypeError, ValueError):
+        fail(name, describe(x), "a torch.device or its name, as 'cpu' or 'cuda:0'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        fail(name, describe(x), "a device that torch has here; it has no GPU")
+    return found
 
 
 def window(x: Any, causal: bool) -> tuple[int, int]:
@@ -107,16 +141,38 @@ def window(x: Any, causal: bool) -> tuple[int, int]:
     accepted = "(left, right), two ints >= 0 or -1 for no bound"
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         fail("window", describe(x), accepted)
-    for bound in x:
-        if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)) or bound < -1:
-            fail("window", describe(x), accepted)
-    return x[0], 0 if causal else x[1]
+    bounds = [whole(bound) for bound in x]
+    if any(bound is None or bound < -1 for bound in bounds):
+        fail("window", describe(x), accepted)
+    left, right = (-1 if bound > NO_BOUND else bound for bound in bounds)
+    return left, 0 if causal else right
 
 
-def bound(name: str, x: Any) -> None:
-    """A bound on a length: None or an int >= 0."""
-    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)) or x < 0):
+def bound(name: str, x: Any) -> int | None:
+    """A bound on a length: None or an int >= 0; one that bounds nothing is None."""
+    number = whole(x)
+    if x is not None and (number is None or number < 0):
         fail(name, describe(x), "None or an int >= 0")
+    return None if x is None or number > NO_BOUND else number
+
+
+def at_least(low: int, name: str, x: Any, accepted: str = "") -> int:
+    """An int that is not less than low."""
+    number = whole(x)
+    if number is None or number < low:
+        fail(name, describe(x), accepted or f"an int >= {low}")
+    if number >= 1 << 63:
+        fail(name, describe(x), "an int of 64 bits")
+    return number
+
+
+def whole(x: Any) -> Any:
+    """x as an int, also from NumPy's integers and torch.compile's symbolic ones; None if it is not one."""
+    if isinstance(x, bool):
+        return None
+    if isinstance(x, (int, torch.SymInt)):
+        return x
+    return int(x) if isinstance(x, numbers.Integral) else None
 
 
 def flag(name: str, x: Any) -> bool:
@@ -126,26 +182,39 @@ def flag(name: str, x: Any) -> bool:
 
 
 def backend(x: Any) -> str:
-    if x not in BACKENDS:
+    if not isinstance(x, str) or x not in BACKENDS:
         fail("backend", describe(x), ", ".join(map(repr, BACKENDS)))
     return x
 
 
+def derivatives() -> bool:
+    """Whether torch may be asked for a derivative now."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def forward_only(**tensors: Tensor | None) -> None:
-    """There is no backward pass, so an input that wants one is refused instead of silently cut off."""
-    if not torch.is_grad_enabled():
+    """There are no derivatives, so an input that wants one is refused instead of silently cut off."""
+    if not derivatives():
         return
+    gradients = torch.is_grad_enabled()
+    tangents = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad:
+        if not isinstance(x, Tensor):
+            continue
+        if gradients and x.requires_grad:
             fail(name, "a tensor that requires grad", "tensors without grad, or a call under torch.no_grad()")
+        if tangents and forward_ad.unpack_dual(x).tangent is not None:
+            fail(name, "a tensor with a tangent (forward-mode derivative)", "tensors without one")
 
 
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
     """A tensor that may be written: right shape and dtype, every element its own, apart from the inputs."""
     like = next(iter(inputs.items()))
     tensor(
-        name, x, tuple(shape), (dtype,), like=like, unit_last=x.ndim > 0 if isinstance(x, Tensor) else False
+        name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0
     )
+    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # two questions that cannot be traced
+        fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
     if _overlaps_itself(x):
         fail(
             name,
@@ -186,7 +255,12 @@ def _range(x: Tensor) -> tuple[int, int]:
 
 
 def values_checked(x: Tensor) -> bool:
-    """Whether checks may read tensor values: always on a CPU; on a GPU, where it costs a sync, with DSV4_CHECK=1."""
+    """Whether checks may read tensor values: always on a CPU; on a GPU, where it costs a sync, with DSV4_CHECK=1.
+
+    Code that torch.compile traces has no values yet; the operators check theirs when they run.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return x.device.type == "cpu" or (x.device.type == "cuda" and os.environ.get("DSV4_CHECK", "0") == "1")
 
 

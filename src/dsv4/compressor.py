@@ -67,8 +67,9 @@ def compress(
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
     """
     d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state)
-    if dtype is not None and dtype not in FLOATS:
-        checks.fail("dtype", dtype, ", ".join(map(str, FLOATS)))
+    if dtype is not None:
+        checks.dtype("dtype", dtype, FLOATS)
+    eps = checks.number("eps", eps)
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     overlap = kv.shape[-1] == 2 * d
     seen = 0 if state is None else state.tokens
@@ -133,7 +134,7 @@ def _rope(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
 
 def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, int]:
     """(d, m), after looking at everything but values."""
-    if not isinstance(kv, Tensor) or kv.ndim not in (2, 3):
+    if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")
     batch, width = tuple(kv.shape[:-2]), kv.shape[-1]
     like = ("kv", kv)
@@ -156,7 +157,7 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, i
     if state is not None:
         if not isinstance(state, CompressState):
             checks.fail("state", checks.describe(state), "None or the state that compress returned")
-        seen = state.tokens
+        seen = checks.at_least(0, "state.tokens", state.tokens)
         # The unfinished window, and for CSA the finished one before it.
         tokens = seen % m + (m if width == 2 * d and seen >= m else 0)
         compute = torch.float64 if kv.dtype == torch.float64 else torch.float32

@@ -190,9 +190,9 @@ def attend(
     begin = 0 if right < 0 else max(0, -offset - right)  # the first query that sees a key here
     end = t if left < 0 else min(t, s - offset + left)  # one past the last
     if begin >= end or s == 0:
-        return q.new_zeros(q.shape), torch.full(q.shape[:3], NEG_INF)
+        return _nothing_seen(q)
     if end - begin < t:
-        out, lse = q.new_zeros(q.shape), torch.full(q.shape[:3], NEG_INF)
+        out, lse = _nothing_seen(q)
         some = slice(begin, end)
         out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale)
         return out, lse
@@ -221,11 +221,16 @@ def attend(
             attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves
         )
         return merge(a, b)
-    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
+    out, lse = _nothing_seen(q)
     for i in range(0, t, QUERY_BLOCK):
         rows = slice(i, i + QUERY_BLOCK)
         out[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, offset + i, left, right, scale)
     return out, lse
+
+
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    # The dtype is named because the caller may have set another default.
+    return torch.zeros_like(q), torch.full(q.shape[:3], NEG_INF, dtype=torch.float32)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -78,17 +78,14 @@ def _row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[
         yield from _listed(p.compressed, p.compressed_indices[queries], _slice(p.compressed_lengths, queries))
     elif p.block_table is not None:
         owner = owner[queries]
-        # Queries past the last request have no table line: length 0.
-        inside = owner < p.block_table.shape[0]
-        lengths = p.compressed_lengths[queries].long() * inside
-        table = (
-            p.block_table[owner.clamp_max(max(p.block_table.shape[0] - 1, 0))] if bool(inside.any()) else None
-        )
+        # Queries past the last request have no table line: length 0, and any line stands in for theirs.
+        lengths = p.compressed_lengths[queries].long() * (owner < p.block_table.shape[0])
+        line = owner.clamp_max(max(p.block_table.shape[0] - 1, 0))[:, None]
         page = caches.pool_page(p.compressed)
         longest = int(lengths.max())
         for start in range(0, longest, ROW_BLOCK):
             j = torch.arange(start, min(start + ROW_BLOCK, longest))
-            rows = table[:, j // page].long() * page + j % page
+            rows = p.block_table[line, j // page].long() * page + j % page
             yield p.compressed, rows.masked_fill_(j >= lengths[:, None], -1)
 
 

@@ -133,13 +133,12 @@ def _call(
 ) -> Result:  # fmt: skip
     """Python types here, where the dispatcher would answer in its own words; the rest is checked inside the op."""
     for key, x in tensors.items():
-        if not isinstance(x, Tensor):
+        if not checks.is_tensor(x):
             checks.fail(key, checks.describe(x), "a tensor")
     for key, x in (("sink", sink), ("out", out)):
-        if x is not None and not isinstance(x, Tensor):
+        if x is not None and not checks.is_tensor(x):
             checks.fail(key, checks.describe(x), "None or a tensor")
-    for key, x in bounds.items():
-        checks.bound(key, x)
+    bounds = {key: checks.bound(key, x) for key, x in bounds.items()}
     checks.forward_only(**tensors, sink=sink, out=out)
     left, right = checks.window(window, checks.flag("causal", causal))
     options = dict(
@@ -148,7 +147,7 @@ def _call(
         window_left=left,
         window_right=right,
         sink=sink,
-        softmax_scale=checks.scale(softmax_scale, tensors["q"].shape[-1] if tensors["q"].ndim else 1),
+        softmax_scale=None if softmax_scale is None else checks.scale(softmax_scale, 1),
         deterministic=checks.flag("deterministic", deterministic),
         backend=checks.backend(backend),
     )
@@ -157,9 +156,9 @@ def _call(
         out, lse = getattr(torch.ops.dsv4, name)(*tensors.values(), return_lse=return_lse, **options)
         return (out, lse) if return_lse else out
 
-    problem = ops.BUILDERS[name](
-        *tensors.values(), sink=sink, **bounds
-    )  # checks ranks before shapes are used
+    problem = ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)  # checks ranks before shapes are used
+    if out is not None:
+        checks.output("out", out, problem.q.shape, problem.q.dtype, {"q": problem.q})
     if plan is not None:
         if not isinstance(plan, Plan):
             checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")

@@ -53,7 +53,7 @@ def index_topk(
     b, t, h, d = q.shape
     m = k.shape[1]
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    factor = checks.scale(scale, d) if scale is not None else d**-0.5 * max(h, 1) ** -0.5
+    factor = d**-0.5 * max(h, 1) ** -0.5 if scale is None else checks.number("scale", scale)
     indices = torch.full((b, t, topk), -1, dtype=torch.int32, device=q.device)
     scores = torch.full((b, t, topk), float("-inf"), dtype=torch.float32, device=q.device)
     step = max(1, BLOCK_BYTES // max(1, (h + 8) * m * 4))  # 8: sums, comparisons, counts
@@ -88,14 +88,15 @@ def _lowest_index_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     equal = x == bound
     room = k - above.sum(-1, keepdim=True)
     taken = above | (equal & (equal.cumsum(-1) <= room))  # k per row
-    columns = taken.nonzero()[:, 1].view(-1, k)  # rising in each row
+    # rising in each row; the static form needs no sync on a GPU and can be traced
+    columns = torch.nonzero_static(taken, size=x.shape[0] * k)[:, 1].view(-1, k)
     values, order = x.gather(1, columns).sort(dim=-1, descending=True, stable=True)
     return columns.gather(1, order), values
 
 
 def _check(q, k, weights, topk, positions, ratio, lengths) -> Tensor:
     """Rows visible to each query, after looking at everything."""
-    if not isinstance(q, Tensor) or q.ndim not in (3, 4):
+    if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
     like = ("q", q)
@@ -105,10 +106,8 @@ def _check(q, k, weights, topk, positions, ratio, lengths) -> Tensor:
     checks.tensor("k", k, (*lead[:-1], "M", d), FLOATS, like=like, unit_last=False)
     checks.tensor("weights", weights, (*lead, h), FLOATS, like=like, unit_last=False)
     checks.forward_only(q=q, k=k, weights=weights)
-    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 0:
-        checks.fail("topk", checks.describe(topk), "an int >= 0")
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
-        checks.fail("ratio", checks.describe(ratio), "an int >= 1")
+    checks.at_least(0, "topk", topk)
+    checks.at_least(1, "ratio", ratio)
     if (positions is None) == (lengths is None):
         checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
     name, x = ("positions", positions) if lengths is None else ("lengths", lengths)

@@ -1,6 +1,7 @@
 """Merge attention over disjoint sets of keys by their log-sum-exp; the sink enters once, at the end."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ def merge_states(
     sink: fp32 [H]. Merges in fp32; out has the dtype of outs[0]; lse leaves the sink out, so it merges again.
     A partial with lse -inf takes no part, whatever its out holds. Where all are empty: out 0, lse -inf.
     """
+    x: Any
     for name, x in (("outs", outs), ("lses", lses)):
-        if not isinstance(x, (Sequence, Tensor)) or len(x) == 0:
+        listed = x.ndim > 0 if checks.is_tensor(x) else isinstance(x, Sequence) and not isinstance(x, (str, bytes))
+        if not listed or len(x) == 0:
             checks.fail(name, checks.describe(x), "a list of at least one tensor")
     if len(outs) != len(lses):
         checks.fail("lses", f"{len(lses)} tensors", f"{len(outs)}, as many as outs")
     first = outs[0]
-    if not isinstance(first, Tensor) or first.ndim not in (3, 4):
+    if not checks.is_tensor(first) or first.ndim not in (3, 4):
         checks.fail("outs[0]", checks.describe(first), "a tensor [B, T, H, D] or [N, H, D]")
     lse_shape = first.shape[:2] if first.ndim == 3 else (first.shape[0], first.shape[2], first.shape[1])
     heads = first.shape[-2]

@@ -31,7 +31,7 @@ def define(schema: str, kernel: Callable, fake: Callable) -> None:
 
     def forward_only(function: Callable) -> Callable:
         def checked(*args, **kwargs):
-            if torch.is_grad_enabled():
+            if checks.derivatives():
                 checks.forward_only(**dict(zip(arguments, args)), **kwargs)
             return function(*args, **kwargs)
 
@@ -61,6 +61,7 @@ BUILDERS: dict[str, Callable[..., problem.FmhaProblem]] = {
 
 def _define_fmha(name: str) -> None:
     build_problem = BUILDERS[name]
+    names = [argument.split()[1] for argument in TENSORS[name].split(", ") if argument.startswith("Tensor ")]
 
     def build(
         *tensors, window_left=-1, window_right=-1, deterministic=False, **options
@@ -94,7 +95,7 @@ def _define_fmha(name: str) -> None:
 
     def kernel_out(*tensors, backend="auto", **options):
         p = build_out(*tensors, **options)
-        inputs = {"q": p.q, "k": p.k, "v": p.v, "sink": p.sink}
+        inputs = dict(zip(names, tensors)) | {"sink": p.sink}
         checks.apart("out", p.out, inputs)
         if p.lse is not None:
             checks.apart("lse", p.lse, inputs | {"out": p.out})

@@ -94,13 +94,12 @@ def plan(
     sizes = dict(
         batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )
-    for key, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            checks.fail(key, checks.describe(size), "an int >= 1")
+    sizes = {key: checks.at_least(1, key, size) for key, size in sizes.items()}
     checks.head_dim("head_dim", head_dim)
-    checks.head_ratio(q_heads, kv_heads)
+    checks.head_ratio(q_heads, kv_heads, "q_heads")
     checks.flag("deterministic", deterministic)
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    where = checks.device("device", default if device is None else device)
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
     if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):
@@ -123,8 +122,7 @@ def warmup(
     """
     made = plan(operation, **capacities)
     checks.backend(backend)
-    if dtype not in checks.FLOATS:
-        checks.fail("dtype", dtype, "torch.bfloat16, torch.float16; torch.float32 on a CPU")
+    checks.dtype("dtype", dtype, checks.FLOATS)
     device = made.scratch.device
     q = torch.zeros(made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=device)
     kv = q.new_zeros(made.batch, 1, made.kv_heads, made.head_dim)

@@ -175,10 +175,8 @@ def paged(
 
 def _bound(name: str, x: Any, total: int) -> int:
     """A longest-sequence hint; never more than the rows there are."""
-    checks.bound(name, x)
-    if x is None:
-        return total
-    return total if x > total else x
+    x = checks.bound(name, x)
+    return total if x is None or x > total else x
 
 
 def check_values(p: FmhaProblem) -> None:

@@ -101,7 +101,7 @@ def v4_attention(
     if out is not None:
         checks.output("out", out, q.shape, q.dtype, {"q": q})
     checks.forward_only(
-        **tensors, window=_rows(window), compressed=_rows(compressed), cos_sin=problem.cos_sin
+        **tensors, window=_rows(window), compressed=_rows(compressed), **{"inverse_rope[0] (cos_sin)": problem.cos_sin}
     )
     arguments = dict(
         q=q,
@@ -213,8 +213,11 @@ def _build_out(*tensors, out, lse, scratch=None, num_splits=0, **options) -> v4_
 def _kernel_out(*tensors, backend="auto", **options):
     p = _build_out(*tensors, **options)
     inputs = dict(
-        q=p.q, window=_rows(p.window), compressed=_rows(p.compressed), sink=p.sink, cos_sin=p.cos_sin
-    )
+        q=p.q, window=_rows(p.window), window_indices=p.window_indices, window_lengths=p.window_lengths,
+        compressed=_rows(p.compressed), compressed_indices=p.compressed_indices,
+        compressed_lengths=p.compressed_lengths, compressed_block_table=p.block_table,
+        request_starts=p.request_starts, cos_sin=p.cos_sin, positions=p.positions, sink=p.sink,
+    )  # fmt: skip
     assert p.out is not None
     checks.apart("out", p.out, inputs)
     if p.lse is not None:

@@ -159,7 +159,7 @@ def _pool(name: str, x, q: Tensor) -> None:
         if x.device != q.device:
             checks.fail(name, f"an Fp8Cache on {x.device}", f"the device of q, {q.device}")
         return
-    if not isinstance(x, Tensor):
+    if not checks.is_tensor(x):
         checks.fail(
             name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache"
         )

@@ -148,6 +148,14 @@ def test_lists_go_into_v4_attention():
     assert (got - want).norm() / want.norm() < 1e-6
 
 
+def test_torch_compile_in_one_graph():
+    q, k, w = torch.randn(4, 4, 16).round(), torch.randn(20, 16).round(), torch.randn(4, 4).round()  # with ties
+    lengths = torch.tensor([0, 3, 20, 11])
+    compiled = torch.compile(dsv4.index_topk, fullgraph=True, backend="aot_eager")
+    for got, want in zip(*(f(q, k, w, 8, lengths=lengths, return_scores=True) for f in (compiled, dsv4.index_topk))):
+        assert torch.equal(got, want)
+
+
 Q, K, W, L = torch.zeros(4, 2, 8), torch.zeros(6, 8), torch.zeros(4, 2), torch.tensor([0, 1, 6, 3])
 BAD = {
     "q rank": ((Q[0], K, W, 2), dict(lengths=L), "q"),

@@ -111,3 +111,42 @@ def test_vmap_is_a_loop():
     q, k, v = qkv(2, 5, 9, 4, 2, 64)
     got = torch.func.vmap(lambda a, b, c: dsv4.fmha(a[None], b[None], c[None]))(q, k, v)
     torch.testing.assert_close(got[:, 0], dsv4.fmha(q, k, v))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_derivatives_are_refused(name):
+    """A tangent that is dropped without a word reads as a derivative of 0."""
+    function, make, _ = CALLS[name]
+    q, *rest = make()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        for call in (function, getattr(torch.ops.dsv4, name)):
+            with pytest.raises(ValueError, match="q: got a tensor with a tangent"):
+                call(dual, *rest)
+    with pytest.raises(ValueError, match="q: got a tensor with a tangent"):
+        torch.func.jvp(lambda x: function(x, *rest), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("option", [{"causal": True}, {"causal": True, "window": (40, 0)}, {"window": (-1, 3)}])
+def test_the_default_dtype_is_no_matter(option):
+    """Serving engines set it to bf16; the LSE stays fp32 all the way."""
+    q, k, v = qkv(1, 300, 100, 4, 2, 64)
+    want = dsv4.fmha(q, k, v, return_lse=True, **option)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = dsv4.fmha(q, k, v, return_lse=True, **option)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_out_apart_from_every_input():
+    q, k, v, table, lengths = paged_args()
+    memory = torch.zeros(q.numel())
+    memory.view(torch.int32)[:2] = lengths
+    with pytest.raises(ValueError, match="out: got memory that overlaps lengths"):
+        dsv4.fmha_paged(q, k, v, table, memory.view(torch.int32)[:2], out=memory.view(q.shape))
+    with pytest.raises(ValueError, match="out: got a lazily negated"):
+        dsv4.fmha_paged(q, k, v, table, lengths, out=torch._neg_view(torch.zeros_like(q)))
+    negated = torch._neg_view(q)  # as an input it counts with the values that it shows
+    assert torch.equal(dsv4.fmha_paged(negated, k, v, table, lengths), dsv4.fmha_paged(-q, k, v, table, lengths))

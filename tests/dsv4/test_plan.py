@@ -57,7 +57,7 @@ def test_a_plan_for_another_operation_is_refused():
         ({"batch": 0}, "batch"),
         ({"batch": 2.0}, "batch"),
         ({"head_dim": 96}, "head_dim"),
-        ({"q_heads": 3}, "q"),
+        ({"q_heads": 3}, "q_heads"),
         ({"max_seqlen_k": -1}, "max_seqlen_k"),
     ],
 )

@@ -101,6 +101,16 @@ def test_torch_compile_in_one_graph(form):
         assert torch.equal(got, want)
 
 
+def test_torch_compile_with_changing_pages():
+    """Rows per page and page stride become symbols when they change from call to call."""
+    a = arguments()
+    torch._dynamo.reset()
+    compiled = torch.compile(dsv4.v4_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows_per_page in (4, 8, 2):
+        a["window"] = Fp8Cache.pack(torch.randn(ROWS, 512), rows_per_page=rows_per_page)
+        assert torch.equal(compiled(**a), dsv4.v4_attention(**a))
+
+
 def test_autocast_changes_nothing():
     a = arguments(q=GOOD["q"].float(), window=GOOD["window"].float(), compressed=GOOD["compressed"].float())
     want = dsv4.v4_attention(**a)
