@@ -1,8 +1,10 @@
 """Order between threads: bar.sync, named barriers, mbarriers, atomics with their semantics and scope, fences."""
 
 import numpy as np
+import pytest
 from ruling import findings, holds
 
+import softsm
 from softsm.museum import text as t
 
 SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
@@ -204,6 +206,44 @@ def test_a_packed_atomic_races_with_an_ordinary_access():
         )  # fmt: skip
 
     holds(make, args=ARGS, **GRID)
+
+
+# -- between grids -----------------------------------------------------------------------------------------------------
+
+
+def after_another_grid(text, dependent=True, writes=True):
+    """One grid writes x, or reads it; the next one, made of `text`, may begin before that has ended."""
+    body = t.out("%r0", "%rd1") if writes else "ld.global.u32 %r42, [%rd1+4];\n"
+    first = softsm.load(t.kernel(body, "x out", target="sm_90a", version="8.6"))
+    second = softsm.load(t.kernel(text, "x out", target="sm_90a", version="8.6"))
+    x, out = (np.zeros(64, np.uint32) for _ in range(2))
+    with softsm.checking(strict=True) as report:
+        first.launch(1, 64, [x, out])
+        second.launch(1, 64, [x, out], dependent=dependent)
+    return report
+
+
+WAIT = "griddepcontrol.wait;\n"
+USES = {"read": "ld.global.u32 %r42, [%rd1+4];\n", "write": "@%p0 st.global.u32 [%rd1+4], 7;\n"}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_dependent_grid_waits_for_the_one_before_it(use):
+    assert not after_another_grid(WAIT + USES[use])
+    report = after_another_grid(USES[use])
+    assert report.codes() == ["race"] and "the grid before this one" in str(report), str(report)
+    assert "griddepcontrol.wait" in report.diagnostics[0].mend
+    assert not after_another_grid(USES[use], dependent=False)
+
+
+def test_a_dependent_grid_waits_before_it_overwrites_what_is_read():
+    assert not after_another_grid(USES["read"], writes=False)
+    assert after_another_grid(USES["write"], writes=False).codes() == ["race"]
+
+
+def test_one_warp_may_wait_for_all_behind_a_barrier():
+    assert not after_another_grid(t.only("warp 0", WAIT) + "bar.sync 0;\n" + USES["read"])
+    assert after_another_grid("bar.sync 0;\n" + t.only("warp 0", WAIT) + USES["read"]).codes() == ["race"]
 
 
 # -- the words of mbarriers --------------------------------------------------------------------------------------------

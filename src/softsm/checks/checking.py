@@ -22,6 +22,7 @@ class Checks:
     races: bool = True
     strict: bool = False
     expectations: list[Expectation] = field(default_factory=list)
+    last: list = field(default_factory=list)  # the checker of the last launch
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from softsm.checks import grids
 from softsm.checks import shadow as sh
 from softsm.report.diagnostics import Diagnostic, Party
 from softsm.report.roles import function_at, role_of
@@ -36,11 +37,12 @@ class Findings:
             did = "read" if kind == sh.WAR else "wrote"
             if agent >= sh.ASYNC:
                 other_op = self.operations.get(epoch)
-                other = (
-                    self.party(other_op.warp, other_op, f"{did} {where}")
-                    if other_op
-                    else Party("an earlier operation")
-                )
+                if other_op is None:
+                    other = Party("an earlier operation")
+                elif other_op is self.before:
+                    other = Party(f"the {other_op.kind}", what=f"{did} {where}")
+                else:
+                    other = self.party(other_op.warp, other_op, f"{did} {where}")
             else:
                 other_op = None
                 other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
@@ -64,6 +66,8 @@ class Findings:
     def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
         if mend:
             pass
+        elif other_op is not None and other_op is self.before:
+            mend = grids.MEND
         elif other_op is not None:
             mend = (
                 f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this "

@@ -21,6 +21,8 @@ import numpy as np
 from softsm.checks import shadow as sh
 from softsm.checks.barriers import BarrierChecks, box_spans
 from softsm.checks.findings import Findings
+from softsm.checks.grids import GridChecks
+from softsm.checks.maps import MapChecks
 from softsm.checks.tensor import TensorChecks
 from softsm.engine import program as pg
 from softsm.report.diagnostics import Diagnostic, Party, Report
@@ -79,7 +81,7 @@ def reached(w, scope: str) -> list:
     return [id(w.cta), id(w.cta.cluster), None][: rank(scope) + 1]
 
 
-class Checker(TensorChecks, BarrierChecks, Findings):
+class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
     def __init__(self, machine, report: Report, strict: bool):
         from softsm.engine.interpreter import checking_module
 
@@ -106,7 +108,11 @@ class Checker(TensorChecks, BarrierChecks, Findings):
         self.global_shadows = self.shadow_global()
         self.locations: dict[object, Location] = {}  # strong accesses, by address
         self.products = None  # where operands are looked at
+        self.before = None  # the grid launched before, where this one may begin before that has ended
         checks = machine.options.checks
+        if machine.options.dependent and checks.last:
+            self.follow(checks.last[0])
+        checks.last[:] = [self]
         if strict or checks.expectations or report.tap is not None:
             from softsm.checks.products import Products
 

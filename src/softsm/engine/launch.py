@@ -43,6 +43,7 @@ class Options:
     sms: int = 4
     budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
     arch: str = ""
+    dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
 

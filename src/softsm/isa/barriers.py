@@ -432,8 +432,12 @@ def fence(asm, ins):
     elif asm.checking and not kind.startswith("proxy"):
         scope = next((m for m in ins.modifiers if m in ("cta", "cluster")), "gpu")
         asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind, scope=scope)
-    for operand in ins.operands[:1]:  # fence.proxy.tensormap names the map
-        asm.address(operand)
+    elif asm.checking and "tensormap::generic" in ins.modifiers:
+        acquires = "acquire" in ins.modifiers  # it names the map
+        asm.macro(do_fence_map, ins, at=asm.address_row(ins.operands[0], "q") if acquires else None)
+    else:
+        for operand in ins.operands[:1]:
+            asm.address(operand)
 
 
 def do_fence_async(w, mask, o):
@@ -448,6 +452,12 @@ def do_fence_init(w, mask, o):
     return SEEN
 
 
+def do_fence_map(w, mask, o):
+    for lane in [None] if o.at is None else lanes(mask):
+        w.machine.checker.map_fence(w, None if lane is None else int(w.Q[o.at, lane]))
+    return SEEN
+
+
 def do_fence(w, mask, o):
     w.machine.checker.fence(w, o.release, o.acquire, o.scope)
     return SEEN
@@ -455,9 +465,17 @@ def do_fence(w, mask, o):
 
 @lowers("griddepcontrol")
 def griddepcontrol(asm, ins):
-    """Launches run one after the other, so the grid this one depends on has always finished."""
+    """Launches run one after the other, so the grid this one depends on has always finished; the race checker asks
+    whether the program waited for it."""
     if ins.modifiers not in (("launch_dependents",), ("wait",)):
         asm.refuse(ins, "expected griddepcontrol.launch_dependents or .wait")
+    if asm.checking and ins.modifiers == ("wait",):
+        asm.macro(do_grid_wait, ins)
+
+
+def do_grid_wait(w, mask, o):
+    w.machine.checker.grid_over(w)
+    return SEEN
 
 
 __all__ = ["ClusterBarrier", "NamedBarrier", "cluster_launch", "fence_kind", "mbarriers"]

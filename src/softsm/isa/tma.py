@@ -127,6 +127,8 @@ def tensor_map_at(w, address: int) -> TensorMap:
 
 
 def box_of(w, o, lane: int, offsets: tuple[int, ...] = ()) -> Box:
+    if w.machine.checker is not None:
+        w.machine.checker.map_used(w, int(w.Q[o.map, lane]))
     m = tensor_map_at(w, int(w.Q[o.map, lane]))
     words = [w.R.item(row, lane) for row in o.coords]
     coords = tuple(x - (x >> 31 << 32) for x in words)  # signed

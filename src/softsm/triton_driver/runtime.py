@@ -61,6 +61,7 @@ class Launcher:
                 cluster=(md.num_ctas, 1, 1),
                 memory=memory,
                 sms=_sms(),
+                dependent=bool(getattr(md, "launch_pdl", False)),
             )
         if exit_hook is not None:
             exit_hook(launch_metadata)

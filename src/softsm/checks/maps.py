@@ -1,0 +1,68 @@
+"""Tensor maps that a kernel makes or changes itself: the copy engine reads them through a proxy of its own.
+
+A map that was written (tensormap.replace, tensormap.cp_fenceproxy) is released by whoever wrote it (cp_fenceproxy does so
+itself, else fence.proxy.tensormap::generic.release), and acquired with fence.proxy.tensormap::generic.acquire before a
+copy uses it, by the thread that issues the copy or one it has synchronised with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class WrittenMap:
+    warp: object
+    slot: int
+    epoch: int
+    pc: int
+    released: bool
+    acquired: list[tuple[int, int]] = field(default_factory=list)  # (slot, epoch) of fences that acquired it
+
+
+class MapChecks:
+    """The part of the checker that knows tensor maps in global memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: dict[int, WrittenMap] = {}  # by address
+
+    def map_written(self, w, address: int, released: bool) -> None:
+        slot = w.cta.slot0 + w.index
+        self.maps[address] = WrittenMap(w, slot, int(w.clock[slot]), w.pc, released)
+
+    def map_fence(self, w, address: int | None) -> None:
+        """fence.proxy.tensormap: acquire of the map at an address, or release (None) of what the warp knows of."""
+        if address is None:
+            for written in self.maps.values():
+                written.released = written.released or self.has_seen(w, written.slot, written.epoch)
+            return
+        written = self.maps.get(address)
+        if written is not None and self.has_seen(w, written.slot, written.epoch):
+            slot = w.cta.slot0 + w.index
+            written.acquired.append((slot, int(w.clock[slot])))
+
+    def has_seen(self, w, slot: int, epoch: int) -> bool:
+        return slot == w.cta.slot0 + w.index or int(w.clock[slot]) >= epoch
+
+    def map_used(self, w, address: int) -> None:
+        """A copy with the map at this address is issued."""
+        written = self.maps.get(address)
+        if written is None:
+            return
+        mend = ""
+        if not self.has_seen(w, written.slot, written.epoch):
+            mend = "order them by a barrier, and put fence.proxy.tensormap::generic.acquire before the copy"
+        elif not written.released:
+            mend = "put fence.proxy.tensormap::generic.release behind the change of the map"
+        elif not any(self.has_seen(w, *fence) for fence in written.acquired):
+            mend = "put fence.proxy.tensormap::generic.acquire with the map's address before the copy"
+        if mend:
+            where = f"the tensor map at {address:#x}"
+            self.add_race(
+                self.party(w, None, f"issues a copy with {where}"),
+                self.party(written.warp, None, f"wrote {where}", pc=written.pc),
+                "a tensor map",
+                None,
+                mend,
+            )
