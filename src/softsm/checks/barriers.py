@@ -65,14 +65,30 @@ class BarrierChecks:
             )
 
     def fence_init(self, w) -> None:
-        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine. Triton's
-        relaxed arrival at the cluster barrier behind it has to order what the warp did before, too."""
-        if not self.strict:
-            w.released["cluster"] = self.snapshot(w)
+        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
         for barrier in w.initialised:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
         w.initialised = []
+
+    def cluster_arrival(self, barrier, w, relaxed: bool) -> None:
+        """Someone arrives at the cluster barrier. A relaxed arrival orders nothing by the letter. Triton puts one
+        between the start of a kernel and the first copy into a peer: by default such copies come after what was before
+        it."""
+        if barrier.loose is None:
+            barrier.loose = np.zeros((2, self.slots), np.uint32)  # gathered, published
+        np.maximum(barrier.loose[0], w.clock[: self.slots], out=barrier.loose[0])
+        self.clock_of(barrier).gather(relaxed)
+        if relaxed:
+            self.tick(w)
+
+    def cluster_passed(self, barrier) -> None:
+        if barrier.loose is not None:
+            barrier.loose[1] = barrier.loose[0]
+
+    def cluster_waited(self, barrier, w) -> None:
+        self.acquire(w, barrier)
+        np.maximum(w.loose, barrier.loose[1], out=w.loose)
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
         """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""

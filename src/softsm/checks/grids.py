@@ -1,7 +1,7 @@
 """Programmatic dependent launch: what a grid may not touch before it has waited for the grid before it.
 
-Launches run one after the other here, so a forgotten griddepcontrol.wait changes no value. The grid before stands in the
-shadow of global memory as one asynchronous operation, which wrote and read what that grid did, and which
+Launches run one after the other here, so a forgotten griddepcontrol.wait changes no value. The grid before stands in
+the shadow of global memory as one asynchronous operation, which wrote and read what that grid did, and which
 griddepcontrol.wait completes.
 """
 

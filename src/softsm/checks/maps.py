@@ -1,8 +1,8 @@
 """Tensor maps that a kernel makes or changes itself: the copy engine reads them through a proxy of its own.
 
-A map that was written (tensormap.replace, tensormap.cp_fenceproxy) is released by whoever wrote it (cp_fenceproxy does so
-itself, else fence.proxy.tensormap::generic.release), and acquired with fence.proxy.tensormap::generic.acquire before a
-copy uses it, by the thread that issues the copy or one it has synchronised with.
+A map that was written (tensormap.replace, tensormap.cp_fenceproxy) is released by whoever wrote it (cp_fenceproxy does
+so itself, else fence.proxy.tensormap::generic.release), and acquired with fence.proxy.tensormap::generic.acquire before
+a copy uses it, by the thread that issues the copy or one it has synchronised with.
 """
 
 from __future__ import annotations

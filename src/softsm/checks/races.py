@@ -155,6 +155,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             w.issued = {}  # lane -> its tcgen05 operations, for commit
             w.copies = np.zeros(WORDS, np.uint32)  # its cp.async, for their arrival on an mbarrier
             w.released, w.acquirable = {}, {}  # by scope: what fences beside relaxed accesses pass on and take in
+            w.loose = np.zeros(self.slots, np.uint32)  # what relaxed arrivals at the cluster barrier have told it
             w.initialised = []  # mbarriers since the last fence.mbarrier_init
             self.agents[slot + 1] = w
             S = w.S
@@ -311,6 +312,8 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         sections = (self.known, self.sent) if self.strict else (self.known,)
         if op.kind == "tcgen05.commit":
             op.publishes[:] = self.snapshot(w)
+            if self.strict:  # it tells of tcgen05 operations, and releases nothing else
+                op.publishes[: 2 * self.slots] = 0
         for section in sections:
             op.publishes[section][word] |= mask
             if op.kind == "tcgen05.commit" and op.lane in w.issued:
@@ -353,6 +356,9 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             slot = w.cta.slot0 + w.index
             current = w.clock[slot if seen == base else self.slots + slot] == w.clock[slot]
             lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
+            if write and cta is not w.cta and not self.strict:
+                told = np.maximum(w.clock[: self.slots], w.loose)
+                seen = told.ctypes.data
             self.module.asynchronous(
                 cta.shadow.ctypes.data,
                 self.warps,

@@ -13,6 +13,7 @@ import numpy as np
 
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, AsyncOp, Blocked, Waitable
+from softsm.engine.stall import StallWatch
 from softsm.errors import Deadlock, Fault, StepBudget
 
 QUANTUM = 20_000
@@ -229,7 +230,10 @@ class Machine:
     def run(self) -> None:
         self.admit()
         ready, engine = self.ready, self.engine
+        watch = StallWatch(self)
         while self.live:
+            if watch.turn():
+                self.deadlock("every warp that runs only polls, and no memory changes")
             if not ready:
                 if engine.pending:
                     engine.complete_awaited(self.awaited())

@@ -320,6 +320,7 @@ class ClusterBarrier(Arrivals):
         super().__init__()
         self.cluster = cluster
         self.here: dict[object, int] = {}  # warp -> lanes that arrived in this generation
+        self.loose = None  # when races are checked: what relaxed arrivals pass on by default
         for cta in cluster:
             cta.exit_hooks.append(lambda _: self.settle())
             cta.lane_hooks.append(lambda _: self.settle())
@@ -333,7 +334,7 @@ class ClusterBarrier(Arrivals):
             )
         self.here[w] = here | mask
         if w.machine.checker is not None:
-            w.machine.checker.clock_of(self).gather(relaxed)
+            w.machine.checker.cluster_arrival(self, w, relaxed)
         self.enter(id(w), mask)
         self.settle()
 
@@ -347,6 +348,7 @@ class ClusterBarrier(Arrivals):
             self.generation += 1
             if self.clock is not None:
                 self.clock.complete()
+                self.clock.checker.cluster_passed(self)
             self.cluster[0].machine.writes += 1
             self.wake()
 
@@ -375,7 +377,8 @@ def do_cluster_wait(w, mask, o):
         raise w.fault("barrier-phase", "barrier.cluster.wait without a barrier.cluster.arrive before it")
     if waiting:
         return Blocked(barrier, Later(barrier))
-    _acquire(w, barrier)
+    if w.machine.checker is not None:
+        w.machine.checker.cluster_waited(barrier, w)
     barrier.leave(id(w), over)
     return None
 

@@ -25,9 +25,9 @@ def kernel(body: str, registers: str = "", params: str = ".param .u64 x, .param 
 }}"""
 
 
-def run(body: str, n: int = 0, block: int = 64, grid: int = 1, words: int = 64, **options) -> np.ndarray:
+def run(body: str, n: int = 0, block: int = 64, grid: int = 1, words: int = 64, shared: str = "", **options):
     x = np.zeros(words, np.uint32)
-    softsm.load(kernel(body)).launch(grid, block, [x, n], **options)
+    softsm.load(kernel(body, shared=shared)).launch(grid, block, [x, n], **options)
     return x
 
 
@@ -120,6 +120,28 @@ def test_polling_is_a_deadlock_under_the_checkers_too():
     with softsm.checking() as report, pytest.raises(Deadlock, match="only polls"):
         run("SPIN: ld.acquire.gpu.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; ret;")
     assert report.codes() == ["deadlock"]
+
+
+POLL_AND_MEET = """
+LOOP: setp.ne.u32 %p1, %r2, 0; @%p1 bra MEET;
+  atom.global.add.u32 %r3, [%rd1], 0; st.shared.u32 [flag], %r3;
+MEET: bar.sync 0; ld.shared.u32 %r3, [flag]; bar.sync 0;
+  setp.eq.u32 %p2, %r3, 0; @%p2 bra LOOP; ret;"""
+
+
+@pytest.mark.parametrize("order", ["eager", "latest", "random"])
+def test_polling_that_goes_through_barriers_is_a_deadlock(order):
+    """As Triton polls: one thread asks, shared memory tells the others, all of them meet twice a round."""
+    with pytest.raises(Deadlock, match="only polls"):
+        run(POLL_AND_MEET, shared=".shared .u32 flag;", order=order)
+
+
+def test_many_barriers_are_no_deadlock():
+    x = run("""
+  mov.u32 %r3, 0;
+LOOP: bar.sync 0; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 6000; @%p2 bra LOOP;
+  st.global.u32 [%rd1], %r3; ret;""", block=64)
+    assert x[0] == 6000
 
 
 def test_an_endless_loop_ends_at_the_budget():
