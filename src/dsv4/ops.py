@@ -10,6 +10,7 @@ Forward only: an input that requires grad raises under grad mode.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,64 @@ def define(schema: str, kernel: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"dsv4::{name}", forward_only(fake), lib=LIBRARY)
 
 
+def define_attention(
+    name: str,
+    arguments: str,
+    build: Callable[..., Any],
+    check_values: Callable[[Any], None],
+) -> None:
+    """Both operators of one attention function.
+
+    arguments: their schema but for the outputs. build(*tensors, **options) -> a problem for dispatch.run.
+    """
+
+    def allocate(p: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
+        out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+        lse = torch.empty(p.lse_shape if return_lse else (0,), dtype=torch.float32, device=p.q.device)
+        return out, lse
+
+    def run(p: Any, backend: str) -> None:
+        if checks.values_checked(p.q):
+            check_values(p)
+        dispatch.run(p, backend)
+
+    def kernel(*tensors, return_lse=False, backend="auto", **options):
+        p = build(*tensors, **options)
+        out, lse = allocate(p, return_lse)
+        run(replace(p, out=out, lse=lse if return_lse else None), backend)
+        return out, lse
+
+    def fake(*tensors, return_lse=False, backend="auto", **options):
+        return allocate(build(*tensors, **options), return_lse)
+
+    def build_out(*tensors, out, lse, scratch=None, num_splits=0, **options):
+        p = build(*tensors, **options)
+        checks.output("out", out, p.q.shape, p.q.dtype, {"q": p.q})
+        want_lse = lse.shape != (0,)
+        if want_lse:
+            checks.output("lse", lse, p.lse_shape, torch.float32, {"q": p.q})
+        if scratch is not None:
+            checks.tensor("scratch", scratch, ("n",), (torch.float32,), like=("q", p.q))
+        return replace(p, out=out, lse=lse if want_lse else None, scratch=scratch, num_splits=num_splits)
+
+    def kernel_out(*tensors, backend="auto", **options):
+        p = build_out(*tensors, **options)
+        given = dict(zip(names, tensors)) | options
+        inputs = {key: x for key, x in given.items() if key in names and isinstance(x, Tensor)}
+        checks.apart("out", p.out, inputs)
+        if p.lse is not None:
+            checks.apart("lse", p.lse, inputs | {"out": p.out})
+        run(p, backend)
+
+    def fake_out(*tensors, backend="auto", **options):
+        build_out(*tensors, **options)
+
+    define(f"{name}({arguments}, bool return_lse=False) -> (Tensor, Tensor)", kernel, fake)
+    names = [a.name for a in getattr(torch.ops.dsv4, name).default._schema.arguments]  # of inputs
+    scratch = "Tensor(c!)? scratch=None, SymInt num_splits=0"
+    define(f"{name}_out({arguments}, {scratch}, Tensor(a!) out, Tensor(b!) lse) -> ()", kernel_out, fake_out)
+
+
 OPTIONS = (
     "*, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, Tensor? sink=None, "
     "float? softmax_scale=None, bool deterministic=False, str backend='auto'"
@@ -60,63 +119,13 @@ BUILDERS: dict[str, Callable[..., problem.FmhaProblem]] = {
 
 
 def _define_fmha(name: str) -> None:
-    build_problem = BUILDERS[name]
-    names = [argument.split()[1] for argument in TENSORS[name].split(", ") if argument.startswith("Tensor ")]
-
     def build(
         *tensors, window_left=-1, window_right=-1, deterministic=False, **options
     ) -> problem.FmhaProblem:
-        p = build_problem(*tensors, window=(window_left, window_right), **options)
+        p = BUILDERS[name](*tensors, window=(window_left, window_right), **options)
         return replace(p, deterministic=deterministic)
 
-    def allocate(p: problem.FmhaProblem, return_lse: bool) -> tuple[Tensor, Tensor]:
-        out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-        lse = torch.empty(p.lse_shape if return_lse else (0,), dtype=torch.float32, device=p.q.device)
-        return out, lse
-
-    def kernel(*tensors, return_lse=False, backend="auto", **options):
-        p = build(*tensors, **options)
-        out, lse = allocate(p, return_lse)
-        _run(replace(p, out=out, lse=lse if return_lse else None), backend)
-        return out, lse
-
-    def fake(*tensors, return_lse=False, backend="auto", **options):
-        return allocate(build(*tensors, **options), return_lse)
-
-    def build_out(*tensors, out, lse, scratch=None, num_splits=0, **options) -> problem.FmhaProblem:
-        p = build(*tensors, **options)
-        checks.output("out", out, p.q.shape, p.q.dtype, {"q": p.q})
-        want_lse = lse.shape != (0,)
-        if want_lse:
-            checks.output("lse", lse, p.lse_shape, torch.float32, {"q": p.q})
-        if scratch is not None:
-            checks.tensor("scratch", scratch, ("n",), (torch.float32,), like=("q", p.q))
-        return replace(p, out=out, lse=lse if want_lse else None, scratch=scratch, num_splits=num_splits)
-
-    def kernel_out(*tensors, backend="auto", **options):
-        p = build_out(*tensors, **options)
-        inputs = dict(zip(names, tensors)) | {"sink": p.sink}
-        checks.apart("out", p.out, inputs)
-        if p.lse is not None:
-            checks.apart("lse", p.lse, inputs | {"out": p.out})
-        _run(p, backend)
-
-    def fake_out(*tensors, backend="auto", **options):
-        build_out(*tensors, **options)
-
-    define(f"{name}({TENSORS[name]}, {OPTIONS}, bool return_lse=False) -> (Tensor, Tensor)", kernel, fake)
-    scratch = "Tensor(c!)? scratch=None, SymInt num_splits=0"
-    define(
-        f"{name}_out({TENSORS[name]}, {OPTIONS}, {scratch}, Tensor(a!) out, Tensor(b!) lse) -> ()",
-        kernel_out,
-        fake_out,
-    )
-
-
-def _run(p: problem.FmhaProblem, backend: str) -> None:
-    if checks.values_checked(p.q):
-        problem.check_values(p)
-    dispatch.run(p, backend)
+    define_attention(name, f"{TENSORS[name]}, {OPTIONS}", build, problem.check_values)
 
 
 for _name in TENSORS:

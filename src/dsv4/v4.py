@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks, dispatch, ops, v4_problem
+from dsv4 import checks, ops, v4_problem
 from dsv4.caches import Fp8Cache
 from dsv4.plan import Plan
 
@@ -182,63 +182,4 @@ def _build(
     return replace(problem, deterministic=deterministic)
 
 
-def _allocate(p: v4_problem.V4Problem, return_lse: bool) -> tuple[Tensor, Tensor]:
-    out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    lse = torch.empty(p.lse_shape if return_lse else (0,), dtype=torch.float32, device=p.q.device)
-    return out, lse
-
-
-def _kernel(*tensors, return_lse=False, backend="auto", **options):
-    p = _build(*tensors, **options)
-    out, lse = _allocate(p, return_lse)
-    _run(replace(p, out=out, lse=lse if return_lse else None), backend)
-    return out, lse
-
-
-def _fake(*tensors, return_lse=False, backend="auto", **options):
-    return _allocate(_build(*tensors, **options), return_lse)
-
-
-def _build_out(*tensors, out, lse, scratch=None, num_splits=0, **options) -> v4_problem.V4Problem:
-    p = _build(*tensors, **options)
-    checks.output("out", out, p.q.shape, p.q.dtype, {"q": p.q})
-    want_lse = lse.shape != (0,)
-    if want_lse:
-        checks.output("lse", lse, p.lse_shape, torch.float32, {"q": p.q})
-    if scratch is not None:
-        checks.tensor("scratch", scratch, ("n",), (torch.float32,), like=("q", p.q))
-    return replace(p, out=out, lse=lse if want_lse else None, scratch=scratch, num_splits=num_splits)
-
-
-def _kernel_out(*tensors, backend="auto", **options):
-    p = _build_out(*tensors, **options)
-    inputs = dict(
-        q=p.q, window=_rows(p.window), window_indices=p.window_indices, window_lengths=p.window_lengths,
-        compressed=_rows(p.compressed), compressed_indices=p.compressed_indices,
-        compressed_lengths=p.compressed_lengths, compressed_block_table=p.block_table,
-        request_starts=p.request_starts, cos_sin=p.cos_sin, positions=p.positions, sink=p.sink,
-    )  # fmt: skip
-    assert p.out is not None
-    checks.apart("out", p.out, inputs)
-    if p.lse is not None:
-        checks.apart("lse", p.lse, inputs | {"out": p.out})
-    _run(p, backend)
-
-
-def _fake_out(*tensors, backend="auto", **options):
-    _build_out(*tensors, **options)
-
-
-def _run(p: v4_problem.V4Problem, backend: str) -> None:
-    if checks.values_checked(p.q):
-        v4_problem.check_values(p)
-    dispatch.run(p, backend)
-
-
-ops.define(f"v4_attention({ARGUMENTS}, bool return_lse=False) -> (Tensor, Tensor)", _kernel, _fake)
-ops.define(
-    f"v4_attention_out({ARGUMENTS}, Tensor(c!)? scratch=None, SymInt num_splits=0, "
-    "Tensor(a!) out, Tensor(b!) lse) -> ()",
-    _kernel_out,
-    _fake_out,
-)
+ops.define_attention("v4_attention", ARGUMENTS, _build, v4_problem.check_values)
