@@ -1,7 +1,7 @@
 """wgmma (sm_90a): shared-memory operands, registers in use, groups."""
 
 import numpy as np
-from ruling import holds
+from ruling import findings, holds
 
 from softsm.museum import text as t
 
@@ -97,6 +97,19 @@ def test_using_the_accumulator_requires_wait_group():
 
     holds(make, args=OUT, code="wgmma-registers")
     holds(make, args=OUT, code="wgmma-registers", strict=False)
+
+
+def test_copies_of_the_accumulator_count_at_the_strict_level_only():
+    """Triton copies accumulators before the wait; what is computed from them, or overwritten, is another matter."""
+
+    def early(text):
+        return whole(ZERO + FILL + PUBLISH + group() + text + WAIT + " 0;\n" + USE)
+
+    for copy in ("mov.b32 %f120, %f0;\n", "mov.b32 {%h1, %h2}, %f0;\n"):
+        assert not findings(early(copy), OUT, strict=False)
+        assert "wgmma-registers" in findings(early(copy), OUT).codes()
+    for use in ("add.f32 %f120, %f0, %f0;\n", "mov.b32 %f0, 0f00000000;\n"):
+        assert "wgmma-registers" in findings(early(use), OUT, strict=False).codes()
 
 
 def test_writing_the_accumulator_before_a_product_requires_wgmma_fence():

@@ -350,10 +350,10 @@ class Assembler:
         lowering(self, ins)
         if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
             self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
-        if self.checking:
-            self.follow_registers(ins, start)
         if self.wgmma_busy and ins.opcode != "wgmma":
             self.settle_products(start)
+        if self.checking:  # it looks before anything is settled: what is inserted last comes first
+            self.follow_registers(ins, start)
 
     def settle_products(self, start: int) -> None:
         """Registers of a wgmma are touched before its wait. ptxas waits there by itself, once for all its registers."""
@@ -393,7 +393,9 @@ class Assembler:
         if early:
             from softsm.isa.wgmma import do_early_use
 
-            self.insert_macro(start, do_early_use, rows=np.array(sorted(row for _, row in early)))
+            sources = {("R", self.rows.get(name, -1)) for name in self.read}
+            copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending)
+            self.insert_macro(start, do_early_use, rows=np.array(sorted(row for _, row in early)), copy=copy)
 
     def insert_macro(self, at: int, function, **operands) -> None:
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))

@@ -236,9 +236,10 @@ def do_unfenced(w, mask, o):
 
 
 def do_early_use(w, mask, o):
-    """Registers of a wgmma are used here: has this warp waited for it?"""
+    """Registers of a wgmma are used here: has this warp waited for it? Triton copies them at the end of a loop, or
+    takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only."""
     state = w.__dict__.get("wgmma")
-    if state is None:
+    if state is None or o.copy and not w.machine.checker.strict:
         return
     committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
     for part in [*state.open, *(p for parts in committed for p in parts)]:
