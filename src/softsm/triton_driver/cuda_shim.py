@@ -6,11 +6,14 @@ Off unless asked for. Moving a tensor between "cuda" and "cpu" copies it, as it 
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from softsm.triton_driver import cuda_graph, cuda_random
 
 if TYPE_CHECKING:
     from softsm.triton_driver.install import Use
@@ -44,6 +47,22 @@ _DEVICE = torch.Tensor.device.__get__
 _GET_DEVICE = torch.Tensor.get_device
 
 
+def do_on_cpu(func, *args, **kwargs):
+    if func in _MOVES:
+        return args[0].clone()
+    if func is torch.histc and not args[0].is_floating_point():  # the CPU's takes floats only
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}
+    if _is_index(kwargs.get("device")):
+        kwargs["device"] = CPU
+    if func is torch.Tensor.to and len(args) > 1 and _is_index(args[1]):
+        args = (args[0], CPU, *args[2:])
+    if func is torch.Tensor.to and any(_names_device(x) for x in (*args[1:], *kwargs.values())):
+        args = tuple(_on_cpu(x) for x in args)
+        return func(*args, **{**kwargs, "copy": True})
+    return func(*map(_on_cpu, args), **kwargs)
+
+
 class CudaToCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -56,33 +75,11 @@ class CudaToCpu(TorchFunctionMode):
             return 0
         if func is torch.device:  # torch.device("cuda") itself works without CUDA
             return func(*args, **kwargs)
-        if func in _MOVES:
-            return args[0].clone()
         if func is torch.Tensor.pin_memory:
             return args[0]
-        kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}
-        if _is_index(kwargs.get("device")):
-            kwargs["device"] = CPU
-        if func is torch.Tensor.to and len(args) > 1 and _is_index(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if func is torch.Tensor.to and any(_names_device(x) for x in (*args[1:], *kwargs.values())):
-            args = tuple(_on_cpu(x) for x in args)
-            return func(*args, **{**kwargs, "copy": True})
-        return func(*map(_on_cpu, args), **kwargs)
-
-
-class Generator(torch.Generator):
-    """torch.Generator(device="cuda") makes one for the CPU."""
-
-    def __new__(cls, device: object = "cpu"):
-        return super().__new__(cls, device=_on_cpu(device))  # type: ignore[call-arg]
-
-    def __init__(self, device: object = "cpu"):
-        super().__init__()
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return GPU
+        if cuda_graph.capturing():
+            return cuda_graph.call(functools.partial(do_on_cpu, func), args, kwargs)
+        return do_on_cpu(func, *args, **kwargs)
 
 
 class Stream:
@@ -120,6 +117,10 @@ class Stream:
         pass
 
 
+class Device(contextlib.nullcontext):
+    """torch.cuda.device; a class, as torch itself asks for its instances."""
+
+
 class CudaShim:
     """Installed when made; `remove` takes it away."""
 
@@ -137,7 +138,8 @@ class CudaShim:
             name=name, major=number // 10, minor=number % 10, multi_processor_count=use.sms, total_memory=1 << 37,
             warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
             shared_memory_per_block=49152, shared_memory_per_block_optin=232_448,
-            shared_memory_per_multiprocessor=233_472, L2_cache_size=50 << 20, gcnArchName="")  # fmt: skip
+            shared_memory_per_multiprocessor=233_472, L2_cache_size=50 << 20, gcnArchName="",
+            uuid="softsm")  # fmt: skip
         stream = Stream()
         answers = {
             "is_available": lambda: True,
@@ -161,17 +163,24 @@ class CudaShim:
             "reset_peak_memory_stats": lambda *_: None,
             "reset_max_memory_allocated": lambda *_: None,
             "mem_get_info": lambda *_: (1 << 37, 1 << 37),
-            "manual_seed": lambda seed: torch.default_generator.manual_seed(seed) and None,
-            "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed) and None,
+            "memory_stats": lambda *_: {},
+            "memory_summary": lambda *_, **__: "",
+            "ipc_collect": lambda: None,
+            "_sleep": lambda *_: None,
+            "set_sync_debug_mode": lambda *_: None,
             "current_stream": lambda *_: stream,
             "default_stream": lambda *_: stream,
             "set_stream": lambda *_: None,
             "stream": lambda *_: contextlib.nullcontext(),
-            "device": lambda *_: contextlib.nullcontext(),
+            "device": Device,
             "device_of": lambda *_: contextlib.nullcontext(),
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": cuda_graph.capturing,
+            "CUDAGraph": cuda_graph.CUDAGraph,
+            "graph": cuda_graph.graph,
+            "graph_pool_handle": lambda: (0, 0),
             "Stream": Stream,
             "Event": Event,
+            **cuda_random.answers(),
         }
         self._patches = Patches()
         for attribute, answer in answers.items():
@@ -181,7 +190,16 @@ class CudaShim:
         # torch puts a default device below every other mode, where it would be applied after ours
         set_default = torch.set_default_device
         self._patches.set(torch, "set_default_device", lambda d: set_default(None if _is_cuda(d) else d))
-        self._patches.set(torch, "Generator", Generator)
+        self._patches.set(torch, "Generator", cuda_random.Generator)
+        load = torch.load
+        self._patches.set(
+            torch, "load", lambda f, map_location=None, *a, **k: load(f, _on_cpu(map_location), *a, **k)
+        )
+        self._patches.set(torch.Tensor, "record_stream", lambda *_: None)
+        for attribute in ("range_push", "range_pop", "mark"):
+            self._patches.set(torch.cuda.nvtx, attribute, lambda *_, **__: None)
+        for attribute in ("start", "stop"):
+            self._patches.set(torch.cuda.profiler, attribute, lambda *_, **__: None)
         self._replace_cublas()
         self._mode = CudaToCpu()
         self._mode.__enter__()
@@ -192,6 +210,13 @@ class CudaShim:
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
             "device_count": lambda: 1,
             "current_device_index": lambda: 0,
+            "current_stream": lambda *_: torch.cuda.current_stream(),
+            "memory_allocated": lambda *_: 0,
+            "max_memory_allocated": lambda *_: 0,
+            "memory_reserved": lambda *_: 0,
+            "max_memory_reserved": lambda *_: 0,
+            "reset_peak_memory_stats": lambda *_: None,
+            "empty_cache": lambda: None,
             "set_device_index": lambda *_: None,
             "synchronize": lambda *_: None,
         }

@@ -14,7 +14,7 @@ from triton.runtime import _allocation
 
 from softsm.engine import launch as engine
 from softsm.memory.global_memory import GlobalMemory
-from softsm.triton_driver import install, packing, pointers
+from softsm.triton_driver import cuda_graph, install, packing, pointers
 
 SHARED_PER_CTA = 232_448
 DEVICE_BASE = 10_000  # softsm's device numbers, one per target: caches never mix with a real GPU's
@@ -37,9 +37,17 @@ class Launcher:
     def __call__(
         self, gx, gy, gz, stream, kernel, packed_metadata, launch_metadata, enter_hook, exit_hook, *args
     ):
-        md = self.metadata
         if enter_hook is not None:
             enter_hook(launch_metadata)
+        if cuda_graph.capturing():
+            cuda_graph.call(self._launch, (gx, gy, gz, stream, kernel, *args), {}, launch=True)
+        else:
+            self._launch(gx, gy, gz, stream, kernel, *args)
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+
+    def _launch(self, gx, gy, gz, stream, kernel, *args) -> None:
+        md = self.metadata
         memory = GlobalMemory()
         packer = packing.Packer(memory, getattr(md, "tensordesc_meta", None))
         for name, type_, value in zip(self.names, self.types, args):
@@ -63,8 +71,6 @@ class Launcher:
                 sms=_sms(),
                 dependent=bool(getattr(md, "launch_pdl", False)),
             )
-        if exit_hook is not None:
-            exit_hook(launch_metadata)
 
 
 def _sms() -> int:
@@ -154,7 +160,7 @@ class Utils:
         return self.driver.sms
 
     def is_stream_capturing(self, stream) -> bool:
-        return False
+        return cuda_graph.capturing()
 
 
 class SoftsmDriver(DriverBase):

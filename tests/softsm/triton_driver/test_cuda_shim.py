@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 import softsm
 
@@ -33,9 +36,6 @@ def shim(request):
     lambda: torch.empty_like(torch.zeros(4, device="cuda")),
     lambda: torch.zeros(4, pin_memory=True).to(device="cuda", non_blocking=True),
     lambda: torch.nn.Linear(2, 2).to("cuda").weight,
-    lambda: torch.zeros(4).to(0),
-    lambda: torch.zeros(4, device=0),
-    lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
     lambda: torch.zeros(4).to(0),
     lambda: torch.zeros(4, device=0),
     lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
@@ -149,3 +149,71 @@ def test_default_device_and_accelerator(shim):
     if hasattr(torch, "accelerator"):
         assert torch.accelerator.current_accelerator().type == "cuda"
         torch.accelerator.synchronize()
+
+
+def test_calls_around_launches_do_nothing(shim):
+    x = torch.zeros(4, device="cuda")
+    x.record_stream(torch.cuda.current_stream())
+    torch.cuda.nvtx.range_push("name")
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.profiler.start()
+    torch.cuda._sleep(100)
+    torch.cuda.ipc_collect()
+    assert torch.accelerator.memory_allocated() == 0
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.load(file, map_location="cuda").is_cuda
+
+
+def test_generators_have_seeds_and_offsets(shim):
+    torch.manual_seed(11)
+    generator = torch.cuda.default_generators[0]
+    assert generator.initial_seed() == 11 and torch.cuda.initial_seed() == 11 and generator.get_offset() == 0
+    generator.set_offset(8)
+    seed, offset = generator.get_state().view(torch.int64).tolist()
+    assert (seed, offset) == (11, 8)
+    state = generator.get_state()
+    first = torch.randn(4, generator=generator, device="cuda")
+    assert not torch.equal(first, torch.randn(4, generator=generator, device="cuda"))
+    generator.set_state(state)
+    assert torch.equal(first, torch.randn(4, generator=generator, device="cuda"))
+
+
+def test_random_state_comes_back(shim):
+    with torch.random.fork_rng(devices=[0]):
+        first = torch.randn(4, device="cuda")
+    assert torch.equal(first, torch.randn(4, device="cuda"))
+    state = torch.cuda.get_rng_state()
+    first = torch.randn(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.randn(4, device="cuda"))
+
+
+def test_histogram_of_integers(shim):
+    counts = torch.histc(torch.tensor([0, 1, 1, 3], dtype=torch.int32, device="cuda"), bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32 and counts.tolist() == [1, 2, 0, 1]
+
+
+@triton.jit
+def add_one(x, y, n, block: tl.constexpr):
+    at = tl.arange(0, block)
+    tl.store(y + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
+def test_graphs_do_launches_and_torch_functions_again(shim):
+    x, y, count = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda"), torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        twice = x * 2
+        add_one[(1,)](twice, y, 8, block=8)
+        z = y[:4].sum()
+        count += 1
+    assert not torch.cuda.is_current_stream_capturing()
+    assert y.tolist() == [0] * 8 and count.item() == 0  # nothing is computed while a graph is captured
+    for k in (1, 5):
+        x.fill_(k)
+        graph.replay()
+        assert y.tolist() == [2 * k + 1] * 8 and z.item() == 4 * (2 * k + 1)
+    assert count.item() == 2
