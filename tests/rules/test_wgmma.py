@@ -108,7 +108,11 @@ def test_copies_of_the_accumulator_count_at_the_strict_level_only():
     for copy in ("mov.b32 %f120, %f0;\n", "mov.b32 {%h1, %h2}, %f0;\n"):
         assert not findings(early(copy), OUT, strict=False)
         assert "wgmma-registers" in findings(early(copy), OUT).codes()
-    for use in ("add.f32 %f120, %f0, %f0;\n", "mov.b32 %f0, 0f00000000;\n"):
+    for use in (
+        "add.f32 %f120, %f0, %f0;\n",
+        "mov.b32 %f0, 0f00000000;\n",
+        "mov.b32 {%h1, %h2}, %f0;\nadd.s16 %h1, %h1, %h1;\n",
+    ):
         assert "wgmma-registers" in findings(early(use), OUT, strict=False).codes()
 
 

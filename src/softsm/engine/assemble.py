@@ -75,7 +75,8 @@ class Assembler:
         self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
         self.tmem_flush = None  # macro function, set by the tensor-memory chapter
         self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
-        self.wgmma_pending: set[tuple[str, int]] = set()  # checking: accumulators of wgmma not yet waited for
+        # checking: registers of wgmmas not yet waited for, and those they were copied to -> row of the wgmma
+        self.wgmma_pending: dict[tuple[str, int], int] = {}
         self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
         self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
@@ -351,11 +352,11 @@ class Assembler:
         if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
             self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
         if self.wgmma_busy and ins.opcode != "wgmma":
-            self.settle_products(start)
+            self.settle_products(start, ins.opcode == "mov")
         if self.checking:  # it looks before anything is settled: what is inserted last comes first
             self.follow_registers(ins, start)
 
-    def settle_products(self, start: int) -> None:
+    def settle_products(self, start: int, move: bool) -> None:
         """Registers of a wgmma are touched before its wait. ptxas waits there by itself, once for all its registers."""
         for row in self.touched & self.wgmma_busy.keys():
             used = self.wgmma_busy.get(row)
@@ -363,7 +364,7 @@ class Assembler:
                 continue
             from softsm.isa.wgmma import do_settle
 
-            self.insert_macro(start, do_settle, rows=np.array(sorted(number for _, number in used)))
+            self.insert_macro(start, do_settle, rows=np.array(sorted(number for _, number in used)), move=move)
             for settled in used & self.wgmma_busy.keys():
                 self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 
@@ -389,13 +390,15 @@ class Assembler:
             return
         if self.wgmma_dirty is not None:
             self.wgmma_dirty |= self.touched
-        early = self.touched & self.wgmma_pending
+        early = sorted({self.wgmma_pending[x] for x in self.touched & self.wgmma_pending.keys()})
         if early:
             from softsm.isa.wgmma import do_early_use
 
             sources = {("R", self.rows.get(name, -1)) for name in self.read}
-            copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending)
-            self.insert_macro(start, do_early_use, rows=np.array(sorted(row for _, row in early)), copy=copy)
+            copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending.keys())
+            self.insert_macro(start, do_early_use, rows=np.array(early), copy=copy)
+            for name in self.written if copy else ():
+                self.wgmma_pending.setdefault(("R", self.rows.get(name, -1)), early[0])
 
     def insert_macro(self, at: int, function, **operands) -> None:
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))

@@ -191,6 +191,8 @@ def bar(asm, ins):
         if asm.checking:
             asm.macro(do_warp_sync, ins)
         return None
+    if ins.opcode == "bar" and "aligned" in mods:
+        asm.refuse(ins, "bar is aligned by itself; .aligned belongs to barrier")
     aligned = ins.opcode == "bar" or "aligned" in mods
     mods = [m for m in mods if m != "aligned"]
     operands = list(ins.operands)
@@ -418,8 +420,9 @@ def fence_kind(asm, ins) -> str:
         order, *scope = mods if mods[0] not in _SCOPES else ["acq_rel", *mods]
         known = order in ("sc", "acq_rel", "acquire", "release") and (
             (len(scope) == 1 and scope[0] in _SCOPES)
-            or (len(scope) == 2 and scope[0].startswith("sync_restrict::shared::") and scope[1] == "cluster")
-        )
+            or mods in (["acquire", "sync_restrict::shared::cluster", "cluster"],
+                        ["release", "sync_restrict::shared::cta", "cluster"])
+        )  # fmt: skip
     if not known:
         asm.refuse(ins, "no such fence")
     return name
@@ -428,6 +431,13 @@ def fence_kind(asm, ins) -> str:
 @lowers("fence", "membar")
 def fence(asm, ins):
     kind = fence_kind(asm, ins)
+    names_map = kind.startswith("proxy.tensormap::generic.acquire")
+    if names_map:
+        if len(ins.operands) != 2 or getattr(ins.operands[1], "value", 0) != 128:
+            asm.refuse(ins, "expected the address of a tensor map, and 128")
+        asm.address(ins.operands[0])
+    elif ins.operands:
+        asm.refuse(ins, "it takes no operands")
     if kind.startswith("proxy.async"):
         asm.macro(do_fence_async, ins)
     elif asm.checking and kind.startswith("mbarrier_init"):
@@ -436,11 +446,7 @@ def fence(asm, ins):
         scope = next((m for m in ins.modifiers if m in ("cta", "cluster")), "gpu")
         asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind, scope=scope)
     elif asm.checking and "tensormap::generic" in ins.modifiers:
-        acquires = "acquire" in ins.modifiers  # it names the map
-        asm.macro(do_fence_map, ins, at=asm.address_row(ins.operands[0], "q") if acquires else None)
-    else:
-        for operand in ins.operands[:1]:
-            asm.address(operand)
+        asm.macro(do_fence_map, ins, at=asm.address_row(ins.operands[0], "q") if names_map else None)
 
 
 def do_fence_async(w, mask, o):

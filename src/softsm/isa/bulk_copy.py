@@ -21,6 +21,7 @@ from softsm.isa.mbarriers import (
     shared_bytes,
     shared_operand,
 )
+from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
 
 COMPLETE_TX = "mbarrier::complete_tx::bytes"
@@ -77,6 +78,8 @@ def _bulk(asm, ins, reduction, mods):
         left, op, dtype = _reduction(asm, ins, left, pair[0] == "global")
     if set(left) - (extra if not reduction else set()):
         asm.refuse(ins, f"unknown modifiers {', '.join(left)}")
+    if "cp_mask" in left:
+        needs_target(asm, ins, 100)
     operands = list(ins.operands)
     target, source, size = operands[:3]
     operands = operands[3:]
@@ -119,7 +122,7 @@ def _reduction(asm, ins, flags, to_global: bool):
     elif kind[0] == "b":
         ok = op in bits and (to_global or kind == "b32")
     else:
-        ok = op not in bits and (op not in ("inc", "dec") or kind == "u32") and (
+        ok = op not in bits and (op not in ("inc", "dec") or kind == "u32") and (kind, op) != ("s64", "add") and (
             to_global or kind in ("u32", "s32") or (kind == "u64" and op == "add")
         )  # fmt: skip
     if not ok:
@@ -308,6 +311,10 @@ def reduce_async(asm, ins):
     op = next((m for m in mods if m in INTEGER_OPS), None)
     if op is None or ins.opcode != "red":
         asm.refuse(ins, "expected red.async.relaxed.cluster with an operation")
+    types = {"add": {"u32", "s32", "u64", "s64"}, "inc": {"u32"}, "dec": {"u32"}, "min": {"u32", "s32"},
+             "max": {"u32", "s32"}}  # fmt: skip
+    if not types.get(op, {"b32"}) & set(mods):
+        asm.refuse(ins, f".{op} takes .{', .'.join(sorted(types.get(op, {'b32'})))}")
     store_async(asm, ins, tuple(m for m in mods if m != op), op)
 
 

@@ -18,6 +18,8 @@ def createpolicy(asm, ins):
     kind, *rest = ins.modifiers or ("",)
     if kind == "cvt" and rest == ["L2", "b64"]:
         return asm.emit("mov.b64", asm.dst(ins.operands[0], "q"), asm.src(ins.operands[1], "q"))
+    if kind == "range" and rest[:1] == ["global"]:
+        rest = rest[1:]
     known = kind in ("fractional", "range") and rest[-1:] == ["b64"] and 2 <= len(rest) <= 3
     if not known or rest[0] not in PRIMARY or any(m not in SECONDARY for m in rest[1:-1]):
         asm.refuse(ins, "expected createpolicy.{fractional,range}.L2::priority{.L2::evict_first,.L2::evict_unchanged}"

@@ -14,6 +14,7 @@ from softsm.isa.async_copy import start
 from softsm.isa.bulk_copy import COMPLETE_TX, destinations
 from softsm.isa.mbarriers import Issuer, lanes, set_predicate, shared_address, shared_operand
 from softsm.isa.registry import lowers
+from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Sink, Vector
 
 NBYTES = 16
@@ -21,6 +22,7 @@ NBYTES = 16
 
 @lowers("clusterlaunchcontrol")
 def clusterlaunchcontrol(asm, ins):
+    needs_target(asm, ins, 100)
     mods = list(ins.modifiers)
     if mods[:2] == ["try_cancel", "async"] and mods[-1] == "b128" and COMPLETE_TX in mods:
         left = set(mods[2:-1]) - {COMPLETE_TX, "multicast::cluster::all", "shared::cta"}

@@ -16,6 +16,7 @@ from softsm import formats
 from softsm.isa.mbarriers import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_memory import exactly, finish, rows_index, take
+from softsm.isa.typed import needs_target
 
 SPACES = ("shared", "shared::cta")
 
@@ -57,6 +58,8 @@ def words(matrices: np.ndarray, transpose: bool) -> np.ndarray:
 def lower_ldmatrix(asm, ins) -> None:
     modifiers = list(ins.modifiers)
     shape = take(asm, ins, modifiers, "m8n8", "m16n16", "m8n16")
+    if shape != "m8n8":
+        needs_target(asm, ins, 100)
     count = int(take(asm, ins, modifiers, "x1", "x2", "x4")[1:])
     trans = bool(take(asm, ins, modifiers, "trans", optional=True))
     space = take(asm, ins, modifiers, *SPACES, optional=True)
@@ -102,6 +105,8 @@ def do_ldmatrix(w, mask, o):
 def lower_stmatrix(asm, ins) -> None:
     modifiers = list(ins.modifiers)
     shape = take(asm, ins, modifiers, "m8n8", "m16n8")
+    if shape != "m8n8":
+        needs_target(asm, ins, 100)
     count = int(take(asm, ins, modifiers, "x1", "x2", "x4")[1:])
     trans = bool(take(asm, ins, modifiers, "trans", optional=True))
     space = take(asm, ins, modifiers, *SPACES, optional=True)

@@ -15,13 +15,16 @@ from softsm.memory.mbarrier import Mbarrier, pending_count
 from softsm.ptx.ast import Sink
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
+# semantics an operation may have, together with a scope; generic memory is always coherent
 _ORDER = {
-    "release",
-    "acquire",
-    "relaxed",
-    "cta",
-    "cluster",
-}  # semantics and scopes; generic memory is always coherent
+    "arrive": {"release", "relaxed"},
+    "arrive_drop": {"release", "relaxed"},
+    "expect_tx": {"relaxed"},
+    "complete_tx": {"relaxed"},
+    "test_wait": {"acquire", "relaxed"},
+    "try_wait": {"acquire", "relaxed"},
+}
+_SCOPES = {"cta", "cluster"}
 
 
 class Issuer:
@@ -123,11 +126,18 @@ def mbarrier(asm, ins):
     space = next((s for s in SHARED_SPACES if s in flags), None)
     allowed = {"arrive": {"expect_tx", "noComplete"}, "arrive_drop": {"expect_tx", "noComplete"}}
     allowed |= {"test_wait": {"parity"}, "try_wait": {"parity"}}
-    extra = flags - set(SHARED_SPACES) - _ORDER - allowed.get(op, set())
     if op not in _LOWERINGS:
         asm.refuse(ins, f"no such operation .{op}; there are {', '.join(_LOWERINGS)}")
+    order = flags & _ORDER.get(op, set())
+    scope = flags & _SCOPES if op in _ORDER else set()
+    extra = flags - set(SHARED_SPACES) - order - scope - allowed.get(op, set())
     if extra:
         asm.refuse(ins, f"unknown modifiers {', '.join(sorted(extra))}")
+    if len(order) != len(scope) or len(order) > 1:
+        asm.refuse(ins, f"expected one of .{', .'.join(sorted(_ORDER[op]))} with .cta or .cluster, or neither")
+    if "noComplete" in flags and ("expect_tx" in flags or space == "shared::cluster" or "relaxed" in order
+                                  or "cluster" in scope):  # fmt: skip
+        asm.refuse(ins, ".noComplete goes with .release.cta on the own CTA's barriers only, without .expect_tx")
     if op in ("init", "inval", "test_wait", "try_wait", "pending_count") and space == "shared::cluster":
         asm.refuse(ins, f"mbarrier.{op} works on the own CTA's barriers only")
     _LOWERINGS[op](asm, ins, flags, space)
@@ -175,6 +185,8 @@ def _transaction(asm, ins, flags, space):
 
 def _wait(asm, ins, flags, space):
     done, address, what, *hint = ins.operands
+    if len(hint) > (ins.modifiers[0] == "try_wait"):
+        asm.refuse(ins, f"{len(ins.operands)} operands")
     for operand in hint:  # suspendTimeHint
         asm.src(operand, "u")
     parity = "parity" in flags

@@ -12,6 +12,7 @@ from softsm.engine import lanes as ln
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers
+from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Sink, Symbol, Vector
 
 SPACES = {"global": ln.GLOBAL, "const": ln.GLOBAL, "shared": ln.SHARED, "shared::cta": ln.SHARED,
@@ -50,6 +51,11 @@ def split(asm, ins):
             asm.refuse(ins, f"unknown modifier .{m}")
     if type_ is None:
         asm.refuse(ins, "no type given")
+    nbytes = count * (16 if type_ == "b128" else 1 << LOG[type_])
+    if nbytes > 16 and (nbytes > 32 or type_ == "b128" or named not in ("", "global")):
+        asm.refuse(ins, f"{nbytes} bytes at once; at most 16, or 32 of global memory")
+    if nbytes > 16:
+        needs_target(asm, ins, 100)
     return space, named, count, type_
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from softsm.isa.mbarriers import lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
+from softsm.isa.typed import needs_target
 from softsm.memory.tensor_map import ALIGNMENT, NBYTES, replace_field
 from softsm.ptx.ast import Imm
 
@@ -41,6 +42,8 @@ def _replace(asm, ins, mods):
     kind = "b64" if field in _WIDE else "b32"
     if field not in _INDEXED + _PLAIN or rest[1 if space else 0 :] != ["b1024", kind]:
         asm.refuse(ins, f"expected a field and {{.global, .shared::cta}}.b1024.{kind}")
+    if field == "swizzle_atomicity":
+        needs_target(asm, ins, 100)
     address, *operands = ins.operands
     ordinal = 0
     if field in _INDEXED:

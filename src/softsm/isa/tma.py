@@ -12,6 +12,7 @@ from typing import NamedTuple
 from softsm.isa.async_copy import start
 from softsm.isa.bulk_copy import COMPLETE_TX, INTEGER_OPS, destinations, store_in_two
 from softsm.isa.mbarriers import Issuer, lanes, shared_bytes, shared_operand
+from softsm.isa.typed import needs_target
 from softsm.memory import box_copy
 from softsm.memory.tensor_map import ALIGNMENT, NBYTES, DataType, Swizzle, TensorMap, from_image
 from softsm.ptx.ast import Address, Vector
@@ -31,6 +32,8 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     spaces = [m for m in flags if m in ("global", "shared::cta", "shared::cluster", "L2")]
     flags = [m for m in flags if m not in spaces]
     mode = next((m for m in flags if m in _LOAD_MODES + _STORE_MODES), "tile")
+    if mode in _FOUR or "cta_group::1" in flags or "cta_group::2" in flags:
+        needs_target(asm, ins, 100)
     hint = "L2::cache_hint" in flags
     left = set(flags) - {mode, "L2::cache_hint"}
     operands = list(ins.operands)
@@ -44,7 +47,7 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
         redop = next((m for m in flags if m in INTEGER_OPS), "") if reduction else ""
         if left - {redop, "bulk_group"} or "bulk_group" not in left or (reduction and not redop):
             asm.refuse(ins, f"unknown or missing modifiers: {', '.join(sorted(left)) or 'none'}")
-        if mode not in _STORE_MODES or (reduction and mode == "tile::scatter4") or len(operands) != 2:
+        if mode not in _STORE_MODES or len(operands) != 2:
             asm.refuse(ins, f"no such store mode or operands (.{mode})")
         source = asm.address_row(operands[1], "u")
         return asm.macro(do_store, ins, src=source, redop=redop, **_tensor(asm, ins, operands[0], rank, mode))
@@ -53,6 +56,8 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     known = {COMPLETE_TX, "multicast::cluster", "cta_group::1", "cta_group::2"}
     if left - known or COMPLETE_TX not in left or mode not in _LOAD_MODES:
         asm.refuse(ins, f"unknown or missing modifiers: {', '.join(sorted(left - known)) or COMPLETE_TX}")
+    if "multicast::cluster" in left and spaces[0] == "shared::cta":
+        asm.refuse(ins, ".multicast::cluster needs a destination in .shared::cluster")
     target, tensor, barrier, *more = operands
     offsets = []
     if mode == "im2col":

@@ -12,7 +12,6 @@ v%2.
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -147,7 +146,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     if asm.checking:
         if asm.wgmma_dirty is None or used & asm.wgmma_dirty:
             asm.macro(do_unfenced, ins)
-        asm.wgmma_pending |= used
+        asm.wgmma_pending.update((x, x[1]) for x in used)
     asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
               add=asm.src(scale_d, "p"))  # fmt: skip
 
@@ -237,7 +236,8 @@ def do_unfenced(w, mask, o):
 
 def do_early_use(w, mask, o):
     """Registers of a wgmma are used here: has this warp waited for it? Triton copies them at the end of a loop, or
-    takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only."""
+    takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only, what
+    is done with them before the wait counts always."""
     state = w.__dict__.get("wgmma")
     if state is None or o.copy and not w.machine.checker.strict:
         return
@@ -256,18 +256,26 @@ def do_early_use(w, mask, o):
 def do_settle(w, mask, o):
     """Registers of a wgmma are used before the wait for it. PTX leaves the result open; ptxas finishes the products
     first ("wgmma serialized"), and Triton's partial accumulation (`max_num_imprecise_acc`) counts on that. So does
-    'eager'; under the other orders the program finds what it finds."""
+    'eager'; under the other orders the program finds what it finds, except that a move gets the result."""
     state = w.__dict__.get("wgmma")
-    if state is None or w.machine.engine.order != "eager":
+    eager = w.machine.engine.order == "eager"
+    if state is None or not (eager or o.move):
         return None
-    groups = (b.parts.get(w.index, ()) for n, b in state.group.batches.items() if n >= state.waited)
-    parts = [*state.open, *(part for parts in groups for part in parts)]
-    if not any(np.isin(o.rows, p.d_rows).any() or (isinstance(p.a, np.ndarray) and np.isin(o.rows, p.a).any())
-               for p in parts):  # fmt: skip
-        return None
-    if state.open:
+    if eager and uses(state.open, o.rows):
         do_commit(w, mask, o)
-    return do_wait(w, mask, SimpleNamespace(keep=0))
+    group = state.group
+    batches = [b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)]
+    for batch in batches:  # not a wait: the checkers must not take it for one
+        if batch.ops is None:
+            return Blocked(group, "the other warps of the warpgroup to commit the same wgmma group")
+        for op in batch.results[w.index]:
+            w.machine.require(op)
+    return None
+
+
+def uses(parts, rows: np.ndarray) -> bool:
+    return any(np.isin(rows, p.d_rows).any() or (isinstance(p.a, np.ndarray) and np.isin(rows, p.a).any())
+               for p in parts)  # fmt: skip
 
 
 def descriptor(w, row: int, name: str) -> Descriptor:

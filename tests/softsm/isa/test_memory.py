@@ -94,7 +94,8 @@ def test_hints_and_orders_change_no_stored_value(form):
 @pytest.mark.parametrize("priority", ["evict_first", "evict_last", "evict_normal", "evict_unchanged"])
 def test_a_cache_policy_changes_no_value(priority):
     data = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
-    body = f"createpolicy.fractional.L2::{priority}.b64 %rd4, 1.0;\n" + at("%rd2", 4)
+    body = f"createpolicy.range.global.L2::{priority}.b64 %rd4, [%rd2], 128, 128;\n"
+    body += f"createpolicy.fractional.L2::{priority}.b64 %rd4, 1.0;\n" + at("%rd2", 4)
     body += "ld.global.L2::cache_hint.u32 %r3, [%rd10], %rd4;\n" + at("%rd1", 4)
     body += "st.global.L2::cache_hint.u32 [%rd10], %r3, %rd4;\n"
     np.testing.assert_array_equal(run(ptx(body, "out src"), [words(32), data])[0], data)

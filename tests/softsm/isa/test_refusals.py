@@ -40,7 +40,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("instruction", REFUSED)
+TX = "mbarrier::complete_tx::bytes"
+REFUSED_MEMORY = [
+    "mbarrier.arrive.acquire.cta.b64 _, [%rd1];", "mbarrier.arrive.release.b64 _, [%rd1];",
+    "mbarrier.arrive.cluster.b64 _, [%rd1];", "mbarrier.try_wait.release.cta.b64 %p1, [%rd1], %rd2;",
+    "mbarrier.test_wait.parity.b64 %p1, [%rd1], 0, 100;", "mbarrier.expect_tx.release.cta.b64 [%rd1], 16;",
+    "mbarrier.init.relaxed.cta.b64 [%rd1], 1;", "mbarrier.arrive.noComplete.release.cluster.b64 %rd2, [%rd1], 1;",
+    "bar.sync.aligned 1;", "fence.acquire.sync_restrict::shared::cta.cluster;", "fence.acq_rel.gpu %r1;",
+    "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 64;",
+    f"cp.async.bulk.tensor.1d.shared::cta.global.{TX}.multicast::cluster [%r1], [%rd1, {{%r2}}], [%r3], %h1;",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s64 [%rd1], [%r1], 16;",
+    f"red.async.relaxed.cluster.shared::cluster.{TX}.and.b64 [%r1], %rd1, [%r2];",
+    "ld.shared.v4.b64 {%rd0, %rd1, %rd2, %rd3}, [%r1];", "ld.global.v2.b128 {%rd0, %rd1}, [%rd2];",
+]
+
+
+@pytest.mark.parametrize("instruction", REFUSED + REFUSED_MEMORY)
 def test_what_does_not_exist_is_refused(instruction):
     with pytest.raises(Unsupported) as error:
         softsm.load(TEXT.format(instruction=instruction, target="sm_90a"))
@@ -51,6 +66,14 @@ def test_what_does_not_exist_is_refused(instruction):
 @pytest.mark.parametrize("instruction", [
     "add.f32x2 %rd1, %rd2, %rd3;", "min.f32 %r1, %r2, %r3, %r1;", "cvt.rn.satfinite.e2m3x2.f32 %h1, %r1, %r2;",
     "cvt.rz.ue8m0x2.f32 %h1, %r1, %r2;", "add.f32.f16 %r1, %h1, %r2;", "cvt.rs.bf16x2.f32 %r1, %r2, %r3, %r1;",
+    f"cp.async.bulk.tensor.1d.shared::cluster.global.{TX}.cta_group::1 [%r1], [%rd1, {{%r2}}], [%r3];",
+    "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r1, %r2, %r3, %r1, %r2}], [%r0];",
+    "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd1], [%r1], 16, %h1;",
+    f"clusterlaunchcontrol.try_cancel.async.shared::cta.{TX}.b128 [%r1], [%r2];",
+    "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r1, %r2}, [%r3];",
+    "stmatrix.sync.aligned.m16n8.x1.trans.shared.b8 [%r3], {%r1};",
+    "tensormap.replace.tile.swizzle_atomicity.global.b1024.b32 [%rd1], 1;",
+    "ld.global.v4.b64 {%rd0, %rd1, %rd2, %rd3}, [%rd1];",
 ])
 def test_blackwell_forms_need_its_target(instruction):
     with pytest.raises(Unsupported, match="needs .target sm_100"):

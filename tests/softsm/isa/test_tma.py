@@ -456,6 +456,13 @@ def test_scatter4():
         if row is not None:
             wanted[row, 16:80] = new[i, :64]
     np.testing.assert_array_equal(got, wanted)
+    form = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile::scatter4.bulk_group"
+    text = store_kernel(2, (16, 7, 41, 0, 39), 512, form, target="sm_100a", version="8.6")
+    got = run(text, [old, description, values])[0]
+    for i, row in enumerate((7, None, 0, 39)):
+        if row is not None:
+            wanted[row, 16:80] = old[row, 16:80] + new[i, :64]
+    np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def product(d, scale_d="%p2"):
     return f"{NAME} {kn.braces(d)}, %rd11, %rd12, {scale_d}, 1, 1, 0, 0;\n"
 
 
-def kernel(body, a_desc, b_desc, count=16):
+def kernel(body, a_desc, b_desc, count=16, halves=4):
     """%p2 is true, %p3 false; D0 and D1 start as zeros; `body` leaves its results in registers %r32 .. ."""
     text = kn.fill_shared("%rd1", SIZE, 128) + "".join(f"mov.u32 {r}, 0;\n" for r in D0 + D1)
     text += "cvt.u64.u32 %rd10, %r1;\nshr.u64 %rd10, %rd10, 4;\nand.b64 %rd10, %rd10, 0x3FFF;\n"
     text += f"add.s64 %rd11, %rd10, {a_desc};\nadd.s64 %rd12, %rd10, {b_desc};\n"
     text += "setp.eq.u32 %p2, 0, 0;\nsetp.ne.u32 %p3, 0, 0;\nwgmma.fence.sync.aligned;\n" + body
     text += kn.thread_pointer("%rd2", count, "%rd13") + kn.store_words("%rd13", kn.names(32, count))
-    return kn.text(text, ["image", "out"], shared=SIZE)
+    return kn.text(text, ["image", "out"], shared=SIZE, halves=halves)
 
 
 def test_two_groups_in_flight():
@@ -67,7 +67,7 @@ def test_interleaved_accumulators():
 def test_an_accumulator_read_too_early_is_stale():
     """Without the wait, 'latest' still finds the old registers: the bug shows."""
     a, b, image, *descs = tiles(2)
-    early = "".join(f"mov.b32 %r{48 + i}, {r};\n" for i, r in enumerate(D0))
+    early = "".join(f"or.b32 %r{48 + i}, {r}, 0;\n" for i, r in enumerate(D0))
     body = product(D0) + COMMIT + "bar.sync 0;\n" + early + wait(0)
     body += "".join(f"mov.b32 {r}, %r{48 + i};\n" for i, r in enumerate(D1))
     text = kernel(body, *descs)
@@ -77,6 +77,18 @@ def test_an_accumulator_read_too_early_is_stale():
         load(text).launch(1, 128, [image, out], order=order)
         np.testing.assert_array_equal(out[:, :8], want)
         np.testing.assert_array_equal(out[:, 8:], seen)
+
+
+def test_a_move_before_the_wait_gets_the_result():
+    """Triton unpacks f16 accumulators between commit and wait; ptxas then waits for them. The warps come one by one, so
+    the first ones move before the product can exist."""
+    a, b, image, *descs = tiles(4)
+    unpack = "".join(f"mov.b32 {{%rs{2 * i}, %rs{2 * i + 1}}}, {r};\n" for i, r in enumerate(D0))
+    pack = "".join(f"mov.b32 {r}, {{%rs{2 * i}, %rs{2 * i + 1}}};\n" for i, r in enumerate(D1))
+    for n, text in enumerate((unpack + wait(0) + pack, unpack + pack + wait(0))):
+        whole = kernel(product(D0) + COMMIT + text, *descs, halves=16)
+        out = run(whole, [image, np.zeros((128, 16), np.float32)], block=128)[1]
+        np.testing.assert_array_equal(out[:, 8:], d_registers(a @ b.T, np.float32), err_msg=str(n))
 
 
 def test_two_warpgroups_multiply_on_their_own():
