@@ -255,6 +255,8 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 
 
 def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Tensor]:
+    if causal and scale <= 0:  # the kernel masks with -inf before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 

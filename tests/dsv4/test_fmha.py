@@ -117,3 +117,13 @@ def test_the_same_bits_every_time():
     q, k, v = qkv(2, 65, 257, 4, 1, 64, torch.bfloat16)
     a, b = (dsv4.fmha(q, k, v, causal=True, window=(50, 0), deterministic=True) for _ in range(2))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
+    """More queries than one masked block, so that the flash kernel's own causality is used."""
+    q, k, v = (torch.randn(1, 150, 2, 64) for _ in "qkv")
+    out, lse = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, return_lse=True)
+    want, want_lse = reference.fmha(q, k, v, causal=True, softmax_scale=scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
