@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+import dsv4
 from dsv4.commands import bench, compile, demo, doctor, kernels, support, verify
 
 app = typer.Typer(
@@ -18,6 +19,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(dsv4.__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Options of no subcommand."""
+
+
 app.command("demo")(demo.demo)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)

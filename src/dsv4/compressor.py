@@ -23,6 +23,7 @@ from torch import Tensor
 from dsv4 import checks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, which changes no bit
 
 
 class CompressState(NamedTuple):
@@ -70,6 +71,18 @@ def compress(
     if dtype is not None:
         checks.dtype("dtype", dtype, FLOATS)
     eps = checks.number("eps", eps)
+    length, block = kv.shape[-2], max(m, BLOCK_BYTES // max(4 * kv[..., :1, :].numel(), 1))
+    if length > block:
+        parts = []
+        for begin in range(0, length, block):
+            some = slice(begin, begin + block)
+            part, state = compress(
+                kv[..., some, :], gate[..., some, :], position_bias, norm_weight,
+                cos_sin=cos_sin, state=state, eps=eps, dtype=dtype,
+            )  # fmt: skip
+            parts.append(part)
+        assert state is not None
+        return torch.cat(parts, -2), state
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     overlap = kv.shape[-1] == 2 * d
     seen = 0 if state is None else state.tokens

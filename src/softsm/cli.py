@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +16,7 @@ app = typer.Typer(
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -50,7 +54,8 @@ def run(
     if not file.is_file():
         _stop(f"there is no file {file}")
     if file.suffix == ".py":
-        _program(file, arguments or [], arch, sms, order, seed)
+        with _program_errors(file):
+            _program(file, arguments or [], arch, sms, order, seed)
     else:
         _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
 
@@ -107,7 +112,7 @@ def trace(
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
     try:
-        with made as made_by:
+        with _program_errors(file, but=(SoftsmError,)), made as made_by:
             if file.suffix == ".py":
                 _program(file, arguments or [], arch, sms, order, seed)
             else:
@@ -174,6 +179,21 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, 
     sys.path.insert(0, str(file.resolve().parent))
     with softsm, options(order=order, seed=seed):
         runpy.run_path(str(file), run_name="__main__")
+
+
+@contextmanager
+def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """An exception of the program is shown as `python file` would: without the frames that led to it."""
+    try:
+        yield
+    except (typer.Exit, *but):
+        raise
+    except Exception as problem:
+        frames = problem.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
+            frames = frames.tb_next
+        traceback.print_exception(problem.with_traceback(frames))
+        raise typer.Exit(1) from None
 
 
 def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, seed, save) -> None:

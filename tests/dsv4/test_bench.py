@@ -50,3 +50,20 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is a GPU here")
     result = CliRunner().invoke(app, ["bench"])
     assert result.exit_code == 2 and "needs a GPU" in result.output
+
+
+def test_a_record_that_is_none_is_refused_in_words(tmp_path):
+    from typer.testing import CliRunner
+
+    from dsv4.cli import app
+
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "other").write_text("[1]")
+    for name in ("text", "other", "absent"):
+        result = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / name)])
+        assert result.exit_code == 2 and f"dsv4 bench: {tmp_path / name}: " in result.output
+
+
+def test_a_case_without_peer_or_result_is_no_row():
+    lone = RECORD | {"cases": [{"case": "x", "microseconds": who} for who in ({}, {"dsv4": 1.0}, {"torch": 1.0})]}
+    assert bench.markdown(lone).endswith("|---|---|---|---|---|---|")

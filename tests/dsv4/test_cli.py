@@ -184,3 +184,18 @@ def test_module_is_the_command() -> None:
         [*command, "--suite", "nope"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "accepted" in done.stderr
+
+
+def test_version() -> None:
+    assert run("--version").out == f"{dsv4.__version__}\n"
+
+
+def test_verify_gives_one_line_to_cases_that_fail_for_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(problem, backend):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(dispatch, "run", absent)
+    result = run("verify", "--backend", "cpu", "--suite", "seeds", "--match", "d64-t1-")
+    failed = [line for line in result.out.splitlines() if line.startswith("FAILED")]
+    assert result.code == 1 and result.out.splitlines()[-1] == "0 passed, 5 failed"
+    assert failed == ["FAILED 5 cases, seeds/d64-t1-s128 to seeds/d64-t1-s1024: RuntimeError: no such kernel"]

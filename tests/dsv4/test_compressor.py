@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4
+from dsv4 import compressor
 from dsv4.compressor import CompressState
 from dsv4.reference import rope_table
 
@@ -109,6 +110,17 @@ def test_any_cut_gives_the_same_bits(kind, tokens, cuts, seed):
     once, _ = dsv4.compress(**args)
     rows, _ = stepwise(args, sorted(c for c in cuts if c <= tokens))
     assert torch.equal(rows, once)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt_is_taken_in_pieces_with_the_same_bits(kind, monkeypatch):
+    """Otherwise a prompt of 100,000 tokens takes six times its own memory."""
+    arguments = inputs(kind, 301)
+    want = dsv4.compress(**arguments)
+    monkeypatch.setattr(compressor, "BLOCK_BYTES", 17 * 4 * arguments["kv"].shape[-1])
+    got = dsv4.compress(**arguments)
+    assert torch.equal(got[0], want[0]) and got[1].tokens == 301
+    assert torch.equal(got[1].kv, want[1].kv) and torch.equal(got[1].gate, want[1].gate)
 
 
 def test_threads_do_not_change_bits():

@@ -150,3 +150,17 @@ def test_out_apart_from_every_input():
         dsv4.fmha_paged(q, k, v, table, lengths, out=torch._neg_view(torch.zeros_like(q)))
     negated = torch._neg_view(q)  # as an input it counts with the values that it shows
     assert torch.equal(dsv4.fmha_paged(negated, k, v, table, lengths), dsv4.fmha_paged(-q, k, v, table, lengths))
+
+
+def test_compile_of_what_is_no_operator():
+    def step(kv, gate, bias, weight, outs, lses):
+        rows, state = dsv4.compress(kv, gate, bias, weight)
+        more, state = dsv4.compress(kv, gate, bias, weight, state=state)
+        return rows, more, state.kv, *dsv4.merge_states(outs, lses)
+
+    width = torch.randn(10, 32)
+    outs, lses = [torch.randn(3, 4, 64) for _ in "ab"], [torch.randn(3, 4) for _ in "ab"]
+    arguments = (width, width * 2, torch.randn(4, 32), torch.randn(16), outs, lses)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
+        assert torch.equal(got, want)

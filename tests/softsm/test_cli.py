@@ -113,6 +113,20 @@ def test_program_with_its_own_arguments(tmp_path, arch, capability):
     assert f"['--flag', '3'] {capability} True __main__" in done.output
 
 
+def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the shim is refused where CUDA is available")
+    path = tmp_path / "program.py"
+    raising, broken = "def f():\n    raise KeyError('x')\nf()\n", "print(1\n"
+    for text, last in ((raising, "KeyError: 'x'"), (broken, "was never closed")):
+        path.write_text(text)
+        done = run(path)
+        assert done.exit_code == 1 and last in done.output.splitlines()[-1], done.output
+        assert "runpy" not in done.output and "softsm/cli.py" not in done.output
+
+
 def test_unknown_architecture(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -15,6 +16,7 @@ from . import show
 
 BEGIN = "<!-- speed: made by `dsv4 bench --from benchmarks/results/h200.json --write README.md` -->"
 END = "<!-- end of speed -->"
+
 
 def bench(
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
@@ -27,16 +29,17 @@ def bench(
 ) -> None:
     """Time dsv4 and its peers on this GPU: CUDA-graph replays with a cold L2, medians, random data."""
     if recorded is not None:
-        record = json.loads(recorded.read_text())
+        record = read(recorded)
         show.console().print(markdown(record), markup=False)
         if plot is not None:
             draw(record, plot)
         if write is not None:
             write.write_text(replaced(write.read_text(), record))
         return
+    if write is not None:
+        refuse("--write needs --from: a table is made from a record that is kept")
     if not torch.cuda.is_available():
-        show.console().print("dsv4 bench needs a GPU; torch sees none here")
-        raise typer.Exit(2)
+        refuse("it needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring
 
     warnings.filterwarnings("ignore", module="dsv4.bench")  # torch says at length why a backend refuses
@@ -47,9 +50,10 @@ def bench(
     for column in ("case", "dsv4 us", "TFLOP/s", "TB/s", "best peer", "us", "dsv4 is"):
         table.add_column(column, justify="left" if column in ("case", "best peer") else "right")
     results, failed = [], False
-    for case in measuring.CASES:
-        if match not in case.name:
-            continue
+    cases = [case for case in measuring.CASES if match in case.name]
+    if not cases:
+        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in measuring.CASES)}")
+    for case in cases:
         result = measuring.measure(case, repeats, aot=aot)
         results.append(result)
         failed |= "dsv4" not in result.microseconds
@@ -65,6 +69,20 @@ def bench(
     if plot is not None:
         draw(record, plot)
     raise typer.Exit(1 if failed else 0)
+
+
+def refuse(why: str) -> NoReturn:
+    print(f"dsv4 bench: {why}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What --json wrote."""
+    try:
+        record = json.loads(path.read_text())
+        return record if "cases" in record else refuse(f"{path}: not a file that dsv4 bench --json wrote")
+    except (OSError, ValueError, TypeError) as problem:
+        refuse(f"{path}: {problem}")
 
 
 def numbers(result: Any, who: str) -> tuple[str, str, str]:
@@ -93,6 +111,8 @@ def markdown(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for case in record["cases"]:
+        if "dsv4" not in case["microseconds"] or len(case["microseconds"]) == 1:
+            continue  # it failed, or nothing else can run it
         mine, peer = case["microseconds"]["dsv4"], best_peer(case)
         unit, values = (
             ("TB/s", case["terabytes_per_second"]) if "decode" in case["case"] else ("TFLOP/s", case["tflops"])
@@ -126,7 +146,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = [c for c in record["cases"] if "dsv4" in c["microseconds"]]
+    cases = [c for c in record["cases"] if "dsv4" in c["microseconds"] and len(c["microseconds"]) > 1]
     names, ratios, peers = [], [], []
     for case in cases:
         peer = best_peer(case)

@@ -116,11 +116,16 @@ def summary(results: list[Result]) -> Table:
 
 
 def failures(out: Console, results: list[Result]) -> None:
-    failed = [result for result in results if not result.ok]
-    for result in failed[:50]:
-        out.print(f"[bold red]FAILED[/] {escape(str(result.case))}: {escape(result.why())}", soft_wrap=True)
-    if len(failed) > 50:
-        out.print(f"... and {len(failed) - 50} more; --json lists all")
+    """Every failure; those with one reason (a kernel that is not there) as one line."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if not result.ok:
+            reasons.setdefault(result.why(), []).append(str(result.case))
+    for why, names in list(reasons.items())[:50]:
+        cases = names[0] if len(names) == 1 else f"{len(names)} cases, {names[0]} to {names[-1]}"
+        out.print(f"[bold red]FAILED[/] {escape(cases)}: {escape(why)}", soft_wrap=True)
+    if len(reasons) > 50:
+        out.print(f"... and {len(reasons) - 50} more; --json lists all")
 
 
 def finite(value: float) -> float | None:
