@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from softsm.checks import grids
+from softsm.checks import grids, replicas
 from softsm.checks import shadow as sh
+from softsm.engine import program as pg
 from softsm.report.diagnostics import Diagnostic, Party
 from softsm.report.roles import function_at, role_of
 
@@ -24,6 +25,8 @@ class Findings:
             lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
             if kind == sh.OVER_BARRIER:
                 self.over_barrier(w, op, self.agents[other_pc + 1].cta, address & ~7, pc, lane)
+                continue
+            if kind == sh.UNINITIALISED and not self.strict and replicas.masked_atomic(self.machine.program, pc):
                 continue
             memory = "global" if place else "shared"
             where = f"{memory} bytes {address:#x} to {address + 3:#x}"
@@ -47,7 +50,38 @@ class Findings:
                 other_op = None
                 other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
             mend = BETWEEN_LANES if other_lane >= 0 else ""
-            self.add_race(this, other, f"{memory} memory", other_op, mend)
+            found = self.race(this, other, f"{memory} memory", other_op, mend)
+            if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
+                them = self.agents[agent]
+                by_this = w, pc, other_pc, lane
+                reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
+                if them.cta is w.cta and self.confined(load, store):
+                    self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
+                    continue
+            self.report.add(found)
+
+    def confined(self, load: int, store: int) -> bool:
+        known = self.confined_pairs.get((load, store))
+        if known is None:
+            known = self.confined_pairs[load, store] = replicas.confined(self.machine.program, load, store)
+        return known
+
+    def suspect(self, reader, found: Diagnostic, store: int, lanes: int) -> None:
+        """A race, unless the reader only repeats what others do and its lanes do not come to pass the store's guard:
+        the guard's last value tells, when the reader has ended."""
+        reader.suspected.append((found, store, lanes))
+        if not reader.fragments:
+            self.ended(reader)
+
+    def ended(self, w) -> None:
+        """A warp has exited; its predicates are still there."""
+        if w.predicates is None:
+            w.predicates = w.P.copy()
+        for found, store, lanes in w.suspected:
+            row, inverted = self.machine.program.code[store, 6:8].tolist()
+            if (int(w.predicates[row]) ^ inverted) & lanes:
+                self.report.add(found)
+        w.suspected.clear()
 
     def used_early(self, w, load, move: bool) -> None:
         """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
@@ -64,6 +98,9 @@ class Findings:
         )
 
     def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
+        self.report.add(self.race(this, other, memory, other_op, mend))
+
+    def race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> Diagnostic:
         if mend:
             pass
         elif other_op is not None and other_op is self.before:
@@ -80,7 +117,7 @@ class Findings:
                 "order them by a barrier, and put fence.proxy.async between the generic write and the "
                 "asynchronous access"
             )
-        self.report.add(Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), mend))
+        return Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), mend)
 
     def party(self, w, op, what: str, pc: int | None = None, lane: int = -1) -> Party:
         program = self.machine.program

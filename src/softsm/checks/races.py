@@ -101,6 +101,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         self.races = np.zeros(1 + sh.MAX_RACES * sh.RACE_FIELDS, np.int64)
         self.counter = np.ones(1, np.int64)  # number of the next asynchronous operation
         self.operations: dict[int, object] = {}
+        self.confined_pairs: dict[tuple[int, int], bool] = {}  # (load, store), see checks/replicas.py
         self.performing = None  # the asynchronous operation whose effects are being applied
         self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
         self.clocks: dict[int, np.ndarray] = {}  # all that live long and hold bits of operations
@@ -146,6 +147,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         cta.slot0 = self.free.pop()
         cta.shadow = np.zeros((len(cta.shared) + 3) // 4 * (sh.FIXED + 2 * self.warps), np.uint32)
         cta.outstanding = []  # numbers of operations that must be over when it ends
+        cta.exit_hooks.append(self.ended)
         for w in cta.warps:
             slot = cta.slot0 + w.index
             w.clock = self.new_clock()
@@ -156,6 +158,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             w.copies = np.zeros(WORDS, np.uint32)  # its cp.async, for their arrival on an mbarrier
             w.released, w.acquirable = {}, {}  # by scope: what fences beside relaxed accesses pass on and take in
             w.loose = np.zeros(self.slots, np.uint32)  # what relaxed arrivals at the cluster barrier have told it
+            w.suspected, w.predicates = [], None  # races of it that may be none (checks/replicas.py)
             w.initialised = []  # mbarriers since the last fence.mbarrier_init
             self.agents[slot + 1] = w
             S = w.S

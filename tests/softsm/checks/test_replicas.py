@@ -1,0 +1,88 @@
+"""Blocks smaller than the CTA: several warps do the same work, one stores. No race, unless the others' values count."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import softsm
+
+
+@triton.jit
+def in_place(x, o, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
+
+
+@triton.jit
+def softmax_in_place(x, o, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.exp(tl.load(x + i))
+    tl.store(x + i, v / tl.sum(v))
+
+
+@triton.jit
+def there_and_back(x, o, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, i.to(tl.float32))
+    tl.store(o + i, tl.load(x + i) + 1)
+
+
+@triton.jit
+def counter(x, o, n, BLOCK: tl.constexpr):
+    tl.store(x, tl.load(x) + 1)
+
+
+@triton.jit
+def masked_ticket(x, o, n, BLOCK: tl.constexpr):
+    taken = tl.program_id(0) < n
+    ticket = tl.atomic_add(x, 1.0, mask=taken)
+    tl.store(o, ticket, mask=taken)
+
+
+@triton.jit
+def counter_that_is_used(x, o, n, BLOCK: tl.constexpr):
+    v = tl.load(x)
+    tl.store(x, v + 1)
+    tl.store(o + tl.arange(0, 128), v + tl.zeros((128,), tl.float32))
+
+
+@triton.jit
+def counter_that_decides(x, o, n, BLOCK: tl.constexpr):
+    v = tl.load(x)
+    tl.store(x, v + 1)
+    if v > 0:
+        tl.store(o + tl.arange(0, 128), tl.zeros((128,), tl.float32))
+
+
+@triton.jit
+def gathered_in_place(x, o, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + (i // 2)), mask=i < n)
+
+
+def findings(kernel, arch, block, strict=False, n=4096):
+    with softsm.use(arch), softsm.checking(strict=strict) as report:
+        kernel[(1,)](torch.ones(4096), torch.zeros(4096), n, BLOCK=block)
+    return [d.code for d in report]
+
+
+@pytest.mark.parametrize("kernel", [in_place, softmax_in_place, there_and_back, counter], ids=lambda k: k.__name__)
+def test_repeated_work_is_no_race(kernel):
+    for block, arch in ((16, "sm_90a"), (32, "sm_100a"), (64, "sm_90a"), (512, "sm_90a")):
+        assert findings(kernel, arch, block) == [], (block, arch)
+
+
+def test_the_strict_level_calls_it_one():
+    assert "race" in findings(in_place, "sm_90a", 32, strict=True)
+
+
+@pytest.mark.parametrize("kernel", [counter_that_is_used, counter_that_decides, gathered_in_place],
+                         ids=lambda k: k.__name__)  # fmt: skip
+def test_values_that_count_are_races(kernel):
+    assert "race" in findings(kernel, "sm_90a", 128)
+
+
+def test_the_result_of_an_atomic_that_was_masked_off():
+    assert findings(masked_ticket, "sm_90a", 1, n=0) == []
+    assert "uninitialised" in findings(masked_ticket, "sm_90a", 1, n=0, strict=True)
