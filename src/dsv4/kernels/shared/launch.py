@@ -47,15 +47,15 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     # has room for is no property of a sequence; so paged ones take that way with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged"
     how, box = _way(p, c)
-    sign, scale = _scale(p.softmax_scale)
-    q = _rows_aligned(p.q)
+    sign, scale = sign_and_scale(p.softmax_scale)
+    q = rows_aligned(p.q)
     k = _addressable(p.k)
     v = k if same(p.k, p.v) else _addressable(p.v)
     k_desc = _descriptor(k, box)
     v_desc = k_desc if v is k else _descriptor(v, box)
-    out = p.out if _is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
-    placeholder = _placeholder(p.q.device)
-    sink = p.sink if p.sink is not None else _no_sink(p.q_heads, p.q.device)
+    out = p.out if is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
+    placeholder = unread(p.q.device)
+    sink = p.sink if p.sink is not None else no_sink(p.q_heads, p.q.device)
     want_lse = int(p.lse is not None)
     lse = p.lse if p.lse is not None else sink
     varlen = p.kind == "varlen"
@@ -67,13 +67,13 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
 
     part, part_lse = sink, sink  # unused
     if split:
-        part, part_lse = _scratch(p, splits, total_q * p.q_heads)
-    strides_o, strides_l = _row_strides(out), _lse_strides(p, lse)
+        part, part_lse = partials(p, splits, total_q * p.q_heads)
+    strides_o, strides_l = row_strides(out), _lse_strides(p, lse)
     arguments = [
         q, k_desc, v_desc, out, lse, sink, cu_q, cu_k, lengths, table, part, part_lse, k, v,
         scale, want_lse, total_q, p.k.shape[0], tokens, keys, p.kv_heads, p.group, page_size, table_stride,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
-        splits, tiles_per_split, *_row_strides(q), *strides_o, *strides_l, *_row_strides(k), *_row_strides(v),
+        splits, tiles_per_split, *row_strides(q), *strides_o, *strides_l, *row_strides(k), *row_strides(v),
     ]  # fmt: skip
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
     if c.loop:
@@ -83,21 +83,27 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
     aot.launch(kernel, grid, arguments, **known, num_warps=4, **c.options)
     if split:
-        # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
-        at_a_time = 16 if p.deterministic or splits <= 16 else 64
-        columns = 32 if splits > 16 else min(p.head_dim, 128)
-        arguments = [
-            part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, max(tokens, 1), p.q_heads, p.batch,
-            want_lse, *strides_o, *strides_l,
-        ]  # fmt: skip
-        grid = (total_q * p.q_heads, p.head_dim // columns)
-        aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, COLUMNS=columns,
-                   num_warps=4)  # fmt: skip
+        merge(p, part, part_lse, out, lse, sink, cu_q, splits, total_q, max(tokens, 1), strides_o, strides_l)
     elif varlen:
         arguments = [out, lse, cu_q, total_q, p.q_heads, p.batch, want_lse, *strides_o[1:], *strides_l[1:]]
         aot.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
     if out is not p.out:
         p.out.copy_(out)
+
+
+def merge(p, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sink: Tensor, cu_q: Tensor, splits: int,
+          total_q: int, tokens: int, strides_o: tuple, strides_l: tuple) -> None:  # fmt: skip
+    """Launch the combine kernel. total_q: query tokens in all; tokens: of one sequence."""
+    # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
+    at_a_time = 16 if p.deterministic or splits <= 16 else 64
+    columns = 32 if splits > 16 else min(p.head_dim, 128)
+    arguments = [
+        part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, tokens, p.q_heads, p.batch,
+        int(p.lse is not None), *strides_o, *strides_l,
+    ]  # fmt: skip
+    grid = (total_q * p.q_heads, p.head_dim // columns)
+    varlen = getattr(p, "kind", "listed") == "varlen"
+    aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, COLUMNS=columns, num_warps=4)
 
 
 def _way(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
@@ -108,7 +114,7 @@ def _way(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
     return (DENSE if p.kind == "dense" and not c.dense_as_rows else ROWS).value, c.box
 
 
-def _scale(scale: float) -> tuple[int, float]:
+def sign_and_scale(scale: float) -> tuple[int, float]:
     """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
     that a scale of 0 or less would make them NaN or seen."""
     positive = abs(scale) * LOG2E.value
@@ -131,7 +137,7 @@ def _splits(p: FmhaProblem, c: Tiling, row_tiles: int) -> tuple[int, int]:
     return choose_splits(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device), longest), 0
 
 
-def _scratch(p: FmhaProblem, splits: int, rows: int) -> tuple[Tensor, Tensor]:
+def partials(p, splits: int, rows: int) -> tuple[Tensor, Tensor]:
     """fp32 buffers for partial O [splits, rows, D] and LSE [splits, rows]: the plan's, else fresh."""
     size = splits * rows * (p.head_dim + 1)
     scratch = p.scratch
@@ -147,16 +153,16 @@ def same(k: Tensor, v: Tensor) -> bool:
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """16-byte accesses are possible: base, and all strides in units of 8 elements."""
     return x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s, n in zip(x.stride()[:-1], x.shape) if n > 1)
 
 
-def _rows_aligned(x: Tensor) -> Tensor:
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+def rows_aligned(x: Tensor) -> Tensor:
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _row_strides(x: Tensor) -> tuple[int, int, int]:
+def row_strides(x: Tensor) -> tuple[int, int, int]:
     """(sequence, token, head) strides of q or out in units of 8 elements; varlen has no sequence stride."""
     strides = [s // 8 if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape)]
     return (0, *strides) if x.dim() == 3 else tuple(strides)
@@ -175,7 +181,7 @@ def _addressable(x: Tensor) -> Tensor:
     """K or V as [sequence or page, row, head, column]; what neither TMA nor 16-byte copies can address is copied."""
     if x.dim() == 3:
         x = x[None]
-    if not _is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
+    if not is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
         x = x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -202,11 +208,11 @@ def _of_gpu(device: torch.device) -> int:
 
 
 @cache
-def _no_sink(heads: int, device: torch.device) -> Tensor:
+def no_sink(heads: int, device: torch.device) -> Tensor:
     return torch.full((heads,), float("-inf"), dtype=torch.float32, device=device)
 
 
 @cache
-def _placeholder(device: torch.device) -> Tensor:
+def unread(device: torch.device) -> Tensor:
     """For int32 pointers that this kind of problem does not read."""
     return torch.zeros(4, dtype=torch.int32, device=device)

@@ -39,6 +39,7 @@ the other.
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
+from dsv4.kernels.shared.tiles import LISTED
 from dsv4.kernels.sm90 import parts
 
 
@@ -94,8 +95,11 @@ def scores(q, kv, ready, slot, phase, step, LS: gl.constexpr):
 
 
 @gluon.jit
-def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, SPLIT: gl.constexpr):
+def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, SPLIT: gl.constexpr,
+             HOW: gl.constexpr):  # fmt: skip
     """Add up the row sums of both warpgroups, write this half of O."""
+    if HOW == LISTED:
+        o = parts.turn_back(o, common[4][1], HALF * 256, 512)
     RS: gl.constexpr = m.type.layout
     stat.index(4 + HALF).store(l)
     mbarrier.arrive(sum_ready.index(HALF), count=1)
@@ -153,7 +157,7 @@ def left_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, comm
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(2), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT, HOW)
 
 
 @gluon.jit
@@ -211,7 +215,7 @@ def right_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, com
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(3), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT, HOW)
 
 
 @gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)

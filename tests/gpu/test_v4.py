@@ -1,0 +1,42 @@
+"""V4 attention on the GPU: the suite, and shapes that only a GPU has time for."""
+
+import os
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import reference, suites
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(suites.gpu_arch() != "sm_90a", reason="needs a GPU that dsv4 has V4 kernels for"),
+]
+SEED = int(os.environ.get("DSV4_SEED", int.from_bytes(os.urandom(3), "big")))
+
+
+@pytest.mark.parametrize("case", suites.v4(), ids=str)
+def test_suite(case):
+    result = suites.run_case(case, suites.Where("cuda").resolve(), SEED)
+    assert result.ok, f"seed {SEED}: {result.why()}"
+
+
+@pytest.mark.parametrize("store", ["bf16", "fp8"])
+@pytest.mark.parametrize("queries, heads", [(1, 64), (300, 64), (300, 128)])
+def test_model_shapes(queries, heads, store):
+    """128 window rows and 512 compressed ones per query, as a CSA layer has; twice the same bits."""
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    rows = torch.randn(20_000, 512, device="cuda", generator=generator).bfloat16()
+    pool = rows if store == "bf16" else dsv4.Fp8Cache.pack(rows)
+    plain = rows if store == "bf16" else pool.unpack()[: len(rows)]
+    q = torch.randn(queries, heads, 512, device="cuda", generator=generator).bfloat16()
+    window = torch.randint(-1, 20_000, (queries, 128), device="cuda", generator=generator).int()
+    picked = torch.randint(-1, 20_000, (queries, 512), device="cuda", generator=generator).int()
+    sink = torch.randn(heads, device="cuda", generator=generator)
+    out, lse = dsv4.v4_attention(q, pool, window, pool, picked, sink=sink, return_lse=True)
+    again = dsv4.v4_attention(q, pool, window, pool, picked, sink=sink)
+    assert torch.equal(out, again)
+    some = torch.arange(0, queries, 37)
+    want, want_lse = reference.v4_attention(q[some], plain, window[some], plain, picked[some], sink=sink)
+    assert float((out[some].double() - want).norm() / want.norm()) < 4e-3
+    torch.testing.assert_close(lse[some].double(), want_lse.double(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,113 @@
+"""The Hopper kernel of V4 attention on a CPU, through softsm: one problem per part of the code; the suite is slow."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import reference, suites
+
+softsm = pytest.importorskip("softsm")
+if not hasattr(softsm, "use"):
+    pytest.skip("this softsm cannot run Triton programs", allow_module_level=True)
+
+SEED = 11
+WHERE = suites.Where("softsm", "sm_90a")
+NAN = float("nan")
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, 512).bfloat16()
+
+
+def numbers(*shape: int, of: int) -> torch.Tensor:
+    """Row numbers, repeated ones and -1 among them."""
+    return torch.randint(-1, of, shape, dtype=torch.int32)
+
+
+def run(order: str = "eager", **arguments):
+    """(out, lse) of the kernel, races checked, and the oracle's."""
+    out = torch.full_like(arguments["q"], NAN)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
+        got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
+    assert not report, str(report)
+    arguments.pop("plan", None)
+    return got, reference.v4_attention(**arguments)
+
+
+def compare(got, want) -> None:
+    (out, lse), (want_out, want_lse) = got, want
+    assert float((out.double() - want_out).norm() / want_out.norm()) < 4e-3
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["latest", pytest.param("random", marks=pytest.mark.slow)])
+def test_two_lists_of_plain_rows_whenever_copies_complete(order):
+    """150 window entries and 70 compressed ones: five blocks, the last of each list in part. Two head tiles."""
+    window, compressed = rows(100), torch.full((90, 576), NAN).bfloat16()[:, :512]
+    compressed[:60] = rows(60)
+    compared = run(
+        order, q=torch.randn(2, 80, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
+        compressed=compressed, compressed_indices=numbers(2, 70, of=60), sink=torch.randn(80),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49])),
+    )  # fmt: skip
+    compare(*compared)
+
+
+def test_fp8_rows_by_block_table_and_requests():
+    """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
+    window = dsv4.Fp8Cache.pack(rows(64), rows_per_page=64)
+    compressed = dsv4.Fp8Cache.empty(80, 2)
+    compressed.storage.fill_(255)
+    compressed.write(torch.arange(150), rows(150))
+    compared = run(
+        "latest", q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
+        compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+    )  # fmt: skip
+    compare(*compared)
+
+
+def test_splits_are_merged_whatever_is_in_the_buffers():
+    """Four splits of three steps: the last has no rows. The angles are taken back before the merge."""
+    plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=4, scratch=torch.full((4 * 8 * 513,), NAN))
+    compared = run(
+        q=torch.randn(1, 8, 512).bfloat16(), window=rows(40), window_indices=numbers(1, 130, of=40),
+        compressed=rows(99), compressed_indices=numbers(1, 200, of=99), plan=plan, softmax_scale=-0.1,
+        inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)),
+    )  # fmt: skip
+    compare(*compared)
+
+
+def test_bad_numbers_count_as_nothing(monkeypatch):
+    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
+    monkeypatch.setattr(dsv4.checks, "values_checked", lambda q: False)
+    window = rows(64)
+    listed = numbers(1, 64, of=64)
+    arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30))
+    bad = listed.clone()
+    bad[0, 10:20] = torch.tensor([64, 1 << 30, -2, -(1 << 31), 65, 99, 1 << 24, -5, 77, 1000], dtype=torch.int32)
+    listed[0, 10:20] = -1
+    with softsm.use("sm_90a"):
+        out, lse = dsv4.v4_attention(
+            **arguments, window_indices=bad, compressed_indices=numbers(1, 4, of=30) * 0 + 30, return_lse=True,
+            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), backend="softsm",
+        )  # fmt: skip
+    compare((out, lse), reference.v4_attention(arguments["q"], window, listed))
+
+
+def test_what_it_does_not_take_is_refused_by_name():
+    q = torch.randn(1, 2, 128).bfloat16()
+    with softsm.use("sm_90a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
+        dsv4.v4_attention(q, q[:, 0], torch.zeros(1, 1, dtype=torch.int32), backend="softsm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", suites.v4(), ids=str)
+def test_the_suite(case):
+    result = suites.run_case(case, WHERE, SEED)
+    assert result.ok, result.why()
