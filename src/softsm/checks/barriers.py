@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.memory.box_copy import Region, _row_region
+from softsm.memory.box_copy import ADDRESSES, Region, _row_region
 from softsm.report.diagnostics import Diagnostic
 
 
@@ -150,7 +150,8 @@ def box_spans(box) -> np.ndarray:
     """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
     if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
         _, first, length = _row_region(box.map, box.coords[0])
-        starts = np.array([box.map.base + r + first for r in box.rows if r is not None and length], np.int64)
+        rows = [r for r in box.rows if r is not None and length]
+        starts = np.array([box.map.base + r + first & ADDRESSES for r in rows], np.int64)
     else:
         region = Region(box.map, box.coords)
         if not region.nbytes:

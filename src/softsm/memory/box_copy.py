@@ -23,6 +23,7 @@ from softsm.memory.tensor_map import DataType, Fill, Swizzle, TensorMap
 
 View = Callable[[int, int], np.ndarray]
 
+ADDRESSES = (1 << 64) - 1  # addresses of a tensor wrap around; ragged descriptors rely on it
 SHARED_ALIGNMENT = 128
 OOB_NAN = 0x7FF7  # the NaN of out-of-bounds fill, repeated over the element: f32 reads 0x7ff77ff7
 
@@ -150,7 +151,7 @@ class Region:
         self.inside = tuple(reversed(inside))
         self.shape = tuple(reversed(shape))
         self.strides = tuple(reversed(strides))
-        self.address, self.nbytes = address, last if kept else 0
+        self.address, self.nbytes = address & ADDRESSES, last if kept else 0
         self.total = (total, kept)
 
     @property
@@ -196,6 +197,7 @@ def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarra
         inside = inside and 0 <= coords[i] <= m.dims[i] - m.reach[i]
         address += coords[i] * m.strides[i - 1]
         span += m.strides[i - 1] * (m.reach[i] - 1)
+    address &= ADDRESSES
     if inside and not address % 16:
         table = m.tables.get(offset % 1024, False)
         if table is False:
@@ -252,7 +254,7 @@ def load_rows(
     if length:
         for i, at in enumerate(rows):
             if at is not None:
-                packed[i, skip : skip + length] = view(m.base + at + begin, length)
+                packed[i, skip : skip + length] = view(m.base + at + begin & ADDRESSES, length)
                 filled -= length * 8 // bits
     put_image(_converted(packed, m), len(rows), m, shared, offset)
     return filled
@@ -271,7 +273,7 @@ def store_rows(
     left_out = len(rows) * m.box[0]
     for at, packed in zip(rows, box):
         if at is not None and length:
-            target = view(m.base + at + begin, length)
+            target = view(m.base + at + begin & ADDRESSES, length)
             value = packed[skip : skip + length]
             target[...] = reduced(target, value, redop, m.data_type) if redop else value
             left_out -= length * 8 // m.data_type.bits

@@ -420,6 +420,24 @@ def test_store(kind, dims, box, coords, options):
     np.testing.assert_array_equal(got, wanted)
 
 
+def test_addresses_wrap_around():
+    """Triton's ragged descriptors: two more dimensions whose strides add up to 2**64 put the end of any group of rows
+    at the end of a dimension, where the hardware's bounds check cuts the box off."""
+    old, new = tensor(DataType.BFLOAT16, (64, 24), 1), tensor(DataType.BFLOAT16, (64, 4), 2)
+    first, count, row, most = 5, 7, 4, 1 << 30
+    dims = (64, most, 0x7FFF0000, 0x7FFF0000)
+    coords = (0, most - count + row, first + count, most)
+    what = (DataType.BFLOAT16, dims, (128, 128, (1 << 35) - 128), (64, 4, 1, 1))
+    got = run(load_kernel(4, coords, 512), [words(1024), Map(2, *what), old])[0].view(np.uint8)
+    group = old[first : first + count]
+    np.testing.assert_array_equal(got, image(group, (64, 4), (0, row)))
+    form = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+    got = run(store_kernel(4, coords, 512, form), [old, Map(0, *what), image(new, (64, 4), (0, 0))])[0]
+    wanted = old.copy()
+    wanted[first + row : first + count] = new[: count - row]
+    np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("coords", [(10, 0), (-1, 0), (4, 3)])
 def test_loads_of_sm_90_begin_at_sixteen_bytes(coords):
     """Illegal instructions on an H200, for all types and swizzles tried; sm_100 has not been tried."""
