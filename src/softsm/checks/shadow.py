@@ -360,8 +360,13 @@ def quiet(R, Q, pool, S, rows, fmt, m):
                     same = np.uint64(load32(a)) == new & np.uint64(0xFFFFFFFF)
                 else:
                     same = load64(a) == new
-                if not same:
-                    return 0
+                if not same:  # of lanes that write one place the last one's value stays
+                    overwritten = False
+                    for later in range(lane + 1, 32):
+                        if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
+                            overwritten = True
+                    if not overwritten:
+                        return 0
     return QUIET
 
 

@@ -86,3 +86,20 @@ def test_values_that_count_are_races(kernel):
 def test_the_result_of_an_atomic_that_was_masked_off():
     assert findings(masked_ticket, "sm_90a", 1, n=0) == []
     assert "uninitialised" in findings(masked_ticket, "sm_90a", 1, n=0, strict=True)
+
+
+@triton.jit
+def squares(x, o, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < n, other=0)
+    tl.store(o, tl.sum(v * v))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_lanes_that_disagree_in_the_last_bit_repeat_the_same_store(arch):
+    """x * x plus the neighbour's square is one fma, rounded differently on both sides; all lanes store to one place."""
+    x, o = torch.randn(64), torch.zeros(1)
+    with softsm.use(arch), softsm.checking() as report:
+        squares[(1,)](x, o, 61, BLOCK=64)
+    torch.testing.assert_close(o[0], (x[:61] ** 2).sum())
+    assert not report, str(report)
