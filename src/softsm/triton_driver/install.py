@@ -1,7 +1,12 @@
-"""`softsm.use(arch)`: put softsm under Triton, and take it away again without a trace."""
+"""`softsm.use(arch)`: put softsm under Triton, and take it away again without a trace.
+
+Triton has one driver for all threads. So the uses of one thread nest, and a use in another thread meanwhile is a guest:
+it takes the driver that is there, which stays until the last guest has left. A guest cannot bring another architecture.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +16,10 @@ ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100}
 DEFAULT_ARCH = "sm_100a"
 DEFAULT_SMS = 4
 
-_stack: list[Use] = []
+_stack: list[Use] = []  # of one thread
+_guests: set[Use] = set()  # of the other threads
+_ended: set[Use] = set()  # stopped while there were guests
+_lock = threading.RLock()
 
 
 def current() -> Use | None:
@@ -55,7 +63,23 @@ class Use:
         if not isinstance(sms, int) or sms < 1:
             raise ValueError(f"sms: got {sms!r}, accepted is a positive int")
         self.arch, self.sms = arch, sms
+        with _lock:
+            self._begin(register, cuda_shim)
+
+    def _begin(self, register: bool, cuda_shim: bool) -> None:
+        self.thread = threading.get_ident()
         outer = current()
+        guest = outer is not None and outer.thread != self.thread
+        if outer is not None and outer.arch != self.arch and (guest or _guests):
+            raise RuntimeError(
+                f"softsm.use({self.arch!r}): another thread uses {outer.arch}; Triton has one driver for all threads"
+            )
+        if outer is not None and guest:
+            if cuda_shim and not outer.shimmed:
+                raise RuntimeError("softsm.use(cuda_shim=True): another thread uses softsm without the shim")
+            self.shimmed = outer.shimmed
+            _guests.add(self)
+            return
         self.shimmed: bool = cuda_shim or (outer is not None and outer.shimmed)
         self._patches = Patches()
         self._registry: tuple | None = None
@@ -65,7 +89,7 @@ class Use:
         try:
             self._install(register, cuda_shim and not (outer is not None and outer.shimmed))
         except BaseException:
-            self.stop()
+            self._remove()
             raise
 
     def _install(self, register: bool, shim: bool) -> None:
@@ -114,11 +138,22 @@ class Use:
                 self._patches.set(testing, name, bench_once)
 
     def stop(self) -> None:
-        """Back to how it was. Uses end in the reverse order of their beginning."""
+        """Back to how it was, when the last guest has left. Uses end in the reverse order of their beginning."""
+        with _lock:
+            if self in _guests:
+                _guests.remove(self)
+            elif _guests and self in _stack:
+                _ended.add(self)
+            else:
+                self._remove()
+            while not _guests and _stack and _stack[-1] in _ended:
+                _stack[-1]._remove()
+
+    def _remove(self) -> None:
         if self not in _stack:
             return
         while _stack[-1] is not self:
-            _stack[-1].stop()
+            _stack[-1]._remove()
         if self._driver is not None:
             driver, before = self._driver
             driver._active = before
@@ -132,6 +167,7 @@ class Use:
         if self._shim is not None:
             self._shim.remove()
         _stack.remove(self)
+        _ended.discard(self)
 
     def __enter__(self) -> Use:
         return self
@@ -145,5 +181,6 @@ def use(arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS) -> Use:
 
     As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
     tensors for programs that insist on it; it is refused where CUDA is available. `sms` is the number of SMs played.
+    It holds for all threads; RuntimeError if another thread uses another architecture now.
     """
     return Use(arch, cuda_shim=cuda_shim, sms=sms)

@@ -20,7 +20,7 @@ class RecordedKernel:
 
         self.function = parse(ptx).functions[name]
 
-    def launch(self, grid, block, args, *, shared, cluster, memory, sms):
+    def launch(self, grid, block, args, *, shared, cluster, memory, sms, dependent=False):
         wanted = [p.size for p in self.function.params]
         assert [len(a) for a in args] == wanted, "packed parameters and the PTX disagree"
         assert self.function.directives["reqntid"][0] == block[0]

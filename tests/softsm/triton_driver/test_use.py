@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -224,6 +225,57 @@ def test_pointer_arrays_reach_their_tensors(launches):
     memory = launches[0].memory
     assert memory.find(target.data_ptr(), 400) is not None
     assert memory.find(address, 200) is None  # freed: no longer known
+
+
+def in_another_thread(function):
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(function).result()
+
+
+def test_a_use_in_another_thread_is_a_guest():
+    """Triton has one driver: the threads share it, and it stays until the last of them is done."""
+    def stays_on(owner):
+        with softsm.use("sm_100a"):
+            mine = driver.active
+            owner.stop()
+            return mine is driver.active and softsm.active_arch() == "sm_100a"
+
+    owner = softsm.use("sm_100a")
+    played = driver.active
+    try:
+        with softsm.use("sm_100a"):  # nested, in the thread that owns it
+            assert driver.active is not played
+        assert in_another_thread(lambda: stays_on(owner))
+        assert softsm.active_arch() is None
+    finally:
+        owner.stop()
+    assert in_another_thread(softsm.active_arch) is None
+
+
+def test_an_ended_use_waits_for_the_guests_and_spares_the_use_that_came_after():
+    owner = softsm.use("sm_90a")
+    guest = in_another_thread(lambda: softsm.use("sm_90a"))
+    owner.stop()
+    with softsm.use("sm_90a"):
+        guest.stop()
+        assert softsm.active_arch() == "sm_90a"
+    assert softsm.active_arch() is None
+
+
+def test_another_thread_cannot_bring_another_architecture():
+    """LLVM ends the process when a kernel for one target is compiled for another."""
+
+    def other():
+        with pytest.raises(RuntimeError, match="another thread uses sm_90a"), softsm.use("sm_100a"):
+            pass
+        with pytest.raises(RuntimeError, match="without the shim"), softsm.use("sm_90a", cuda_shim=True):
+            pass
+
+    with softsm.use("sm_90a"):
+        in_another_thread(other)
+        with softsm.use("sm_100a"):  # in one thread they nest
+            pass
+    assert softsm.active_arch() is None
 
 
 def test_importing_softsm_is_quick_and_light():
