@@ -53,15 +53,19 @@ class Report:
     diagnostics: list[Diagnostic] = field(default_factory=list)
     launches: int = 0
     tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
-    _seen: set = field(default_factory=set)
+    _seen: dict[tuple, tuple[int, set]] = field(default_factory=dict)  # source places -> (which one, its PTX places)
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Each finding once: the same pair of program places says nothing new."""
-        places = ((p.ptx_line, p.instruction, _NUMBERS.sub("#", p.what)) for p in diagnostic.parties)
-        key = (diagnostic.code, *places)
-        if key not in self._seen or not diagnostic.parties:
-            self._seen.add(key)
-            self.diagnostics.append(diagnostic)
+        """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX."""
+        kinds = [_NUMBERS.sub("#", p.what) for p in diagnostic.parties]
+        lines = [(p.ptx_line, p.instruction) for p in diagnostic.parties]
+        places = [p.source or line for p, line in zip(diagnostic.parties, lines)]
+        key = (diagnostic.code, *zip(places, kinds))
+        if key in self._seen and diagnostic.parties:
+            self._seen[key][1].add(tuple(lines))
+            return
+        self._seen[key] = len(self.diagnostics), {tuple(lines)}
+        self.diagnostics.append(diagnostic)
 
     def codes(self) -> list[str]:
         return [d.code for d in self.diagnostics]
@@ -78,4 +82,8 @@ class Report:
     def __str__(self) -> str:
         if not self.diagnostics:
             return f"nothing found in {self.launches} launch(es)"
-        return "\n".join(str(d) for d in self.diagnostics)
+        again = {which: len(lines) - 1 for which, lines in self._seen.values()}
+        return "\n".join(
+            f"{d}\n  and {again[i]} more between the same source lines" if again.get(i) else str(d)
+            for i, d in enumerate(self.diagnostics)
+        )
