@@ -1,6 +1,7 @@
 """Asynchronous copies: cp.async, cp.async.bulk, TMA, st.async; the two proxies; what a wait is good for."""
 
 import numpy as np
+import pytest
 from ruling import findings, holds
 
 from softsm.memory.tensor_map import DataType, encode_tiled
@@ -126,6 +127,16 @@ def test_a_bulk_store_after_ordinary_stores_requires_proxy_fence():
         return plain(body + t.only("%p0", BULK_STORE + DONE))
 
     holds(make, args=[X, OUT])
+
+
+def test_the_proxy_fence_comes_behind_the_stores():
+    def make(keep):
+        fence = "fence.proxy.async;\n"
+        body = when(not keep, fence) + WRITE + when(keep, fence) + "bar.sync 0;\n"
+        return plain(body + t.only("%p0", BULK_STORE.replace("4096", "512") + DONE))
+
+    for strict in (True, False):
+        holds(make, args=[X, OUT], strict=strict)
 
 
 def test_the_proxy_fence_must_cover_the_stores_of_all_warps():
@@ -289,6 +300,28 @@ def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
 
     one = holds(make, args=[X, OUT], also=("uninitialised",), code=("race", "uninitialised"), **TWO)
     assert "race" in one.codes() or "uninitialised" in one.codes()
+
+
+PEER_USES = {
+    "load": MINE + "ld.shared::cluster.u32 %r42, [%r52];\n",
+    "store": MINE + "st.shared::cluster.u32 [%r52], 7;\n",
+    "arrival": "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
+    "@%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];\n",
+}
+
+
+@pytest.mark.parametrize("use", PEER_USES)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_cta_lives_until_its_peers_are_done_with_its_shared_memory(use, strict):
+    holds(
+        lambda keep: pair(WRITE + SYNC + PEER_USES[use] + when(keep, SYNC)),
+        args=[X, OUT], code="peer-exit", strict=strict, **TWO,
+    )  # fmt: skip
+
+
+def test_waiting_for_the_peers_last_arrival_is_enough():
+    body = WRITE + SYNC + PEER_USES["load"] + "bar.sync 0;\n" + PEER_USES["arrival"] + t.wait("bar", 0)
+    assert not findings(pair(body), [X, OUT], **TWO)
 
 
 def test_a_copy_of_what_st_async_brought_requires_proxy_fence():

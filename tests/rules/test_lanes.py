@@ -114,3 +114,13 @@ def test_an_mbarrier_orders_lanes_too():
         return one_warp(start + when(keep, t.arrive("bar") + t.wait("bar", 0)) + OTHER + READ)
 
     lanes_hold(make)
+
+
+@pytest.mark.parametrize("what", ["shfl.sync.bfly.b32 %r44, %r0, 1, 31, MASK;", "vote.sync.ballot.b32 %r44, %p0, MASK;",
+                                  "bar.warp.sync MASK;"])  # fmt: skip
+def test_a_membermask_names_every_lane_that_comes(what):
+    def make(keep):
+        return one_warp(what.replace("MASK", "0xffffffff" if keep else "0x0000ffff") + "\n")
+
+    for strict in (True, False):
+        holds(make, args=ARGS, block=32, code="divergent", strict=strict)

@@ -14,6 +14,7 @@ class BarrierChecks:
 
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
         self.clock_of(barrier)
+        barrier.home = cta
         slot = w.cta.slot0 + w.index
         barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
         w.initialised.append(barrier)

@@ -148,11 +148,13 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         cta.shadow = np.zeros((len(cta.shared) + 3) // 4 * (sh.FIXED + 2 * self.warps), np.uint32)
         cta.outstanding = []  # numbers of operations that must be over when it ends
         cta.exit_hooks.append(self.ended)
+        cta.touched_by, cta.used_by = {}, []  # by peers: slot -> (epoch, pc, warp), and numbers of operations
         for w in cta.warps:
             slot = cta.slot0 + w.index
             w.clock = self.new_clock()
             before = self.agents.get(slot + 1)
-            w.clock[slot] = before.clock[slot] + 1 if before is not None else 1
+            w.clock[slot] = before.clock[slot] if before is not None else 1
+            self.tick(w)
             w.clock[self.slots + slot] = 0
             w.issued = {}  # lane -> its tcgen05 operations, for commit
             w.copies = np.zeros(WORDS, np.uint32)  # its cp.async, for their arrival on an mbarrier
@@ -169,6 +171,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
 
     def leave(self, cta) -> None:
         self.unfinished(cta)
+        self.left_by_peers(cta)
         self.free.append(cta.slot0)
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
@@ -202,6 +205,27 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
                 )
         cta.outstanding = []
 
+    def touches_peer(self, w, cta) -> None:
+        """The warp accesses the shared memory, or an mbarrier, of another CTA of its cluster."""
+        slot = w.cta.slot0 + w.index
+        cta.touched_by[slot] = int(w.clock[slot]), w.pc, w
+
+    def left_by_peers(self, cta) -> None:
+        """Did the CTA know, when it ended, that its peers were done with its shared memory?"""
+        if not cta.touched_by and not cta.used_by:
+            return
+        seen = np.maximum.reduce([np.maximum(w.clock[: self.slots], w.loose) for w in cta.warps])
+        text = f"{cta} may have ended before this access of its shared memory"
+        for slot, (epoch, pc, w) in cta.touched_by.items():
+            if seen[slot] < epoch:
+                party = self.party(w, None, "accesses the shared memory of a peer", pc=pc)
+                self.report.add(Diagnostic("peer-exit", text, (party,)))
+        for number in cta.used_by:
+            op = self.operations.get(number)
+            if op is not None and not any(self.knows(w, number) for w in cta.warps):
+                party = self.party(op.warp, op, "accesses the shared memory of a peer")
+                self.report.add(Diagnostic("peer-exit", text, (party,)))
+
     def shadow_global(self) -> list[np.ndarray]:
         allocations = self.machine.global_memory.allocations
         shadows = [
@@ -213,7 +237,9 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
     # ---- synchronisation ---------------------------------------------------------------------------------------
 
     def tick(self, w) -> None:
-        w.clock[w.cta.slot0 + w.index] += 1
+        """A new epoch, an even number: the lanes of the warp have met, or what was before has been passed on."""
+        slot = w.cta.slot0 + w.index
+        w.clock[slot] = (w.clock[slot] | np.uint32(1)) + np.uint32(1)
 
     def snapshot(self, w) -> np.ndarray:
         """What the warp can pass on now; its own later accesses are not part of it."""
@@ -247,10 +273,15 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             self.join(w.clock, thing.clock.published)
 
     def fence_async(self, w) -> None:
-        """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy."""
-        n = self.slots
+        """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
+        on does not. The odd epoch that begins tells that apart, and is no new one for the order of lanes."""
+        n, slot = self.slots, w.cta.slot0 + w.index
         np.maximum(w.clock[n : 2 * n], w.clock[:n], out=w.clock[n : 2 * n])
         w.clock[self.fenced] |= w.clock[self.known]
+        if w.clock[slot] & 1:
+            self.tick(w)
+        else:
+            w.clock[slot] += 1
 
     def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
         """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
@@ -321,6 +352,10 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             op.publishes[section][word] |= mask
             if op.kind == "tcgen05.commit" and op.lane in w.issued:
                 op.publishes[section] |= w.issued[op.lane]
+        if len(w.cta.cluster) > 1:
+            places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]
+            for cta in {*places, *(x.home for x in op.signals if getattr(x, "home", None) is not None)} - {w.cta}:
+                cta.used_by.append(number)
         if op.kind == "tcgen05.commit":
             return
         if op.kind == "cp.async arrival":
@@ -357,7 +392,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             cta = region[1]
             spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
             slot = w.cta.slot0 + w.index
-            current = w.clock[slot if seen == base else self.slots + slot] == w.clock[slot]
+            current = w.clock[slot if seen == base else self.slots + slot] >> 1 == w.clock[slot] >> 1
             lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
             if write and cta is not w.cta and not self.strict:
                 told = np.maximum(w.clock[: self.slots], w.loose)
@@ -428,6 +463,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         if cta is w.cta:
             self.module.span(w.state, low, high, write, w.pc)
         else:
+            self.touches_peer(w, cta)
             base = w.clock.ctypes.data
             self.module.peer(
                 cta.shadow.ctypes.data,

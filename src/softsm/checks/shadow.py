@@ -17,7 +17,8 @@ bytes, 0]: the last writer and the last two warps or operations that read.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
 asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when the warp's
-own epoch has moved on in between: every barrier, bar.warp.sync among them, and every release moves it. Races are
+own epoch has moved on to another even number in between: every barrier, bar.warp.sync among them, and every release
+does that; fence.proxy.async moves it to an odd one. Races are
 appended to a small buffer (one entry per pair of program places) that the scheduler empties. Compiled by
 `interpreter.checking_module()`.
 """
@@ -135,7 +136,7 @@ def lanes_race(touched, theirs, epoch, now, lane, write):
     """One warp again, in the same epoch: did another lane of it write these bytes? Returns that lane, else -1.
     Bytes that several lanes wrote are held against an access of all of them only: then one was another's."""
     fresh = (theirs >> FRESH) & 15
-    if epoch != now or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
+    if epoch >> 1 != now >> 1 or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
         return -1
     if write and touched & QUIET:
         return -1
@@ -210,7 +211,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     if not write:
         before = i8(load32(mine + 4))
         several = i8(0)
-        if i8(load32(mine)) == now and (before & READ_SEVERAL or (before >> READ_LANE) & 63 != who):
+        if i8(load32(mine)) >> 1 == now >> 1 and (before & READ_SEVERAL or (before >> READ_LANE) & 63 != who):
             several = i8(READ_SEVERAL)
         store32(mine, u4(now))
         store32(mine + 4, u4(pc | who << READ_LANE | several))
@@ -225,7 +226,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         if r != index:
             if i8(load32(clock + 4 * (slot0 + r))) < seen:
                 report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
-        elif seen == now and who != NOBODY and not touched & QUIET:
+        elif seen >> 1 == now >> 1 and who != NOBODY and not touched & QUIET:
             read = (place >> READ_LANE) & 63
             if read != NOBODY and (place & READ_SEVERAL or read != who):
                 report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))

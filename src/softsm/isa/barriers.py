@@ -13,6 +13,7 @@ from softsm.engine.scheduler import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
 from softsm.isa.registry import lowers
+from softsm.isa.warp import converge
 
 COUNT = 16  # named barriers of a CTA
 
@@ -187,7 +188,7 @@ def bar(asm, ins):
     if mods[:1] == ["cluster"] and ins.opcode == "barrier":
         return _cluster(asm, ins, mods[1:])
     if mods == ["warp", "sync"] and ins.opcode == "bar":
-        asm.record(pg.OP_CONVERGE, 0, asm.src(ins.operands[0], "u"), ins=ins)
+        converge(asm, ins, ins.operands[0])
         if asm.checking:
             asm.macro(do_warp_sync, ins)
         return None

@@ -103,6 +103,14 @@ def barrier_at(w, address: int) -> Mbarrier:
     return barrier
 
 
+def arrived_at(w, address: int) -> Mbarrier:
+    """The mbarrier this thread itself changes now, be it a peer's."""
+    barrier = barrier_at(w, address)
+    if w.machine.checker is not None and barrier.home is not None and barrier.home is not w.cta:
+        w.machine.checker.touches_peer(w, barrier.home)
+    return barrier
+
+
 def name_of(cta, offset: int) -> str:
     """`mbarrier k_ready+8 (0x1408)`: by the nearest shared variable when there is one."""
     best = ("", -1)
@@ -268,12 +276,12 @@ def do_arrive(w, mask, o):
         totals = _together(w, on, o)
         if o.state is None and o.tx is None and not (o.drop or o.no_complete or o.relaxed):
             for address, count in totals.items():
-                located(w, barrier_at(w, address).arrive, count, who)
+                located(w, arrived_at(w, address).arrive, count, who)
             return
         for address, count in totals.items():
             located(w, barrier_at(w, address).check_arrivals, count, who)
     for lane in on:
-        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        barrier = arrived_at(w, shared_address(w, o.at, lane))
         count = 1 if o.count is None else int(w.R[o.count, lane])
         try:
             if o.tx is not None:
@@ -300,7 +308,7 @@ def _together(w, on: list[int], o) -> dict[int, int]:
 def do_transaction(w, mask, o):
     who = Issuer(w)
     for lane in lanes(mask):
-        barrier = barrier_at(w, shared_address(w, o.at, lane))
+        barrier = arrived_at(w, shared_address(w, o.at, lane))
         step = barrier.complete_tx if o.complete else barrier.expect_tx
         located(w, step, int(w.R[o.tx, lane]), who)
     w.machine.writes += 1

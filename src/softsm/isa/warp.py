@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import unary
 from softsm.ptx.ast import Imm, Pair, Sink
+from softsm.report.diagnostics import Diagnostic
 
 SHUFFLES = ("up", "down", "bfly", "idx")
 for _mode in SHUFFLES:
@@ -28,7 +30,21 @@ REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32")
 
 def converge(asm, ins, member) -> None:
     """Wait for the lanes of the membermask (an operand) before what follows."""
-    asm.record(pg.OP_CONVERGE, 0, asm.src(member, "u"), ins=ins)
+    row = asm.src(member, "u")
+    if asm.checking and not (isinstance(member, Imm) and int(member.value) & pg.ALL == pg.ALL):
+        asm.macro(do_check_members, ins, aligned=False, row=row)
+    asm.record(pg.OP_CONVERGE, 0, row, ins=ins)
+
+
+def do_check_members(w, mask, o):
+    """Every thread that executes a .sync instruction is one of those its membermask names."""
+    named = w.R[o.row]
+    strangers = [lane for lane in range(32) if mask >> lane & 1 and not int(named[lane]) >> lane & 1]
+    if strangers:
+        text = f"the membermask {int(named[strangers[0]]):#010x} does not name the lanes that execute the instruction"
+        party = w.machine.checker.party(w, None, "is not named", lane=strangers[0])
+        w.machine.checker.report.add(Diagnostic("divergent", text, (party,)))
+    return SEEN
 
 
 @lowers("shfl")

@@ -38,6 +38,7 @@ class Mbarrier(Waitable):
     __slots__ = (
         "expected",
         "history",
+        "home",
         "name",
         "next_expected",
         "origin",
@@ -59,6 +60,7 @@ class Mbarrier(Waitable):
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
         self.origin = None  # who initialised it, when races are checked
+        self.home = None  # its CTA, when races are checked
         self.overwritten = None  # who stored something else over it, when races are checked
         self.waited = -1  # the last phase a wait has been answered for, when races are checked
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)

@@ -16,6 +16,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before "
         "the exit or the dealloc.",
     ),
+    "peer-exit": (
+        "A CTA of a cluster may have ended while another one still accesses its shared memory.",
+        "Put barrier.cluster.arrive and barrier.cluster.wait before the exit, or let the CTA wait for the last access.",
+    ),
     "deadlock": (
         "No warp can go on: every one waits for something that nobody is left to do.",
         "Follow the wait-for cycle: the barrier with missing arrivals or bytes names who arrived "
