@@ -64,8 +64,9 @@ def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule) -> list[Check]:
         cosine = torch.nn.functional.cosine_similarity(got.flatten(), ref.flatten(), dim=0).item()
         checks.append(Check("cosine", cosine, rule.cosine, at_least=True))
     if rule.rows:
-        # A row below the dtype's normal range is held to the absolute error of that range, not to a relative one.
-        tiny = torch.finfo(dtype).tiny * ref.shape[-1] ** 0.5
+        # A row below the dtype's normal range is held to the absolute error of that range, not to a relative one; and
+        # fp32 on a GPU is 0 below its own, so that an error of that size is none.
+        tiny = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny / floor) * ref.shape[-1] ** 0.5
         scale = ref.norm(dim=-1).clamp_min(tiny)
         worst, worst_low = (((x - ref).norm(dim=-1) / scale).max().item() for x in (got, low))
         checks.append(Check("row", worst, max(3 * worst_low, 4 * floor)))

@@ -36,12 +36,12 @@ NOT_SPECIALIZED = [
 
 
 @gluon.jit
-def share(tensors, descriptors, lists, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
-          table_stride, left, right, num_splits, tiles_per_split, strides_q, strides_o, strides_l, k_rows, v_rows,
-          M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
-    """This CTA's M rows, by the grid (row tiles, KV heads x splits, sequences) -> tile_row, rows, common, source."""
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    k_desc, v_desc = descriptors
+def share(lists, total_q, total_k, tokens, keys, kv_heads, group, left, right, num_splits, tiles_per_split,
+          BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences).
+
+    -> first row, rows, and the rest for ``gather``
+    """
     cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr = lists
     VARLEN: gl.constexpr = HOW == ROWS
     seq = gl.program_id(2)
@@ -55,10 +55,18 @@ def share(tensors, descriptors, lists, scale, want_lse, total_q, total_k, tokens
     first = first_key(tile_row // group, tokens, keys, left)
     end = end_key(token_last, tokens, keys, right)
     if HOW == PAGES:
-        first = first // k_desc.block_shape[1] * k_desc.block_shape[1]  # a TMA box stays within one page
+        first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
     tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
     tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
+    return tile_row, rows, (seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end)
 
+
+@gluon.jit
+def gather(mine, tensors, descriptors, k_rows, v_rows, table_ptr, scale, want_lse, total_q, total_k, kv_heads, group,
+           page_size, table_stride, left, right, strides_q, strides_o, strides_l, HOW: gl.constexpr):  # fmt: skip
+    """The tuples of the roles -> common, source."""
+    seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end = mine
+    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
     q_ptr += (seq.to(gl.int64) * strides_q[0] + q_start.to(gl.int64) * strides_q[1]) * 8
     out_ptr += (seq.to(gl.int64) * strides_o[0] + q_start.to(gl.int64) * strides_o[1]) * 8
@@ -67,16 +75,16 @@ def share(tensors, descriptors, lists, scale, want_lse, total_q, total_k, tokens
     # Row of the partial results: split-major, then as the rows of q (token, head).
     part_row = split.to(gl.int64) * total_q + q_start
     outer = 0
-    if not VARLEN:
+    if HOW != ROWS:
         part_row += seq.to(gl.int64) * tokens
         outer = seq
     here = (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
     strides = (strides_q[1], strides_q[2], strides_o[1], strides_o[2], strides_l[1], strides_l[2])
-    problem = (head, group, kv_heads * group, rows, tokens, keys, left, right, scale, want_lse)
+    problem = (head, group, kv_heads * group, tokens * group, tokens, keys, left, right, scale, want_lse)
     work = (first, tile_begin, tile_end, part_row)
     pages = (table_ptr, page_size, total_k)
     where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), keys, table_ptr, page_size)
-    return tile_row, rows, (here, strides, problem, work, pages), (k_desc, v_desc, k_rows, v_rows, where)
+    return (here, strides, problem, work, pages), (descriptors[0], descriptors[1], k_rows, v_rows, where)
 
 
 @gluon.jit

@@ -185,15 +185,17 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
               SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tile_row, rows, common, source = parts.share(
-        (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
-        (cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group,
-        page_size, table_stride, left, right, num_splits, tiles_per_split, (stride_qb, stride_qt, stride_qh),
-        (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
-        (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
-        64 * CONSUMERS, BN, HOW)  # fmt: skip
+    tile_row, rows, mine = parts.share((cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), total_q, total_k, tokens, keys,
+                                       kv_heads, group, left, right, num_splits, tiles_per_split,
+                                       k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)  # fmt: skip
     if tile_row < rows:
         q, ring, landed = make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV)
+        common, source = parts.gather(
+            mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
+            (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
+            table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
+            (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
+            HOW)  # fmt: skip
         if CONSUMERS == 1:
             gl.warp_specialize([
                 (attend_role, (q.index(0), tile_row, ring, common, SAME_KV, SPLIT, HOW, SIGN)),

@@ -226,13 +226,9 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               stride_vp, stride_vr, stride_vh,
               HOW: gl.constexpr, SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
               RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tile_row, rows, common, source = parts.share(
-        (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
-        (cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group,
-        page_size, table_stride, left, right, num_splits, tiles_per_split, (stride_qb, stride_qt, stride_qh),
-        (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
-        (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
-        64, 128, HOW)  # fmt: skip
+    tile_row, rows, mine = parts.share((cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), total_q, total_k, tokens, keys,
+                                       kv_heads, group, left, right, num_splits, tiles_per_split,
+                                       k_desc.block_shape[1], 64, 128, HOW)  # fmt: skip
     if tile_row < rows:
         HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], k_desc.dtype)
         P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], k_desc.dtype)
@@ -256,6 +252,12 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(sum_ready.index(i), count=1)
         ring = (kv, ready, free)
+        common, source = parts.gather(
+            mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
+            (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
+            table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
+            (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
+            HOW)  # fmt: skip
         gl.warp_specialize([
             (left_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, HOW,
                          SIGN)),
