@@ -32,13 +32,15 @@ RULES = """
         causal, window: see above; both count from the bottom right corner.
         return_lse: return ``(out, lse)``, lse in fp32.
         out: write here (any strides but the last, which is 1; apart from the inputs) and return it.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
-        deterministic: the same bits on every run.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs). With a plan and
+            out= nothing is allocated where strides are multiples of 16 bytes; tensors of others are copied.
+        deterministic: a sequence gives the same bits on every run and in every batch.
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Raises:
         ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
-            a CPU, and on a GPU with DSV4_CHECK=1 in the environment.
+            a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page that
+            does not exist is not read.
 """
 
 
