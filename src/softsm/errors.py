@@ -6,6 +6,17 @@ from __future__ import annotations
 class SoftsmError(RuntimeError):
     """Base of everything softsm raises about a program it was given."""
 
+    def __reduce__(self):
+        """As it is, message and attributes: errors travel between processes."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[SoftsmError], args: tuple, attributes: dict) -> SoftsmError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
 
 class PtxError(SoftsmError):
     """The text is not PTX that softsm can read: line, column and what was expected."""

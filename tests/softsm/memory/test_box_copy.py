@@ -178,6 +178,25 @@ def test_footprint_counts_the_padding_of_short_rows():
     assert m.box_bytes == 16 * 32  # but only the elements are counted on the barrier
 
 
+def test_addresses_wrap_at_64_bits():
+    """Ragged tensors (triton.tools.ragged_tma): rows of a slice are counted from its end, which is the tensor's; two
+    outer dimensions bring the address back, by way of 2^64."""
+    rows, pitch, slice_at, length, billion = 40, 32, 7, 20, 1 << 30
+    m = from_image(encode_tiled(
+        DataType.FLOAT16, 4, BASE, [16, billion, 0x7FFF0000, 0x7FFF0000], [pitch, pitch, 2 * (1 << 34) - pitch],
+        [16, 8, 1, 1]))  # fmt: skip
+    memory, view = global_memory(rows * pitch)
+    for first, inside in ((0, 8), (16, 4)):  # rows behind the slice are outside the tensor
+        coords = (0, billion - length + first, slice_at + length, billion)
+        want = memory[(slice_at + first) * pitch :][: inside * pitch]
+        shared = np.full(SHARED, 0xEE, np.uint8)
+        assert box_copy.load_tile(m, coords, view, shared, 1024) == (8 - inside) * 16
+        np.testing.assert_array_equal(shared[1024:][: inside * pitch], want)
+        other, other_view = global_memory(rows * pitch, seed=1)
+        box_copy.store_tile(m, coords, other_view, box_copy.take_tile(m, shared, 1024))
+        np.testing.assert_array_equal(other[(slice_at + first) * pitch :][: inside * pitch], want)
+
+
 def test_gather_and_scatter_of_rows():
     m, nbytes = tensor(DataType.BFLOAT16, (80, 40), (64, 1), swizzle=Swizzle.B128)
     memory, view = global_memory(nbytes)
