@@ -81,12 +81,16 @@ def _sms() -> int:
 
 
 def _scratch(size: int, align: int, allocate, stream):
-    """CPU memory is aligned to 64 bytes only, so more is taken and the start moved."""
+    """What the program's allocator gives for exactly this request. CPU memory is aligned to 64 bytes only; where that
+    is not enough the kernel gets memory of ours, which no program can tell from its own."""
     if size == 0:
         return None
-    buffer = allocate(size + align, align, stream)
-    skip = -buffer.data_ptr() % align
-    return buffer[skip:] if isinstance(buffer, torch.Tensor) else buffer
+    buffer = allocate(size, align, stream)
+    if buffer.data_ptr() % align == 0:
+        return buffer
+    own = _zeros(size + align, align, stream)
+    skip = -own.data_ptr() % align
+    return own[skip : skip + size]
 
 
 def _zeros(size: int, align: int, stream) -> torch.Tensor:

@@ -108,15 +108,16 @@ def test_device_descriptor_gets_scratch(launches, arch):
     asked = []
 
     def allocate(size, align, stream):
-        asked.append(size)
-        return torch.empty(size, dtype=torch.int8)
+        asked.append((size, align))
+        return torch.empty(size + 64, dtype=torch.int8)[off:][:size]
 
     triton.set_allocator(allocate)
-    with softsm.use(arch):
-        kernel[(2,)](x, y, 64, 64, 32, 32)
-    (launch,) = launches
-    (scratch,) = struct.unpack("<Q", launch.args[-2])
-    assert asked and scratch % 128 == 0 and launch.memory.find(scratch, 256) is not None
+    for off in (0, 32):  # aligned or not
+        with softsm.use(arch):
+            kernel[(2,)](x, y, 64, 64, 32, 32)
+        (scratch,) = struct.unpack("<Q", launches[-1].args[-2])
+        assert scratch % 128 == 0 and launches[-1].memory.find(scratch, 512) is not None
+    assert asked == [(2 * 2 * 128, 128)] * 2  # exactly what the kernel needs
 
 
 def test_scratch_without_an_allocator_is_tritons_error(launches):
