@@ -234,8 +234,8 @@ def do_assertfail(w, mask, o):
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
     place = f"{text_at(w, file)}:{line}: {text_at(w, function)}"
-    raise Fault("assert", f"{place}: assertion failed: {text_at(w, message)}; thread {w.index * 32 + lane} of "
-                f"CTA {w.cta.ctaid}")
+    raise Fault("assert", f"device-side assert triggered: {place}: assertion failed: {text_at(w, message)}; thread "
+                f"{w.index * 32 + lane} of CTA {w.cta.ctaid}")
 
 
 HOST_CALLS = {"vprintf": do_vprintf, "__assertfail": do_assertfail}

@@ -26,7 +26,7 @@ class RecordedKernel:
         assert self.function.directives["reqntid"][0] == block[0]
         self.launches.append(SimpleNamespace(
             name=self.function.name, grid=grid, block=block, args=args, shared=shared, cluster=cluster,
-            memory=memory, sms=sms))  # fmt: skip
+            memory=memory, sms=sms, dependent=dependent))  # fmt: skip
 
 
 @pytest.fixture
