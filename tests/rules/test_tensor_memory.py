@@ -227,6 +227,33 @@ def test_copy_then_product_stay_in_order_within_a_warp():
     holds(make, args=OUT)
 
 
+def test_a_copied_accumulator_is_in_order_by_default():
+    """PTX 9.4 lists the order of a copy and a product for A and scale factors; Triton copies accumulators too."""
+    copy = "".join(f"add.u32 %r6, %r3, {c};\ntcgen05.cp.cta_group::1.128x256b [%r6], %rd10;\n" for c in range(0, 16, 8))
+    add = t.mma("%r3", "%rd10", "%rd11", t.idesc(), add=1)
+
+    def make(keep):
+        wait = t.commit("bar2") + t.wait("bar2", 0) + t.AFTER
+        return whole(t.only("thread 0", copy + when(keep, wait) + add + t.commit("bar")) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+    for order in ("eager", "latest", "random"):
+        assert not findings(make(False), OUT, strict=False, order=order)
+
+
+def test_copies_around_a_product_that_reads_them_are_in_order():
+    """cp, mma, cp into the same columns: the product between them keeps the copies apart."""
+
+    def make(keep):
+        copy = "add.u32 %r6, %r3, 32;\ntcgen05.cp.cta_group::1.128x256b [%r6], %rd10;\n"
+        use = t.mma("%r3", "[%r6]", "%rd11", t.idesc())
+        body = copy + when(keep, use) + copy + when(not keep, use) + t.commit("bar")
+        return whole(t.only("thread 0", body) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT)
+    holds(make, args=OUT, strict=False)
+
+
 # -- shared memory operands --------------------------------------------------------------------------------------------
 
 

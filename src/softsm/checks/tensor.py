@@ -67,6 +67,8 @@ class TensorChecks:
             other = self.operations.get(number)
             if other is None or other is op or self.in_order(other, did, op, write):
                 continue
+            if write and did == "wrote" and self.read_between(shadow, window, other, op):
+                continue
             if self.knows(w, number, self.tensor if self.strict else None):
                 continue
             mend = ""
@@ -119,7 +121,21 @@ class TensorChecks:
             return b.what == "mma" and write and a.accumulator == b.accumulator
         if a.what == "shift":
             return b.what in ("mma", "cp.4x256b")
-        return b.what == "mma" and not write  # a copy, and the product that reads what it brought
+        # a copy, and a product that uses what it brought: PTX 9.4 means A and scale factors, Triton the accumulator too
+        return b.what == "mma" and not (write and self.strict)
+
+    def read_between(self, shadow: TensorShadow, window, old, new) -> bool:
+        """Did products read all of what `old` wrote there, in order behind it, and before `new` in order as well?"""
+        cells = shadow.writer[window] == old.number
+        between = np.zeros_like(cells)
+        for ring in shadow.readers:
+            for number in np.unique(ring[window][cells]):
+                reader = self.operations.get(int(number))
+                if reader is None or reader.number < old.number:
+                    continue
+                if self.in_order(old, "wrote", reader, False) and self.in_order(reader, "read", new, True):
+                    between |= ring[window] == number
+        return bool(between[cells].all())
 
     # ---- allocation --------------------------------------------------------------------------------------------
 

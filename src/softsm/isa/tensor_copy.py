@@ -1,7 +1,7 @@
 """tcgen05.cp, shift and commit, and the order of tcgen05 operations.
 
 Copies, shifts and products are asynchronous and unordered, except for the pairs PTX 9.4 calls pipelined, within one
-warp: products on the same accumulator; a product that reads A after the copy or shift that made it; and a product, copy
+warp: products on the same accumulator; a product that uses what a copy or shift made; and a product, copy
 or shift that overwrites what an earlier product reads. `issue` turns those pairs into the `after` of an operation;
 everything else is the program's own duty.
 """
@@ -38,7 +38,8 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
     if new.what == "mma":
         if old.what == "mma":
             return old.accumulator == new.accumulator or bool(old.reads)
-        return old.what in ("shift", "cp.4x256b") or overlap(old.writes, new.reads)
+        # what a copy brings is A or scale factors by PTX 9.4; Triton counts on the order for the accumulator too
+        return old.what in ("shift", "cp.4x256b") or overlap(old.writes, new.reads + new.writes)
     if old.what == "mma":
         return bool(old.reads)
     return old.what == "shift" and new.what == "cp.4x256b"
