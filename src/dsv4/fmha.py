@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4 import checks, ops
@@ -154,20 +153,7 @@ def _call(
         backend=checks.backend(backend),
     )
     checks.flag("return_lse", return_lse)
-    if out is None and plan is None:
-        out, lse = getattr(torch.ops.dsv4, name)(*tensors.values(), return_lse=return_lse, **options)
-        return (out, lse) if return_lse else out
+    def build() -> Any:
+        return ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)
 
-    problem = ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)  # checks ranks before shapes are used
-    if out is not None:
-        checks.output("out", out, problem.q.shape, problem.q.dtype, {"q": problem.q})
-    if plan is not None:
-        if not isinstance(plan, Plan):
-            checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
-        plan.check(name, problem)
-        options.update(scratch=plan.scratch, num_splits=plan.num_splits)
-    if out is None:
-        out = torch.empty(problem.q.shape, dtype=problem.q.dtype, device=problem.q.device)
-    lse = torch.empty(problem.lse_shape if return_lse else (0,), dtype=torch.float32, device=problem.q.device)
-    getattr(torch.ops.dsv4, f"{name}_out")(*tensors.values(), **options, out=out, lse=lse)
-    return (out, lse) if return_lse else out
+    return ops.call(name, tensors | options, build, return_lse, out, plan)

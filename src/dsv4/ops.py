@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks, dispatch, problem
+from dsv4.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
 
@@ -99,6 +100,36 @@ def define_attention(
     names = [a.name for a in getattr(torch.ops.dsv4, name).default._schema.arguments]  # of inputs
     scratch = "Tensor(c!)? scratch=None, SymInt num_splits=0"
     define(f"{name}_out({arguments}, {scratch}, Tensor(a!) out, Tensor(b!) lse) -> ()", kernel_out, fake_out)
+
+
+def call(
+    name: str,
+    arguments: dict[str, Any],
+    build: Callable[[], Any],
+    return_lse: bool,
+    out: Tensor | None,
+    plan: Plan | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The public function behind its checks: one of the two operators, and lse only if asked for.
+
+    build() gives the problem, whose shapes the outputs and the plan must have.
+    """
+    if out is None and plan is None:
+        out, lse = getattr(torch.ops.dsv4, name)(**arguments, return_lse=return_lse)
+        return (out, lse) if return_lse else out
+    p = build()
+    if out is not None:  # here as well: the dispatcher would answer a wrong one in its own words
+        checks.output("out", out, p.q.shape, p.q.dtype, {"q": p.q})
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
+        plan.check(name, p)
+        arguments = arguments | dict(scratch=plan.scratch, num_splits=plan.num_splits)
+    if out is None:
+        out = torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    lse = torch.empty(p.lse_shape if return_lse else (0,), dtype=torch.float32, device=p.q.device)
+    getattr(torch.ops.dsv4, f"{name}_out")(**arguments, out=out, lse=lse)
+    return (out, lse) if return_lse else out
 
 
 OPTIONS = (

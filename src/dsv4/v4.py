@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4 import checks, ops, v4_problem
@@ -78,17 +77,6 @@ def v4_attention(
         ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
             a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
     """
-    tensors: dict[str, Any] = dict(
-        q=q,
-        window_indices=window_indices,
-        window_lengths=window_lengths,
-        compressed_indices=compressed_indices,
-        compressed_lengths=compressed_lengths,
-        compressed_block_table=compressed_block_table,
-        request_starts=request_starts,
-        sink=sink,
-        out=out,
-    )
     checks.flag("return_lse", return_lse)
     checks.flag("deterministic", deterministic)
     checks.backend(backend)
@@ -98,11 +86,8 @@ def v4_attention(
         compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
         request_starts=request_starts, inverse_rope=inverse_rope, sink=sink, softmax_scale=softmax_scale,
     )  # fmt: skip
-    if out is not None:
-        checks.output("out", out, q.shape, q.dtype, {"q": q})
-    checks.forward_only(
-        **tensors, window=_rows(window), compressed=_rows(compressed), **{"inverse_rope[0] (cos_sin)": problem.cos_sin}
-    )
+    differentiable = {"q": q, "window": _rows(window), "compressed": _rows(compressed), "sink": sink, "out": out}
+    checks.forward_only(**differentiable, **{"inverse_rope[0] (cos_sin)": problem.cos_sin})
     arguments = dict(
         q=q,
         **_travelling("window", window),
@@ -120,19 +105,7 @@ def v4_attention(
         deterministic=deterministic,
         backend=backend,
     )
-    if out is None and plan is None:
-        out, lse = torch.ops.dsv4.v4_attention(**arguments, return_lse=return_lse)
-        return (out, lse) if return_lse else out
-    if plan is not None:
-        if not isinstance(plan, Plan):
-            checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
-        plan.check("v4_attention", problem)
-        arguments.update(scratch=plan.scratch, num_splits=plan.num_splits)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.lse_shape if return_lse else (0,), dtype=torch.float32, device=q.device)
-    torch.ops.dsv4.v4_attention_out(**arguments, out=out, lse=lse)
-    return (out, lse) if return_lse else out
+    return ops.call("v4_attention", arguments, lambda: problem, return_lse, out, plan)
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
