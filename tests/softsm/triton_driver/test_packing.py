@@ -105,14 +105,14 @@ def test_device_descriptor_gets_scratch(launches, arch):
         dst.store([0, 0], src.load([0, 0]))
 
     x, y = torch.zeros(64, 64), torch.zeros(64, 64)
-    asked = []
+    asked, skip = [], iter((0, 32))  # memory that is aligned, and that is not
 
     def allocate(size, align, stream):
         asked.append((size, align))
-        return torch.empty(size + 64, dtype=torch.int8)[off:][:size]
+        return torch.empty(size + 64, dtype=torch.int8)[next(skip) :][:size]
 
     triton.set_allocator(allocate)
-    for off in (0, 32):  # aligned or not
+    for _ in range(2):
         with softsm.use(arch):
             kernel[(2,)](x, y, 64, 64, 32, 32)
         (scratch,) = struct.unpack("<Q", launches[-1].args[-2])
