@@ -1,5 +1,6 @@
 """The suites run clean on the CPU path, and they notice when a result is wrong."""
 
+import contextlib
 import math
 
 import pytest
@@ -253,6 +254,32 @@ def test_bad_places_are_refused_by_name() -> None:
         Where("softsm", "sm_80").resolve()
     with pytest.raises(ValueError, match="does not apply to backend cpu"):
         Where("cpu", "sm_90a").resolve()
+
+
+@pytest.mark.parametrize("found", [[], ["race: two warps wrote one byte"]])
+def test_what_the_checkers_find_fails_a_case(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's result is right; a finding alone makes the case fail, and only where they were asked to look."""
+
+    class Emulator:
+        @staticmethod
+        @contextlib.contextmanager
+        def use(arch):
+            yield
+
+        @staticmethod
+        @contextlib.contextmanager
+        def checking(order):
+            assert order == "latest"
+            yield found
+
+    real = dsv4.fmha
+    monkeypatch.setattr(suites.case, "import_softsm", lambda: Emulator)
+    monkeypatch.setattr(dsv4, "fmha", lambda *a, **k: real(*a, **{**k, "backend": "cpu"}))
+    place = Where("softsm", "sm_100a", checked=True)
+    assert place.resolve() == place
+    result = run_case(suites.seeds()[0], place, SEED)
+    assert result.ok == (not found) and ("two warps" in result.why()) == bool(found)
+    assert run_case(suites.seeds()[0], Where("softsm", "sm_100a"), SEED).ok
 
 
 def test_unknown_suite_is_refused() -> None:

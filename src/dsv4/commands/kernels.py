@@ -30,6 +30,10 @@ P: through tensor or shared memory. Keys: `rows` of dense and varlen tensors by 
 of other pages by cp.async. Registers: at launch, and what `setmaxnreg` makes of them in the roles and
 while they idle. Spills: bytes stored / loaded, as the assembler counts them; those in main loops are instructions,
 counted in the SASS.
+
+K or V whose base or strides are no multiples of 16 bytes can be read in none of the three ways: such a tensor is copied
+once per call, on the device, before the kernel. Where k is v and one query tile is in flight (head dims 256 and 512,
+`rows` and `pages`), a tile is loaded once for both products.
 """
 
 

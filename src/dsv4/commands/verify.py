@@ -34,6 +34,9 @@ def verify(
     seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
+    check: Annotated[
+        bool, typer.Option(help="softsm: look for races, everything asynchronous as late as it may be")
+    ] = True,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes; for softsm one per core")] = 1,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,
 ) -> None:
@@ -43,7 +46,7 @@ def verify(
     """
     try:
         cases = suites.select(suite, match, head_dim)
-        where = Where(backend, arch).resolve()
+        where = Where(backend, arch, checked=check).resolve()
     except (ValueError, suites.Unavailable) as problem:
         refuse(str(problem))
     if not cases:
@@ -54,7 +57,8 @@ def verify(
         refuse(f"--json {json_file}: there is no such folder")  # now, not after the cases have run
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
-    out.print(f"{len(cases)} cases on {where}, seed {seed}")
+    checked = ", races checked" if where.backend == "softsm" and where.checked else ""
+    out.print(f"{len(cases)} cases on {where}, seed {seed}{checked}")
 
     def each(result: Result) -> None:
         if verbose:

@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,14 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Where:
-    """Where an operation runs: the `backend` it is given, and for softsm the architecture that is emulated."""
+    """Where an operation runs: the `backend` it is given, and for softsm the architecture that is emulated.
+
+    `checked` (softsm): everything asynchronous completes as late as it may, and what the checkers find is an error.
+    """
 
     backend: str = "auto"
     arch: str | None = None
+    checked: bool = False
 
     def resolve(self) -> Where:
         """Turn `auto` and a missing arch into what will really run, or raise `Unavailable`."""
@@ -49,7 +53,7 @@ class Where:
         if self.backend == "auto":
             if self.arch is None:
                 return Where("cuda", gpu) if gpu else Where("cpu")
-            return Where("cuda" if gpu == self.arch else "softsm", self.arch).resolve()
+            return replace(self, backend="cuda" if gpu == self.arch else "softsm").resolve()
         if self.backend == "cuda":
             if not torch.cuda.is_available():
                 raise Unavailable("backend cuda: torch sees no CUDA device here")
@@ -59,7 +63,7 @@ class Where:
                 )
             return Where("cuda", gpu)
         import_softsm()
-        return Where("softsm", self.arch or ARCHS[0])
+        return replace(self, backend="softsm", arch=self.arch or ARCHS[0])
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +71,17 @@ class Where:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """What every call is wrapped in: the emulator for softsm, nothing otherwise."""
-        return import_softsm().use(self.arch) if self.backend == "softsm" else contextlib.nullcontext()
+        if self.backend != "softsm":
+            return contextlib.nullcontext()
+        return self._checked() if self.checked else import_softsm().use(self.arch)
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        softsm = import_softsm()
+        with softsm.use(self.arch), softsm.checking(order="latest") as report:
+            yield
+        if report:
+            raise AssertionError(str(report))
 
     def __str__(self) -> str:
         return self.backend if self.arch is None else f"{self.backend} {self.arch}"

@@ -19,6 +19,7 @@ from dsv4.plan import choose_splits, deterministic_cut
 from dsv4.problem import FmhaProblem
 
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 MULTIPROCESSORS = 132  # assumed where kernels are only compiled
 
 
@@ -36,13 +37,18 @@ class Tiling:
 
 def batch_reason(p: FmhaProblem) -> str | None:
     """None, or why no kernel of this kind can run the problem."""
-    return f"batch {p.batch} is over 65535" if p.batch > 65535 else None
+    return f"batch {p.batch} is over {MAX_GRID}" if p.batch > MAX_GRID else None
 
 
 def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     """Launch the forward kernel, and the combine kernel where the keys were split."""
     row_tiles = -(-p.max_seqlen_q * p.group // c.rows)
     splits, tiles_per_split = _splits(p, c, row_tiles)
+    grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
+    if c.loop:
+        grid = (min(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device)),)
+    elif grid[1] > MAX_GRID:
+        raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
     # has room for is no property of a sequence; so paged ones take that way with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged"
@@ -75,11 +81,8 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
         splits, tiles_per_split, *row_strides(q), *strides_o, *strides_l, *row_strides(k), *row_strides(v),
     ]  # fmt: skip
-    grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
-    if c.loop:
-        grid = (min(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device)),)
     # What the kernel was not written to be told at compile time, it finds out when it runs.
-    known = dict(HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=split)
+    known = dict(HOW=how, SIGN=sign, SAME_KV=v is k, k_is_v=int(v is k), sign=sign, SPLIT=split)
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
     aot.launch(kernel, grid, arguments, **known, num_warps=4, **c.options)
     if split:

@@ -152,22 +152,22 @@ def row_offsets(row, head, group, stride_token8, stride_head8):
 
 @gluon.jit
 def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
-              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign):  # fmt: skip
     """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
 
-    AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. SIGN: what the
-    rows are multiplied by.
+    AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0
+    or 1, known at compile time or not; the rows are multiplied by it.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     for c in gl.static_range(C // AT_A_TIME):
         col = column + c * AT_A_TIME + gl.arange(0, AT_A_TIME, layout=gl.SliceLayout(0, L))
-        if SIGN == 0:
+        if sign == 0:
             x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
         else:
             x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
-            if SIGN < 0:
+            if sign < 0:
                 x = -x
         smem.slice(c * AT_A_TIME, AT_A_TIME, dim=1).store(x)
 

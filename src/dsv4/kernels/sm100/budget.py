@@ -1,9 +1,20 @@
 """What one main-loop iteration of the forward kernel costs on an SM of sm_100, resource by resource.
 
-An iteration takes all query tiles of a CTA past one tile of keys. The rates are the published ones of a B200: 2.25
-PFLOP/s dense bf16 on 148 SMs at 1.85 GHz is 8192 operations per clock and SM; a product of 64 rows uses half of the
-tensor core's rows and runs at half of that; 16 exponentials per clock (the multi-function unit); 128 bytes of shared
-memory per clock. For tensor memory no rate is published, so its bytes are given and no cycles.
+An iteration takes all query tiles of a CTA past one tile of keys. Nothing here was measured; the rates and where they
+come from:
+
+- 8192 dense bf16 operations per clock and SM: 2.25 PFLOP/s of a B200
+  ([FlashAttention-4](https://www.together.ai/blog/flashattention-4), arXiv 2603.05451) over 148 SMs at 1.85 GHz, count
+  and clock assumed. CUTLASS says the same another way: `kind::f16` is twice as fast as Hopper
+  ([table](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md)), and 4096 is
+  Hopper's.
+- 16 exponentials per clock and SM (the multi-function unit) and 128 bytes of shared memory per clock and SM: both as
+  on Hopper, says FlashAttention-4; the numbers as in
+  [an account of it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). About 128 bytes per clock
+  are also what products with both operands in shared memory were
+  [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read.
+- A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
+- For tensor memory no rate was found, so its bytes are given and no cycles.
 """
 
 from __future__ import annotations
@@ -57,8 +68,10 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
     # after softmax has written it.
     shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + (0 if p_tmem else 2 * 2 * scores))
-    # S: written by the tensor core, read by softmax. P: written, then read. O: read and written by the tensor core.
-    tensor_memory = tiles * (2 * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
+    # S: written by the tensor core, read by softmax (twice where a wide one stays in place: see softmax_role). P:
+    # written, then read. O: read and written by the tensor core.
+    reads = 1 if p_tmem or keys == 64 else 2
+    tensor_memory = tiles * ((1 + reads) * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
     return Budget(
         head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
         tiles * scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,

@@ -17,10 +17,10 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
         raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
     # rows, keys, tiles, ring slots; registers of a softmax thread, and of the load and mma warps
     rows, keys, tiles, slots, softmax, warp = {
-        64: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 4, 176, 72),
-        128: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 3, 176, 72),
-        256: (128, 64, 1, 4, 200, 64),
-        512: (64, 64, 1, 4, 200, 64),
+        64: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 4, 152, 96),
+        128: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 3, 152, 96),
+        256: (128, 64, 1, 4, 176, 96),
+        512: (64, 64, 1, 4, 208, 128),
     }[head_dim]
     check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
     options = dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax,

@@ -19,12 +19,13 @@ head dim   BM x TILES   BN    S stages   tensor memory (columns)                
 
 P takes the place of S in tensor memory (P_TMEM) or goes through shared memory. At 512 the A operand of 64 rows cannot
 come from tensor memory, so P goes through shared memory there. A ring slot holds BN keys of min(D, 256) columns:
-at 512 a K or V tile is two slots.
+at 512 a K or V tile is two slots. With one query tile and k the same tensor as v (latents), a tile is loaded once and
+stays in its slots for both products.
 
 barrier          arrives                    waits          means
 q_ready          each softmax role          mma            Q is in shared memory, visible to the tensor core
 slot_ready[r]    TMA bytes, or load warp    mma            K or V is in ring slot r
-slot_free[r]     commit of mma              load           the products that read slot r are complete
+slot_free[r]     commit of mma              load           the products that read slot r are complete (k is v: both)
 s_ready[s]       commit of mma              softmax        S is complete; also every product issued before it, so P's
                                                            buffer of the same stage may be overwritten
 p_ready[s]       softmax                    mma            P is stored and S is read
@@ -42,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.shared.tiles import end_key, first_key, sequence, split_range
 
@@ -80,10 +81,10 @@ def load_tile(desc, cells, ring, slot_ready, slot_free, landed, state, where, ro
 
 @gluon.jit
 def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first, tile_begin, tile_end,
-              BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+              k_is_v, BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
               HOW: gl.constexpr):  # fmt: skip
     """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 ..
-    with one."""
+    with one, K0 K1 K2 .. when k is v."""
     state = (0, 0, 0, 0)
     if TILES == 1:
         if tile_begin < tile_end:
@@ -98,7 +99,9 @@ def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, lan
         else:
             state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
                               HOW)  # fmt: skip
-        state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS, HOW)
+        if k_is_v == 0:
+            state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
+                              HOW)  # fmt: skip
     if HOW == loads.CELLS:
         if state[2] > 0:
             loads.announce(slot_ready.index(gl.where(state[0] == 0, SLOTS, state[0]) - 1), 0)
@@ -117,7 +120,7 @@ def p_operand(s, p_smem, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n,
+def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n, k_is_v,
              D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
     DS: gl.constexpr = ring.shape[2]
     PARTS: gl.constexpr = D // DS
@@ -131,17 +134,19 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
                 tcgen05_mma(q.index(i * PARTS + part), ring.index(slot).permute((1, 0)), s.index(i), use_acc=part > 0)
                 if part == PARTS - 1:
                     tcgen05_commit(s_ready.index(i))
-            tcgen05_commit(slot_free.index(slot))
+            tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
             slot, phase = advance(slot, phase, SLOTS)
+        held = 0  # k is v: the slot of these keys, which P V reads once more and frees
         for j in range(0, n):
             if TILES == 1:
                 stage = j % 2
+                next_held = slot
                 if j + 1 < n:
                     for part in gl.static_range(PARTS):
                         mbarrier.wait(slot_ready.index(slot), phase)
                         tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(1 - stage),
                                     use_acc=part > 0)  # fmt: skip
-                        tcgen05_commit(slot_free.index(slot))
+                        tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
                         slot, phase = advance(slot, phase, SLOTS)
                     tcgen05_commit(s_ready.index(1 - stage))
                 mbarrier.wait(p_ready.index(stage), (j // 2) % 2)
@@ -149,14 +154,18 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
                     mbarrier.wait(o_rescaled.index(0), (j - 1) % 2)
                 p = p_operand(s.index(stage), p_smem.index(stage), ring.dtype, P_TMEM)
                 for part in gl.static_range(PARTS):
-                    mbarrier.wait(slot_ready.index(slot), phase)
+                    v_slot = (held + part) % SLOTS
+                    if k_is_v == 0:
+                        v_slot = slot
+                        mbarrier.wait(slot_ready.index(slot), phase)
+                        slot, phase = advance(slot, phase, SLOTS)
                     if PARTS == 1:
-                        tcgen05_mma(p, ring.index(slot), o.index(0), use_acc=j > 0)
+                        tcgen05_mma(p, ring.index(v_slot), o.index(0), use_acc=j > 0)
                     else:
-                        tcgen05_mma(p, ring.index(slot), o.index(0).slice(part * DS, DS), use_acc=j > 0)
-                    tcgen05_commit(slot_free.index(slot))
-                    slot, phase = advance(slot, phase, SLOTS)
+                        tcgen05_mma(p, ring.index(v_slot), o.index(0).slice(part * DS, DS), use_acc=j > 0)
+                    tcgen05_commit(slot_free.index(v_slot))
                 tcgen05_commit(pv_done.index(0))
+                held = next_held
             else:
                 k_slot, k_phase = advance(slot, phase, SLOTS)
                 mbarrier.wait(slot_ready.index(slot), phase)
@@ -181,28 +190,40 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
 
 
 @gluon.jit
-def store_p(x, scale, m, p, column: gl.constexpr):
-    """P = exp2(x scale - m) of 64 columns -> where the tensor core reads it. Returns the row sums, before rounding."""
+def scores(s, first_column, row_first, row_end, masked, L: gl.constexpr):
+    """Some columns of S from tensor memory; those that a row does not see are -inf."""
+    x = s.load()
+    if masked:
+        x = softmax.see(x, first_column, row_first, row_end, L)
+    return x
+
+
+@gluon.jit
+def store_p(x, scale, m, p):
+    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns row sums, before rounding."""
     y = gl.exp2(x * scale - m[:, None])
-    p.slice(column, x.shape[1], dim=1).store(y.to(p.dtype))
+    p.store(y.to(p.dtype))
     return gl.sum(y, 1)
 
 
 @gluon.jit
 def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
-                 head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale,
+                 head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale, sign,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
-                 P_TMEM: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+                 P_TMEM: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     STAGES: gl.constexpr = 2 if TILES == 1 else 1
-    # 64 columns of S at a time, so that a half's scores make room for its P before the other half is touched.
-    LS: gl.constexpr = s.index(0).slice(0, 64).get_reg_layout()
+    # C columns of S at a time. They are kept in registers from the maximum to P where P takes their place in tensor
+    # memory; where S stays and is wide, they are read twice: the addresses of a swizzled P leave no registers for all.
+    KEEP: gl.constexpr = P_TMEM or BN == 64
+    C: gl.constexpr = 64 if KEEP else 32
+    LS: gl.constexpr = s.index(0).slice(0, C).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     for part in gl.static_range(PARTS):
         loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh,
-                        part * DS, BM, DS, 64, SIGN)  # fmt: skip
+                        part * DS, BM, DS, 64, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(q_ready, count=1)
 
@@ -223,15 +244,18 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         mbarrier.wait(s_ready.index(stage), (j // STAGES) % 2)
         column = first + (tile_begin + j) * BN
         masked = (column < full_first) | (column + BN > full_end)
-        x = s.index(stage).slice(0, 64).load()
-        if masked:
-            x = softmax.see(x, column, row_first, row_end, LS)
-        top = gl.max(x, 1)
-        if BN == 128:
-            x1 = s.index(stage).slice(64, 64).load()
-            if masked:
-                x1 = softmax.see(x1, column + 64, row_first, row_end, LS)
-            top = gl.maximum(top, gl.max(x1, 1))
+        parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
+        if KEEP:
+            x = scores(parts.index(0), column, row_first, row_end, masked, LS)
+            top = gl.max(x, 1)
+            if BN == 128:
+                x1 = scores(parts.index(1), column + C, row_first, row_end, masked, LS)
+                top = gl.maximum(top, gl.max(x1, 1))
+        else:
+            top = gl.full([BM], -float("inf"), gl.float32, RS)
+            for c in range(0, BN // C):
+                x = scores(parts.index(c), column + c * C, row_first, row_end, masked, LS)
+                top = gl.maximum(top, gl.max(x, 1))
         grown = top * scale
         # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
         moves = (grown - m > RESCALE_ABOVE) | (j == 0)
@@ -244,9 +268,17 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         m = m_new
         safe = gl.where(m == -float("inf"), 0.0, m)
         p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
-        l = l * alpha + store_p(x, scale, safe, p, 0)
-        if BN == 128:
-            l += store_p(x1, scale, safe, p, 64)
+        l *= alpha
+        if KEEP:
+            l += store_p(x, scale, safe, p.slice(0, C, dim=1))
+            if BN == 128:
+                l += store_p(x1, scale, safe, p.slice(C, C, dim=1))
+        else:
+            panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], q.dtype))
+            for c in range(0, BN // 64):
+                for i in gl.static_range(64 // C):
+                    x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, row_first, row_end, masked, LS)
+                    l += store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1))
         if not P_TMEM:
             fence_async_shared()  # P is read by the tensor core
         mbarrier.arrive(p_ready.index(stage), count=1)
@@ -312,14 +344,13 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
                 gl.store(out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
 
 
-# One variant per head dim, dtype, P path, way of reading keys and sign of the scale: nothing else may make Triton
-# compile again.
+# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
 @gluon.jit(
     do_not_specialize=[
         "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
         "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
         "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
-        "stride_vb", "stride_vt", "stride_vh",
+        "stride_vb", "stride_vt", "stride_vh", "k_is_v", "sign",
     ],
     do_not_specialize_on_alignment=[
         "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
@@ -329,9 +360,9 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                  part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys,
                  kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
                  stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, k_is_v, sign,
                  D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
                  WARP_REGS: gl.constexpr):  # fmt: skip
     seq = gl.program_id(2)
     head = gl.program_id(1) % kv_heads
@@ -409,6 +440,9 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
         where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
+        # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
+        if TILES == 2 or HOW == loads.CELLS:
+            k_is_v = 0
         k_cells = (k_ptr, total_k, stride_kb, stride_kt, stride_kh)
         v_cells = (v_ptr, total_k, stride_vb, stride_vt, stride_vh)
         if TILES == 2:
@@ -418,14 +452,14 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
-                                tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
+                                tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
                                 tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
+                                first, tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
-                            pv_done, n, D, TILES, SLOTS, P_TMEM)),
+                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
-                             tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
+                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
             ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
@@ -434,9 +468,9 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, D, BM, BN, TILES, P_TMEM, SIGN)),
+                                first, tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
-                            pv_done, n, D, TILES, SLOTS, P_TMEM)),
+                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
-                             tile_begin, tile_end, BN, D, TILES, SLOTS, HOW)),
+                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
