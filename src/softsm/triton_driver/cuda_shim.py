@@ -41,6 +41,8 @@ def _is_index(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+# Their gradients are summed in the input's own type on a CPU, and in float32 on a GPU.
+_SUMS_IN_HALF = (torch.nn.functional.layer_norm, torch.nn.functional.group_norm)
 _MOVES = (torch.Tensor.cuda, torch.Tensor.cpu)
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__
@@ -50,6 +52,10 @@ _GET_DEVICE = torch.Tensor.get_device
 def do_on_cpu(func, *args, **kwargs):
     if func in _MOVES:
         return args[0].clone()
+    if func in _SUMS_IN_HALF and args[0].dtype in (torch.float16, torch.bfloat16):
+        wide = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
+        kwargs = {k: x.float() if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
+        return func(*wide, **kwargs).to(args[0].dtype)
     if func is torch.histc and not args[0].is_floating_point():  # the CPU's takes floats only
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}

@@ -195,6 +195,18 @@ def test_histogram_of_integers(shim):
     assert counts.dtype == torch.int32 and counts.tolist() == [1, 2, 0, 1]
 
 
+def test_gradients_of_a_norm_are_summed_in_float32(shim):
+    x, weight = torch.randn(600, 64, device="cuda"), torch.rand(64, device="cuda")
+    grads = []
+    for dtype in (torch.float16, torch.float32):
+        w = weight.half().to(dtype).requires_grad_()
+        y = torch.nn.functional.layer_norm(x.half().to(dtype), (64,), w, None, 1e-5)
+        assert y.dtype == dtype
+        y.backward(torch.full_like(y, 0.0625))
+        grads.append(w.grad.float())
+    torch.testing.assert_close(*grads, atol=4e-3, rtol=1e-3)
+
+
 @triton.jit
 def add_one(x, y, n, block: tl.constexpr):
     at = tl.arange(0, block)
