@@ -271,6 +271,18 @@ def test_a_relaxed_cluster_arrival_orders_nothing():
     holds(make, args=[X, OUT], **TWO)
 
 
+def test_a_proxy_fence_before_a_relaxed_cluster_arrival_is_enough_by_default():
+    """Triton's two-CTA products come so; PTX asks for a release. A fence of the own CTA's memory is not enough."""
+
+    def make(space):
+        fence = f"fence.proxy.async.shared::{space};\n" + SYNC.replace("arrive.release", "arrive.relaxed")
+        return pair(WRITE + fence + MINE + "ld.shared::cluster.u32 %r42, [%r52];\n" + SYNC)
+
+    assert not findings(make("cluster"), [X, OUT], strict=False, **TWO)
+    assert "race" in findings(make("cta"), [X, OUT], strict=False, **TWO).codes()
+    assert "race" in findings(make("cluster"), [X, OUT], **TWO).codes()
+
+
 def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
     def make(keep):
         body = (

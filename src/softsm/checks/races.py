@@ -272,12 +272,15 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         if thing.clock is not None:
             self.join(w.clock, thing.clock.published)
 
-    def fence_async(self, w) -> None:
+    def fence_async(self, w, wide: bool) -> None:
         """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
-        on does not. The odd epoch that begins tells that apart, and is no new one for the order of lanes."""
+        on does not. The odd epoch that begins tells that apart, and is no new one for the order of lanes. `wide`: of
+        the cluster's shared memory too; Triton arrives relaxed at the cluster barrier behind it."""
         n, slot = self.slots, w.cta.slot0 + w.index
         np.maximum(w.clock[n : 2 * n], w.clock[:n], out=w.clock[n : 2 * n])
         w.clock[self.fenced] |= w.clock[self.known]
+        if wide and not self.strict:
+            w.released["cluster"] = w.clock.copy()  # the epoch ends below
         if w.clock[slot] & 1:
             self.tick(w)
         else:

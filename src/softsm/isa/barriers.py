@@ -440,7 +440,7 @@ def fence(asm, ins):
     elif ins.operands:
         asm.refuse(ins, "it takes no operands")
     if kind.startswith("proxy.async"):
-        asm.macro(do_fence_async, ins)
+        asm.macro(do_fence_async, ins, wide=kind in ("proxy.async", "proxy.async.shared::cluster"))
     elif asm.checking and kind.startswith("mbarrier_init"):
         asm.macro(do_fence_init, ins)
     elif asm.checking and not kind.startswith("proxy"):
@@ -453,7 +453,7 @@ def fence(asm, ins):
 def do_fence_async(w, mask, o):
     """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
     if w.machine.checker is not None:
-        w.machine.checker.fence_async(w)
+        w.machine.checker.fence_async(w, o.wide)
     return SEEN
 
 
