@@ -155,6 +155,21 @@ def test_product_after_store_requires_fence_after_the_barrier():
     holds(lambda keep: stored(t.WAIT_ST + t.BEFORE + "bar.sync 0;\n" + when(keep, t.AFTER)), args=OUT)
 
 
+def test_a_product_does_not_add_to_packed_values():
+    """As when P lies where S was, and the next S = Q K^T accumulates."""
+
+    def make(keep):
+        put = "mov.f32 %f0, 0f3F800000;\n"
+        convert = "mov.f32 %f9, %f0;\nmov.b32 %rX, %f9;\n" if keep else "cvt.rn.bf16x2.f32 %rX, %f0, %f0;\n"
+        put += "".join(convert.replace("%rX", f"%r{10 + i}") for i in range(8))
+        use = t.mma("%r3", "%rd10", "%rd11", t.idesc(), add=1) + t.commit("bar")
+        between = t.WAIT_ST + t.BEFORE + "bar.sync 0;\n" + t.AFTER
+        return whole(put + t.store("%r4", 10, 8) + between + t.only("thread 0", use) + t.wait("bar", 0) + t.AFTER)
+
+    for strict in (True, False):
+        holds(make, args=OUT, code="type", strict=strict)
+
+
 # -- pairs kept in order without help, within one warp -----------------------------------------------------------------
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from softsm.report.diagnostics import Diagnostic
 
 LANE_GROUPS, COLUMNS = 8, 512
-UNKNOWN, ACCUMULATOR, STORED_F32 = 0, 1, 2
+UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)
 HELD = {ACCUMULATOR: "an accumulator wrote them", STORED_F32: "they were stored as f32 values"}
+STORED = {"f32": STORED_F32, "packed": STORED_PACKED}
 IN_ORDER = {("tcgen05.st", "tcgen05.ld"), ("tcgen05.st", "tcgen05.st"), ("tcgen05.ld", "tcgen05.st")}
 PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
@@ -39,8 +40,8 @@ class TensorChecks:
     def tensor_access(self, op, region, write: bool) -> None:
         """region: ('tmem', cta, first column, end column[, lanes as a mask of groups of 16[, note]]).
 
-        note: 'accumulate' when a product adds to what it overwrites, else the element type an operand A is read as or
-        the kind of cell a store leaves behind."""
+        note: 'accumulate' and the type when a product adds to what it overwrites, else the element type an operand A is
+        read as or the kind of cell a store leaves behind."""
         _, cta, low, high, *more = region
         groups = more[0] if more else (1 << LANE_GROUPS) - 1
         note = more[1] if len(more) > 1 else ""
@@ -51,7 +52,7 @@ class TensorChecks:
         where = f"tensor memory lanes {lanes_text(rows)}, columns {low} to {high - 1}"
         verb = "writes" if write else "reads"
         writers = np.unique(shadow.writer[window])
-        if (not write or note == "accumulate") and writers[0] == 0:
+        if (not write or note.startswith("accumulate")) and writers[0] == 0:
             self.report.add(
                 Diagnostic(
                     "uninitialised",
@@ -84,28 +85,30 @@ class TensorChecks:
                 other,
                 mend,
             )
+        if note == "accumulate f32":
+            text = "the product adds to cells that were stored as packed values of 16 bits or less"
+            self.check_held(op, shadow, window, STORED_PACKED, text, f"adds to {where}", where)
         if write:
             shadow.writer[window] = op.number
-            is_product = op.kind == "tcgen05.mma"
-            shadow.held[window] = ACCUMULATOR if is_product else STORED_F32 if note == "f32" else UNKNOWN
+            shadow.held[window] = ACCUMULATOR if op.kind == "tcgen05.mma" else STORED.get(note, UNKNOWN)
             return
         if note in PACKED:
-            wrong = [h for h in np.unique(shadow.held[window]) if h]
-            if wrong:
-                number = int(shadow.writer[window][shadow.held[window] == wrong[0]][0])
-                other = self.operations.get(number)
-                parties = [self.party(w, op, f"reads {where} as packed {note}")]
-                if other is not None:
-                    parties.append(self.party(other.warp, other, f"wrote {where}"))
-                self.report.add(
-                    Diagnostic(
-                        "type",
-                        f"cells of operand A are read as packed {note}, but {HELD[wrong[0]]}",
-                        tuple(parties),
-                    )
-                )
+            for held, text in HELD.items():
+                text = f"cells of operand A are read as packed {note}, but {text}"
+                self.check_held(op, shadow, window, held, text, f"reads {where} as packed {note}", where)
         shadow.readers[1][window] = shadow.readers[0][window]
         shadow.readers[0][window] = op.number
+
+    def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: str) -> None:
+        """Cells that must not hold values of some kind."""
+        found = shadow.held[window] == wrong
+        if not found.any():
+            return
+        other = self.operations.get(int(shadow.writer[window][found][0]))
+        parties = [self.party(op.warp, op, what)]
+        if other is not None:
+            parties.append(self.party(other.warp, other, f"wrote {where}"))
+        self.report.add(Diagnostic("type", text, tuple(parties)))
 
     def in_order(self, old, did: str, new, write: bool) -> bool:
         """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): `did` says what old did to the

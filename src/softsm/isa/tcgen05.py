@@ -402,7 +402,7 @@ def checked_regions(p: Product, reads: tuple, writes: tuple) -> tuple[tuple, tup
         exact = [(*x, p.shape.a) if x[2] == p.a_column and x[4] == accumulator_lanes(p) else x for x in exact]
     for cta in dict.fromkeys(x[1] for x in writes):
         exact += [("spans", cta, table) for table in operand_spans(p)]
-    return tuple(exact), tuple((*x, "accumulate" if p.add else "") for x in writes)
+    return tuple(exact), tuple((*x, f"accumulate {p.shape.d}" if p.add else "") for x in writes)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -283,8 +283,9 @@ def lower_st(asm, ins, modifiers) -> None:
     if len(rows) != expected:
         raise asm.error(f"expected {expected} source registers, got {len(rows)}")
     settle(asm)
-    as_f32 = asm.checking and all(asm.produced.get(("R", r)) == "f32" for r in rows)
-    asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note="f32" if as_f32 else "", **access)
+    kinds = {asm.produced.get(("R", r), "") for r in rows} if asm.checking else set()
+    note = "f32" if kinds == {"f32"} else "packed" if kinds and all(k.endswith(("x2", "x4")) for k in kinds) else ""
+    asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note=note, **access)
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
