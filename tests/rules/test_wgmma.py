@@ -99,6 +99,18 @@ def test_using_the_accumulator_requires_wait_group():
     holds(make, args=OUT, code="wgmma-registers", strict=False)
 
 
+def test_a_wait_in_a_loop_leaves_as_many_groups_as_it_says():
+    """The use stands above the product in the text, and behind it in the loop."""
+
+    def make(keep):
+        loop = "mov.u32 %r50, 0;\nbra NEXT;\nTOP:\nadd.f32 %f9, %f9, %f0;\nadd.u32 %r50, %r50, 1;\n"
+        loop += "setp.eq.u32 %p5, %r50, 3;\n@%p5 bra END;\nNEXT:\n" + group() + WAIT + f" {0 if keep else 1};\n"
+        return whole(ZERO + "mov.f32 %f9, %f0;\n" + FILL + PUBLISH + loop + "bra TOP;\nEND:\n" + WAIT + " 0;\n" + USE)
+
+    for strict in (True, False):
+        holds(make, args=OUT, code="wgmma-registers", strict=strict)
+
+
 def test_copies_of_the_accumulator_count_at_the_strict_level_only():
     """Triton copies accumulators before the wait; what is computed from them, or overwritten, is another matter."""
 

@@ -8,8 +8,28 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 
 import pytest
 import torch
+import triton
 
 import softsm
+
+# Reports under `pytest --softsm` that are right: (Triton version, test, why). The checker suppresses nothing, so such a
+# test must fail.
+WHY = "triton-lang/triton#9610: no fence.proxy.async between cp.async and the product that reads what it brought"
+EXPECTED_REPORTS = [
+    ("3.6.", f"{test}[{target}]", WHY)
+    for target in ("sm_90a", "sm_100a")
+    for test in ("test_matmul_of_a_transposed_operand", "test_matmul_with_one_warpgroup_and_large_tile",
+                 "test_matmul_tf32", "test_autotuned_matmul")
+] + [("3.6.", "test_matmul_fp8[sm_100a]", WHY)]
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (config.getoption("softsm", False) or config.getoption("softsm_strict", False)):
+        return
+    for version, name, why in EXPECTED_REPORTS:
+        for item in items:
+            if triton.__version__.startswith(version) and item.name == name:
+                item.add_marker(pytest.mark.xfail(reason=why, raises=pytest.fail.Exception, strict=True))
 
 
 @pytest.fixture(params=["sm_90a", "sm_100a"])

@@ -26,15 +26,15 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 @dataclass(frozen=True)
 class Mma:
-    """One tcgen05.mma or wgmma: its logical operands and the accumulator after it (of wgmmas that are computed
-    together, with the last one)."""
+    """One tcgen05.mma, wgmma or mma.sync: its logical operands and the accumulator after it (of wgmmas that are
+    computed together, with the last one)."""
 
     a: np.ndarray  # float32 [m, k]
     b: np.ndarray  # float32 [n, k]
     d: np.ndarray  # float32 [m, n]
     tile: int
     step: int
-    column: int  # of the accumulator, from the start of its allocation; -1 for a wgmma
+    column: int  # of the accumulator, from the start of its allocation; -1 for a wgmma and mma.sync
     line: int  # PTX line
     who: str
     cta: tuple[int, int, int]
@@ -159,6 +159,16 @@ class Products:
                     if np.isnan(values).any():
                         self.report_nan(operand, values, part, [cta], self.checker.performing)
                         break
+
+    def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:
+        """mma.sync, which is done at once. A tile begins where all of C is zero."""
+        place = self.places.setdefault((id(w), rows), [-1, 0])
+        if not add or place[0] < 0:
+            place[0], place[1] = place[0] + 1, 0
+        else:
+            place[1] += 1
+        if self.tap is not None:
+            self.tap.mma.append(Mma(a.copy(), b.copy(), d.copy(), *place, -1, w.line(), str(w), w.cta.ctaid))
 
     def compare(self, e: Expectation, operand: str, got: np.ndarray, p, ctas, op, place) -> None:
         tile, step = place

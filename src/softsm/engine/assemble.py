@@ -53,6 +53,16 @@ def micro_numbers() -> dict[str, int]:
     return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
 
 
+def owners_of(function: Function) -> dict[str, str]:
+    """Registers that products of the function work on -> the first register of the accumulator."""
+    owners: dict[str, str] = {}
+    for item in function.body:
+        if isinstance(item, Instruction) and item.opcode == "wgmma" and item.modifiers[:1] == ("mma_async",):
+            names = [x.name for v in item.operands[:2] if isinstance(v, Vector) for x in v.items if isinstance(x, Reg)]
+            owners.update((name, owners.get(name, names[0])) for name in names)
+    return owners
+
+
 class Assembler:
     def __init__(self, module: Module, function: Function, numbers: dict[str, int], checking: bool = False):
         self.module, self.function, self.numbers = module, function, numbers
@@ -79,6 +89,8 @@ class Assembler:
         self.wgmma_pending: dict[tuple[str, int], int] = {}
         self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
         self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
+        self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its accumulator
+        self.wgmma_looked: set[str] = set()  # checking: of these, looked at since the last label, jump or wgmma
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
         self.entries: dict[str, int] = {}  # .func name -> pc
         self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
@@ -386,6 +398,8 @@ class Assembler:
                 elif isinstance(source, Imm) and source.kind == "f32":
                     kind = "f32"
             self.produced["R", self.rows[operands[0].name]] = kind
+        if ins.opcode in ("wgmma", "bra", "brx"):
+            self.wgmma_looked.clear()
         if ins.opcode == "wgmma":
             return
         if self.wgmma_dirty is not None:
@@ -399,6 +413,19 @@ class Assembler:
             self.insert_macro(start, do_early_use, rows=np.array(early), copy=copy)
             for name in self.written if copy else ():
                 self.wgmma_pending.setdefault(("R", self.rows.get(name, -1)), early[0])
+        elif self.wgmma_owners:
+            self.look_back(ins, start)
+
+    def look_back(self, ins: Instruction, start: int) -> None:
+        """Registers of a wgmma that stands behind in the text, and may be before in a loop: the first use of them in
+        each stretch of the program asks whether it is over."""
+        mine = (self.read | self.written) & self.wgmma_owners.keys()
+        fresh = {name for name in mine if self.wgmma_owners[name] not in self.wgmma_looked}
+        if fresh and not (ins.opcode == "mov" and self.read & mine):
+            from softsm.isa.wgmma import do_early_use
+
+            self.insert_macro(start, do_early_use, rows=np.array([self.rows[name] for name in fresh]), copy=False)
+            self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
 
     def insert_macro(self, at: int, function, **operands) -> None:
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
@@ -419,8 +446,10 @@ class Assembler:
         prefix = function.name
         self.scope = prefix
         saved, self.rows = self.rows, {name: row for name, (_, row) in self.passed.items()}
+        self.wgmma_owners = owners_of(function) if self.checking else {}
         for item in function.body:
             if isinstance(item, Label):
+                self.wgmma_looked.clear()
                 if self.tmem_pending:
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)

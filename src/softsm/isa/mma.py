@@ -71,7 +71,8 @@ def lower(asm, ins) -> None:
         per = fragments.PER_REGISTER[a]
         rows = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
         tables = [kernel_table(x) for x in (a, b)]
-        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), per=per, tables=tables)
+        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
+                  types=(d, a, b, c))  # fmt: skip
     else:
         asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,
                   saturate=saturate)  # fmt: skip
@@ -90,7 +91,17 @@ def kernel_table(name: str) -> np.ndarray:
 
 
 def do_float(w, mask, o):
+    tapped = w.machine.checker is not None and w.machine.checker.products is not None
+    if tapped:  # D may be C's registers, or A's
+        n, b_count = o.a_count, len(o.rows) - o.a_count - 2 * o.d_count
+        a = fragments.left(w.R[o.rows[:n]], o.types[1], o.m)
+        b = fragments.right(w.R[o.rows[n : n + b_count]], o.types[2])
+        c = w.R[o.rows[n + b_count : n + b_count + o.d_count]].any()
     kernels().warp_product(w.R, o.rows, o.a_count, o.per, *o.tables)
+    if tapped:
+        d_rows = o.rows[-o.d_count :]
+        d = fragments.accumulator(w.R[d_rows], "f32", o.m).view(np.float32).T
+        w.machine.checker.products.warp(w, a, b, d, bool(c), tuple(d_rows.tolist()))
 
 
 def do_any(w, mask, o):

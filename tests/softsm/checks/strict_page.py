@@ -26,10 +26,12 @@ PAGE = HERE / "docs" / "strict.md"
 TARGETS = ("sm_90a", "sm_100a")
 HEAD = f"""# What the strict level says
 
-Written by `python tests/softsm/checks/strict_page.py` with Triton {triton.__version__}. Strict takes PTX 9.4 to the letter; at
-the default level all of these programs are silent. The findings mean the compiler's output, not the source: Triton relies
-on `bar.sync` and mbarrier waits where PTX also asks for `tcgen05.fence`, on `bar.sync` alone to show an mbarrier to the
-copy engine, on register dependencies behind `tcgen05.ld`, and initialises mbarriers anew without `mbarrier.inval`.
+Written by `python tests/softsm/checks/strict_page.py` with Triton {triton.__version__}.
+
+Strict takes PTX 9.4 to the letter; at the default level all of these programs are silent. The findings mean the
+compiler's output, not the source: Triton relies on `bar.sync` and mbarrier waits where PTX also asks for
+`tcgen05.fence`, on `bar.sync` alone to show an mbarrier to the copy engine, on register dependencies behind
+`tcgen05.ld`, and writes over mbarriers that are done without `mbarrier.inval`.
 
 The numbers count programs; `-` is none. A pair of instructions stands for the two parties of a finding.
 """
@@ -40,7 +42,8 @@ def kind(diagnostic) -> tuple[str, str, str]:
     """(code, what without names and numbers, the instructions of both parties)."""
     text = NOISE.sub("#", diagnostic.message).replace("# #", "#")
     instructions = [re.sub(r"^@!?%\w+\s+", "", p.instruction).split(" ")[0] for p in diagnostic.parties]
-    return diagnostic.code, text, ", ".join(".".join(x.rstrip(";").split(".")[:2]) for x in instructions)
+    names = [x.rstrip(";").split(".")[: 3 if ".bulk" in x else 2] for x in instructions]
+    return diagnostic.code, text, ", ".join(".".join(name) for name in names)
 
 
 class Collector:

@@ -60,6 +60,28 @@ def test_a_of_tensor_memory_is_tapped():
     assert m.a.shape == (128, 16) and (m.a == 1).all() and (m.d == 16).all()
 
 
+def test_mma_sync_is_tapped():
+    """One warp, two steps of m16n8k16 on one accumulator, then a new tile: operands by element, results too."""
+    a, b = tiles.draw(3, 16, 16), tiles.draw(4, 8, 16)
+    # thread t holds rows t / 4 and t / 4 + 8 of A, columns 2 (t % 4) and + 8, and row t / 4 of B likewise
+    place = "shr.u32 %r20, %r0, 2;\nand.b32 %r21, %r0, 3;\nshl.b32 %r20, %r20, 5;\nshl.b32 %r21, %r21, 2;\n"
+    place += "add.u32 %r22, %r20, %r21;\ncvt.u64.u32 %rd20, %r22;\nadd.s64 %rd21, %rd1, %rd20;\n"
+    place += "add.s64 %rd22, %rd2, %rd20;\n"
+    loads = "".join(f"ld.global.b32 %r{30 + i}, [%rd21+{at}];\n" for i, at in enumerate((0, 256, 16, 272)))
+    loads += "ld.global.b32 %r34, [%rd22];\nld.global.b32 %r35, [%rd22+16];\n"
+    zero = "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4))
+    step = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f0, %f1, %f2, %f3}, {%r30, %r31, %r32, %r33}, "
+    step += "{%r34, %r35}, {%f0, %f1, %f2, %f3};\n"
+    text = t.kernel(place + loads + zero + step + step + zero + step, "a b", target="sm_90a", version="8.6")
+    report = launch(Program(text, [a, b], block=32))
+    whole = a.astype(np.float32) @ b.astype(np.float32).T
+    assert [(m.tile, m.step) for m in report.tap.mma] == [(0, 0), (0, 1), (1, 0)]
+    for m, times in zip(report.tap.mma, (1, 2, 1)):
+        np.testing.assert_array_equal(m.a, a.astype(np.float32))
+        np.testing.assert_array_equal(m.b, b.astype(np.float32))
+        np.testing.assert_allclose(m.d, times * whole, rtol=1e-4, atol=1e-6)
+
+
 def test_wgmma_is_tapped():
     a, b = tiles.draw(1, 64, 16), tiles.draw(2, 8, 16)
     zero = "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4))
