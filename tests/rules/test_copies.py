@@ -336,6 +336,23 @@ def test_waiting_for_the_peers_last_arrival_is_enough():
     assert not findings(pair(body), [X, OUT], **TWO)
 
 
+def test_commits_of_a_thread_arrive_in_order_by_default():
+    """The peer waits for the second commit and ends; PTX does not say that the first has arrived by then."""
+    commit = "mov.u32 %r53, {};\n@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster"
+    commit += ".multicast::cluster.b64 [%r53], %h1;\n"
+    start = "mov.u16 %h1, 3;\nor.b32 %r54, %r50, %r0;\nsetp.eq.u32 %p1, %r54, 0;\n" + SYNC
+
+    def make(*waits):
+        body = start + commit.format("bar") + commit.format("bar2") + "".join(t.wait(x, 0) for x in waits)
+        return pair(body).replace("sm_90a", "sm_100a")
+
+    for strict in (True, False):
+        assert not findings(make("bar", "bar2"), [X, OUT], strict=strict, **TWO)
+        assert findings(make("bar"), [X, OUT], strict=strict, **TWO).codes() == ["peer-exit"]
+    assert not findings(make("bar2"), [X, OUT], strict=False, **TWO)
+    assert findings(make("bar2"), [X, OUT], **TWO).codes() == ["peer-exit"]
+
+
 def test_a_copy_of_what_st_async_brought_requires_proxy_fence():
     """st.async is asynchronous, but of the generic proxy."""
 
