@@ -52,7 +52,7 @@ def confined(program, load_pc: int, store_pc: int) -> bool:
                 continue
             if ins.opcode in ("st", "stmatrix") and in_shared(ins):
                 through_shared = True
-            elif ins.opcode in LEAVES:
+            elif ins.opcode in LEAVES or ins.opcode == "ld":  # another value may be no address at all
                 return False
             else:
                 reached |= written

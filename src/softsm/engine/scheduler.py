@@ -155,6 +155,10 @@ class Machine:
         self.left_in_flight: list[AsyncOp] = []
         self.current: Warp | None = None
         self.checker = None
+        self.exits = 0  # warps that have exited
+        # Triton stores what a whole CTA computes alike by the first warp, and lets all warps load it: in step the
+        # others have read before it writes. 'eager' plays that: the first warp starts last, and stays last at barriers.
+        self.in_step = options.order == "eager" and (options.checks is None or not options.checks.races)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.launch_rows = kernel.launch_rows(self)
         self.macro_at = kernel.macro_at
@@ -204,7 +208,7 @@ class Machine:
             if self.checker is not None:
                 self.checker.enter(cta)
         for cta in cluster:
-            for w in cta.warps:
+            for w in reversed(cta.warps) if self.in_step else cta.warps:
                 self.make_ready(w)
 
     def try_cancel(self) -> tuple[int, int, int] | None:
@@ -383,6 +387,7 @@ class Machine:
     def warp_exit(self, warp: Warp) -> None:
         cta = warp.cta
         cta.live -= 1
+        self.exits += 1
         self.kernel.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
         for hook in cta.exit_hooks:
             hook(warp)

@@ -2,7 +2,8 @@
 
 No single warp of them comes back to where it was without the others, and each round stores to shared memory, so this is
 looked for in the machine as a whole: registers, program counters and memory, after the same number of turns the same as
-before. The first look comes after PATIENCE turns without an asynchronous operation, each later one after twice as many.
+before. The first look comes after PATIENCE turns in which no asynchronous operation completes and no warp exits, each
+later one after twice as many.
 While it lasts warps have their turns in order, so that a state that comes back comes back for ever.
 """
 
@@ -17,7 +18,7 @@ ROUND = 256  # at most so many turns make a round
 class StallWatch:
     def __init__(self, machine) -> None:
         self.machine = machine
-        self.turns, self.completed = 0, 0
+        self.turns, self.progress = 0, 0
         self.next = PATIENCE
         self.shuffle = machine.shuffle
         self.seen: dict[int, int] = {}  # fingerprint -> turn
@@ -28,8 +29,9 @@ class StallWatch:
         """One warp has its turn. True: nothing will ever change."""
         self.turns += 1
         engine = self.machine.engine
-        if engine.completed != self.completed:
-            self.turns, self.completed = 0, engine.completed
+        progress = engine.completed + self.machine.exits
+        if progress != self.progress:
+            self.turns, self.progress = 0, progress
             self.look_later(PATIENCE)
         if self.turns < self.next:
             return False

@@ -8,7 +8,7 @@ again when its barrier wakes, so each barrier remembers which lanes came in whic
 from __future__ import annotations
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import SEEN, Blocked, Waitable
+from softsm.engine.asynchrony import POLLED, SEEN, Blocked, Waitable
 from softsm.engine.scheduler import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
@@ -267,7 +267,7 @@ def do_sync(w, mask, o):
         barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
         if barrier.generation != generation:
             _acquire(w, barrier)
-            return None
+            return POLLED if w.machine.in_step else None  # who comes last goes on last
         return Blocked(barrier, Later(barrier), done=True)
     over, waiting = barrier.came(w.index, mask)
     if not over and not waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import struct
 
@@ -195,9 +196,17 @@ def do_vprintf(w, mask, o):
             w.local[lane, r : r + 4] = 0
 
 
+def hex_float(x: float) -> str:
+    """C's %a: no more digits than the number needs."""
+    if not math.isfinite(x):
+        return f"{x:f}"
+    digits, exponent = x.hex().split("p")
+    return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}p{exponent}"
+
+
 def c_format(form: str, read) -> str:
     out, last, pos = [], 0, 0
-    for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGcsp%])", form):
+    for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGaAcsp%])", form):
         out.append(form[last : m.start()])
         last = m.end()
         flags, width, precision, length, conv = m.groups()
@@ -217,6 +226,9 @@ def c_format(form: str, read) -> str:
         spec = "%" + flags + (width or "") + (f".{precision}" if precision else "")
         if conv in "eEfFgG":
             out.append((spec + conv) % struct.unpack("<d", take(8))[0])
+        elif conv in "aA":
+            text = hex_float(struct.unpack("<d", take(8))[0])
+            out.append(f"%{flags.replace('0', '')}{width or ''}s" % (text.upper() if conv == "A" else text))
         elif conv == "p":
             out.append(f"{struct.unpack('<Q', take(8))[0]:#x}")
         elif conv == "s":

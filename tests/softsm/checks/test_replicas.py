@@ -61,6 +61,17 @@ def gathered_in_place(x, o, n, BLOCK: tl.constexpr):
     tl.store(x + i, tl.load(x + (i // 2)), mask=i < n)
 
 
+@triton.jit
+def counter_that_points(x, o, n, BLOCK: tl.constexpr):
+    for _ in range(2):
+        tl.debug_barrier()
+        v = tl.load(x).to(tl.int32) - 1
+        tl.store(x, tl.load(x + v))  # x has one element: v must be 0, or the program reads outside
+        tl.store(x, v + 2)
+        tl.debug_barrier()
+        tl.store(x, v + 1)
+
+
 def findings(kernel, arch, block, strict=False, n=4096):
     with softsm.use(arch), softsm.checking(strict=strict) as report:
         kernel[(1,)](torch.ones(4096), torch.zeros(4096), n, BLOCK=block)
@@ -81,6 +92,15 @@ def test_the_strict_level_calls_it_one():
                          ids=lambda k: k.__name__)  # fmt: skip
 def test_values_that_count_are_races(kernel):
     assert "race" in findings(kernel, "sm_90a", 128)
+
+
+@pytest.mark.parametrize("warps", [1, 4, 8])
+def test_without_checks_the_warp_that_stores_comes_last(warps):
+    """As it does on a GPU, where the warps run nearly in step."""
+    x = torch.ones(1)
+    with softsm.use("sm_90a"):
+        counter_that_points[(1,)](x, x, 1, BLOCK=1, num_warps=warps)
+    assert x.item() == 1
 
 
 def test_the_result_of_an_atomic_that_was_masked_off():

@@ -107,3 +107,12 @@ def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
     x = np.zeros((4, 2), np.uint32)
     softsm.load(ptx).launch(4, 1, [x], shared=64)
     assert x.tolist() == [[0xFFFFFFFF, i] for i in range(4)]
+
+
+def test_printf_of_hexadecimal_floats():
+    """tl.device_print(..., hex=True) of floats."""
+    from softsm.isa.control import c_format
+
+    raw = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-1074, float("inf"), float("nan"), 1.0, -1.5]).tobytes()
+    text = c_format("%a " * 6 + "%a %8a|%A", lambda at, n: raw[at : at + n])
+    assert text == "0x0p+0 -0x0p+0 0x1p+0 -0x1.8p+0 0x0.0000000000001p-1022 inf nan   0x1p+0|-0X1.8P+0"
