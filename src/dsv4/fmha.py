@@ -1,13 +1,14 @@
 """Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from dsv4 import checks, ops
 from dsv4.plan import Plan
 
-Result = Tensor | tuple[Tensor, Tensor]
+Both = tuple[Tensor, Tensor]  # out, lse
+Result = Tensor | Both
 
 RULES = """
 
@@ -43,6 +44,30 @@ RULES = """
 """
 
 
+class Options(TypedDict, total=False):
+    """What the three functions share, for type checkers: what comes back depends on return_lse alone."""
+
+    causal: bool
+    window: tuple[int, int]
+    sink: Tensor | None
+    softmax_scale: float | None
+    out: Tensor | None
+    plan: Plan | None
+    deterministic: bool
+    backend: str
+
+
+class VarlenOptions(Options, total=False):
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **_: Unpack[Options]) -> Tensor: ...
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[Options]) -> Both: ...
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[Options]) -> Result: ...
 def fmha(
     q: Tensor,
     k: Tensor,
@@ -63,6 +88,21 @@ def fmha(
                  deterministic, backend)  # fmt: skip
 
 
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: Literal[False] = ..., **_: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: Literal[True], **_: Unpack[VarlenOptions],
+) -> Both: ...  # fmt: skip
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: bool, **_: Unpack[VarlenOptions],
+) -> Result: ...  # fmt: skip
 def fmha_varlen(
     q: Tensor,
     k: Tensor,
@@ -95,6 +135,21 @@ def fmha_varlen(
                  deterministic, backend)  # fmt: skip
 
 
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: Literal[False] = ..., **_: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: Literal[True], **_: Unpack[Options],
+) -> Both: ...  # fmt: skip
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: bool, **_: Unpack[Options],
+) -> Result: ...  # fmt: skip
 def fmha_paged(
     q: Tensor,
     k_pages: Tensor,

@@ -1,15 +1,65 @@
 """The attention of DeepSeek-V4 layers: window rows and compressed rows in one softmax, with a sink."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from dsv4 import checks, ops, v4_problem
 from dsv4.caches import Fp8Cache
 from dsv4.plan import Plan
+from dsv4.v4_problem import Pool
 
 
+class V4Options(TypedDict, total=False):
+    """For type checkers: what comes back depends on return_lse alone."""
+
+    window_lengths: Tensor | None
+    compressed_lengths: Tensor | None
+    compressed_block_table: Tensor | None
+    request_starts: Tensor | None
+    inverse_rope: tuple[Tensor, Tensor] | None
+    sink: Tensor | None
+    softmax_scale: float | None
+    out: Tensor | None
+    plan: Plan | None
+    deterministic: bool
+    backend: str
+
+
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **_: Unpack[V4Options],
+) -> Tensor: ...
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **_: Unpack[V4Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: bool,
+    **_: Unpack[V4Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def v4_attention(
     q: Tensor,
     window: Tensor | Fp8Cache,

@@ -156,7 +156,7 @@ def attention(
             options["compressed_block_table"] = start[:, None] + numbers  # pages of one row
             options["compressed_lengths"] = seen.reshape(-1).int()
             options["request_starts"] = torch.arange(b + 1, device=query.device, dtype=torch.int32) * s
-    out: Any = v4_attention(
+    out = v4_attention(
         q,
         pool,
         _in_pool(window, start),
