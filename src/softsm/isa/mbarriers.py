@@ -7,6 +7,8 @@ answers at once.
 
 from __future__ import annotations
 
+import re
+
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
@@ -109,6 +111,16 @@ def arrived_at(w, address: int) -> Mbarrier:
     if w.machine.checker is not None and barrier.home is not None and barrier.home is not w.cta:
         w.machine.checker.touches_peer(w, barrier.home)
     return barrier
+
+
+def source_name(ins, offset: int, cta) -> str:
+    """`mbarrier slot_ready.index(i) (0x1408)`: as the program's source calls it where it initialises it; else ''."""
+    from softsm.report.roles import source_lines
+
+    lines = source_lines(ins.loc.file, ins.loc.line, 0) if ins.loc else ()
+    found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)", lines[0][1]) if lines else None
+    where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
+    return f"mbarrier {found.group(1)} ({offset:#x}){where}" if found else ""
 
 
 def name_of(cta, offset: int) -> str:
@@ -244,7 +256,10 @@ def do_init(w, mask, o):
         if old is not None and w.machine.checker is not None:
             w.machine.checker.initialised_again(w, old)
         count = int(w.R[o.count, lane])
-        barrier = cta.barriers[offset] = located(w, _new, count, name_of(cta, offset), Issuer(w))
+        name = name_of(cta, offset)
+        if w.machine.options.checks is not None:
+            name = source_name(w.instruction(), offset, cta) or name
+        barrier = cta.barriers[offset] = located(w, _new, count, name, Issuer(w))
         if w.machine.checker is not None:
             w.machine.checker.initialised(w, barrier, cta, offset, count)
     w.machine.writes += 1

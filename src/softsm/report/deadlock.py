@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from softsm.memory.mbarrier import Mbarrier
 from softsm.report.diagnostics import Diagnostic
+from softsm.report.roles import role_of
 
 SHOWN = 40
 
@@ -22,11 +23,12 @@ def describe(machine, why: str) -> str:
                 else:
                     state = "polls"
                 source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
-                key = (cta.ctaid, f"{state} at PTX line {ins.line}{source}: {ins.text}")
+                key = (cta.ctaid, role_of(ins), f"{state} at PTX line {ins.line}{source}: {ins.text}")
                 alike.setdefault(key, []).append(w.index)
-    for (ctaid, text), warps in list(alike.items())[:SHOWN]:
+    for (ctaid, role, text), warps in list(alike.items())[:SHOWN]:
         numbers = list(dict.fromkeys(warps))
         who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
+        who += f" ({role})" if role else ""
         lines.append(f"  {who} of CTA {ctaid}: {text}")
     if len(alike) > SHOWN:
         lines.append(f"  ... and {len(alike) - SHOWN} more")

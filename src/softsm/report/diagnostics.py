@@ -70,6 +70,10 @@ class Report:
     def codes(self) -> list[str]:
         return [d.code for d in self.diagnostics]
 
+    def again(self) -> dict[int, int]:
+        """Number of a diagnostic -> how often it came at other lines of PTX, between the same lines of the source."""
+        return {which: len(lines) - 1 for which, lines in self._seen.values() if len(lines) > 1}
+
     def __bool__(self) -> bool:
         return bool(self.diagnostics)
 
@@ -82,7 +86,7 @@ class Report:
     def __str__(self) -> str:
         if not self.diagnostics:
             return f"nothing found in {self.launches} launch(es)"
-        again = {which: len(lines) - 1 for which, lines in self._seen.values()}
+        again = self.again()
         return "\n".join(
             f"{d}\n  and {again[i]} more between the same source lines" if again.get(i) else str(d)
             for i, d in enumerate(self.diagnostics)

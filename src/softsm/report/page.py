@@ -62,7 +62,7 @@ def content(recorder: Recorder, report: Report, title: str, failure: str) -> dic
         "shared": [shared_map(recorder, i) for i in range(len(recorder.launches))],
         "barriers": barriers(recorder),
         "work": work(recorder),
-        "diagnostics": [diagnostic(d, recorder) for d in report],
+        "diagnostics": [diagnostic(d, recorder, report.again().get(i, 0)) for i, d in enumerate(report)],
         "checked": report.launches,
         "dropped": recorder.dropped,
         "ptx": listings(recorder),
@@ -190,12 +190,13 @@ def _joined(buffers: list[Buffer]) -> list[Buffer]:
     return out
 
 
-def diagnostic(d, recorder: Recorder) -> dict:
+def diagnostic(d, recorder: Recorder, again: int) -> dict:
     from softsm.report.codes import mend
 
+    more = f" (and {again} more between the same source lines)" if again else ""
     return {
         "code": d.code,
-        "message": d.message,
+        "message": d.message + more,
         "mend": d.mend or mend(d.code),
         "parties": [party(p, recorder) for p in d.parties],
     }

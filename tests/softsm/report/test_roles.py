@@ -7,8 +7,11 @@ import types
 
 import pytest
 
+import softsm
+from softsm.errors import Deadlock
 from softsm.ptx.ast import SourceLoc
 from softsm.report import roles
+from softsm.report.diagnostics import Diagnostic, Party, Report
 
 SOURCE = "def load_role():\n    copy()\n\n\ndef kernel():\n    load_role()\n"
 
@@ -82,3 +85,37 @@ def test_what_is_given_to_warp_specialize_is_a_role(program):
         deep = SourceLoc(str(program), 10, 5, "kernel", place)
         assert roles.role_of(types.SimpleNamespace(loc=deep)) == name
     assert roles.role_of(types.SimpleNamespace(loc=SourceLoc(str(program), 10, 5, "kernel", kernel))) == ""
+
+
+def test_a_deadlock_speaks_of_roles_and_barriers_by_their_names_in_the_source(tmp_path):
+    """Warp 0, in `feed_role`, waits for an mbarrier that nobody arrives at."""
+    source = tmp_path / "program.py"
+    source.write_text("def feed_role():\n    mbarrier.init(slot_free.index(i), count=1)\n    wait(slot_free)\n")
+    text = f"""
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k()
+{{
+  .reg .pred %p<4>; .shared .align 8 .b64 bar;
+  .loc 1 2 5
+  mbarrier.init.shared::cta.b64 [bar], 1;
+  .loc 1 3 5
+WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
+  @!%p1 bra WAIT;
+  ret;
+}}
+.file 1 "{source}"
+"""
+    with softsm.checking() as report, pytest.raises(Deadlock):
+        softsm.load(text).launch(1, 1)
+    assert "warp 0 (feed) of CTA" in str(report) and "mbarrier slot_free.index(i) (0x400)" in str(report), str(report)
+
+
+def test_a_finding_comes_once_for_each_pair_of_source_lines():
+    report = Report()
+    for line in (10, 11, 12):
+        report.add(Diagnostic("race", "two accesses", (Party("warp 0", line, "ld", "k.py:3", f"reads {line}"),)))
+    report.add(Diagnostic("race", "two accesses", (Party("warp 0", 13, "ld", "k.py:4", "reads 13"),)))
+    assert len(report) == 2 and report.again() == {0: 2}
+    assert "and 2 more between the same source lines" in str(report)
