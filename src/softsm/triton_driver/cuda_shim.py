@@ -207,6 +207,7 @@ class CudaShim:
         for attribute in ("start", "stop"):
             self._patches.set(torch.cuda.profiler, attribute, lambda *_, **__: None)
         self._replace_cublas()
+        self._replace_autocast()
         self._mode = CudaToCpu()
         self._mode.__enter__()
 
@@ -236,6 +237,21 @@ class CudaShim:
         from softsm.triton_driver.cublas import CublasLt
 
         self._patches.set(nvidia.cublas, "CublasLt", CublasLt)
+
+    def _replace_autocast(self) -> None:
+        """Mixed precision of "cuda" is the CPU's, with the GPU's default type."""
+        autocast = torch.amp.autocast_mode.autocast
+        make, enabled, dtype = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+        def of_cpu(self, device_type: str, dtype: torch.dtype | None = None, *args, **kwargs) -> None:
+            if _is_cuda(device_type):
+                device_type, dtype = "cpu", dtype or torch.float16
+            make(self, device_type, dtype, *args, **kwargs)
+
+        self._patches.set(autocast, "__init__", of_cpu)
+        self._patches.set(torch, "is_autocast_enabled", lambda device="cuda": enabled(str(_on_cpu(device))))
+        self._patches.set(torch, "get_autocast_dtype", lambda device: dtype(str(_on_cpu(device))))
+        self._patches.set(torch, "get_autocast_gpu_dtype", lambda: dtype("cpu"))
 
     def remove(self) -> None:
         self._mode.__exit__(None, None, None)

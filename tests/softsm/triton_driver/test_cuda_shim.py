@@ -195,6 +195,21 @@ def test_histogram_of_integers(shim):
     assert counts.dtype == torch.int32 and counts.tolist() == [1, 2, 0, 1]
 
 
+@pytest.mark.parametrize("context, dtype", [
+    (lambda: torch.autocast("cuda"), torch.float16),
+    (lambda: torch.autocast(device_type="cuda", dtype=torch.bfloat16), torch.bfloat16),
+    (lambda: torch.amp.autocast("cuda", dtype=torch.float16), torch.float16),
+    (lambda: torch.autocast("cuda", enabled=False), torch.float32),
+])  # fmt: skip
+def test_mixed_precision(shim, context, dtype):
+    x = torch.randn(4, 4, device="cuda")
+    with context():
+        assert (x @ x).dtype == dtype
+        assert torch.is_autocast_enabled("cuda") == torch.is_autocast_enabled() == (dtype != torch.float32)
+        assert dtype == torch.float32 or torch.get_autocast_dtype("cuda") == dtype
+    assert (x @ x).dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+
+
 def test_gradients_of_a_norm_are_summed_in_float32(shim):
     x, weight = torch.randn(600, 64, device="cuda"), torch.rand(64, device="cuda")
     grads = []
