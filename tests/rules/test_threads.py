@@ -39,6 +39,19 @@ def test_overwriting_what_other_warps_read_requires_a_barrier():
     holds(lambda keep: plain(body + when(keep, "bar.sync 0;\n") + WRITE.replace("%r0;", "7;")), args=ARGS)
 
 
+def test_warps_that_share_words_but_no_bytes_need_no_barrier():
+    """Triton packs 16-bit values of two warps into one word and orders each warp by bar.warp.sync alone."""
+
+    def make(keep):
+        half = "shr.u32 %r43, %r0, 4;\nand.b32 %r43, %r43, 2;\n" if keep else "mov.u32 %r43, 0;\n"
+        body = "mov.u32 %r40, a;\nand.b32 %r41, %r0, 95;\nshl.b32 %r41, %r41, 2;\nadd.u32 %r40, %r40, %r41;\n"
+        body += half + "add.u32 %r40, %r40, %r43;\nxor.b32 %r41, %r40, 4;\ncvt.u16.u32 %h1, %r0;\n"
+        return plain(body + "st.shared.u16 [%r40], %h1;\nbar.warp.sync -1;\nld.shared.u16 %h2, [%r41];\n")
+
+    holds(make, args=ARGS, strict=False)
+    holds(make, args=ARGS)
+
+
 def test_a_named_barrier_orders_its_arrivals_before_its_waits():
     """Warps 0 and 1 produce and arrive; warps 2 and 3 wait. Two barriers of 64 threads do not order them."""
 

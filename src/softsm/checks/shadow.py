@@ -10,7 +10,8 @@ One record of uint32 per 4-byte word of shared memory:
 `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses, which do not
 race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are older), the
 lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes wrote different
-bytes, and LIVE where an mbarrier lies. The lane that read stands above the pc in a warp's own read.
+bytes, and LIVE where an mbarrier lies. Above the pc of a warp's own read stand the bytes read in that epoch (4 bits)
+and the lane.
 The peer reader is the warp of another CTA of the cluster that read the word last.
 Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
 bytes, 0]: the last writer and the last two warps or operations that read.
@@ -59,9 +60,10 @@ WHOLE_WARP = 32  # in place of a lane: stmatrix and ldmatrix, which move registe
 NOBODY = 63  # no lane to hold responsible
 SEVERAL = 1 << 18
 LIVE = 1 << 19
-READ_LANE = 25  # first bit of the reading lane, above the pc
+READ_BYTES = 21  # first bit of the bytes read, above the pc
+READ_LANE = 25  # first bit of the reading lane
 READ_SEVERAL = 1 << 31
-PC = (1 << 25) - 1
+PC = (1 << READ_BYTES) - 1
 FIXED = 10  # fields before the readers
 GLOBAL_RECORD = 12
 OPS = 16384  # asynchronous operations told apart; older ones count as complete
@@ -210,11 +212,13 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     mine = at + 4 * (FIXED + 2 * index)
     if not write:
         before = i8(load32(mine + 4))
-        several = i8(0)
-        if i8(load32(mine)) >> 1 == now >> 1 and (before & READ_SEVERAL or (before >> READ_LANE) & 63 != who):
-            several = i8(READ_SEVERAL)
+        several, bytes_read = i8(0), touched & 15
+        if i8(load32(mine)) >> 1 == now >> 1:
+            bytes_read |= (before >> READ_BYTES) & 15
+            if before & READ_SEVERAL or (before >> READ_LANE) & 63 != who:
+                several = i8(READ_SEVERAL)
         store32(mine, u4(now))
-        store32(mine + 4, u4(pc | who << READ_LANE | several))
+        store32(mine + 4, u4(pc & PC | bytes_read << READ_BYTES | who << READ_LANE | several))
         return
     if theirs & LIVE and lane >= 0:
         report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
@@ -223,6 +227,8 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         if not seen or touched & STRONG:
             continue
         place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+        if not touched & (place >> READ_BYTES) & 15:
+            continue
         if r != index:
             if i8(load32(clock + 4 * (slot0 + r))) < seen:
                 report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
@@ -264,8 +270,9 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
         if not touched & STRONG:
             for r in range(warps):
                 seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                ours = touched & (place >> READ_BYTES) & 15
+                if seen and ours and i8(load32(clock + 4 * (slot0 + r))) < seen:
                     report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
             other_readers(at, word, pc, me, clock, known, newest, races, lane)
         written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
