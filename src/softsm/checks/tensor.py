@@ -6,6 +6,8 @@ what the cell holds as far as the program says so (an accumulator, f32 values st
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from softsm.report.diagnostics import Diagnostic
@@ -23,6 +25,40 @@ class TensorShadow:
         self.writer = np.zeros((LANE_GROUPS, COLUMNS), np.int64)
         self.readers = [np.zeros((LANE_GROUPS, COLUMNS), np.int64) for _ in range(2)]
         self.held = np.zeros((LANE_GROUPS, COLUMNS), np.uint8)
+
+
+@functools.lru_cache(maxsize=1 << LANE_GROUPS)
+def rows_of(groups: int) -> list[int] | slice:
+    """Groups of 16 lanes as an index: a slice where they are evenly spaced, which makes views of the tables."""
+    rows = [g for g in range(LANE_GROUPS) if groups >> g & 1]
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    even = slice(rows[0], rows[-1] + 1, step)
+    return even if list(range(LANE_GROUPS))[even] == rows else rows
+
+
+def cells(groups: int, low: int, high: int):
+    """The cells of a region as an index into the tables of a TensorShadow."""
+    rows = rows_of(groups)
+    return (rows, slice(low, high)) if isinstance(rows, slice) else np.ix_(rows, range(low, high))
+
+
+def distinct(numbers: np.ndarray) -> list[int]:
+    """The different numbers; almost always there is one."""
+    first = numbers[0, 0]
+    return [int(first)] if (numbers == first).all() else np.unique(numbers).tolist()
+
+
+class Where:
+    """The place in tensor memory, put into words only for a report."""
+
+    __slots__ = ("groups", "high", "low")
+
+    def __init__(self, groups: int, low: int, high: int):
+        self.groups, self.low, self.high = groups, low, high
+
+    def __str__(self) -> str:
+        rows = [g for g in range(LANE_GROUPS) if self.groups >> g & 1]
+        return f"tensor memory lanes {lanes_text(rows)}, columns {self.low} to {self.high - 1}"
 
 
 class TensorChecks:
@@ -46,13 +82,12 @@ class TensorChecks:
         groups = more[0] if more else (1 << LANE_GROUPS) - 1
         note = more[1] if len(more) > 1 else ""
         shadow = self.tensor_shadow(cta)
-        rows = [g for g in range(LANE_GROUPS) if groups >> g & 1]
         w = op.warp
-        window = np.ix_(rows, range(low, high))
-        where = f"tensor memory lanes {lanes_text(rows)}, columns {low} to {high - 1}"
+        window = cells(groups, low, high)
+        where = Where(groups, low, high)
         verb = "writes" if write else "reads"
-        writers = np.unique(shadow.writer[window])
-        if (not write or note.startswith("accumulate")) and writers[0] == 0:
+        writers = distinct(shadow.writer[window])
+        if (not write or note.startswith("accumulate")) and 0 in writers:
             self.report.add(
                 Diagnostic(
                     "uninitialised",
@@ -60,17 +95,17 @@ class TensorChecks:
                     (self.party(w, op, f"reads {where}"),),
                 )
             )
-        others = {(int(n), "wrote") for n in writers if n}
+        others = {(n, "wrote") for n in writers if n}
         if write:
             for ring in shadow.readers:
-                others |= {(int(n), "read") for n in np.unique(ring[window]) if n}
+                others |= {(n, "read") for n in distinct(ring[window]) if n}
         for number, did in sorted(others):
             other = self.operations.get(number)
-            if other is None or other is op or self.in_order(other, did, op, write):
+            if other is None or other is op or self.knows(w, number, self.tensor if self.strict else None):
+                continue
+            if self.in_order(other, did, op, write):
                 continue
             if write and did == "wrote" and self.read_between(shadow, window, other, op):
-                continue
-            if self.knows(w, number, self.tensor if self.strict else None):
                 continue
             mend = ""
             if self.strict and self.knows(w, number):
@@ -87,7 +122,7 @@ class TensorChecks:
             )
         if note == "accumulate f32":
             text = "the product adds to cells that were stored as packed values of 16 bits or less"
-            self.check_held(op, shadow, window, STORED_PACKED, text, f"adds to {where}", where)
+            self.check_held(op, shadow, window, STORED_PACKED, text, "adds to {}", where)
         if write:
             shadow.writer[window] = op.number
             shadow.held[window] = ACCUMULATOR if op.kind == "tcgen05.mma" else STORED.get(note, UNKNOWN)
@@ -95,17 +130,17 @@ class TensorChecks:
         if note in PACKED:
             for held, text in HELD.items():
                 text = f"cells of operand A are read as packed {note}, but {text}"
-                self.check_held(op, shadow, window, held, text, f"reads {where} as packed {note}", where)
+                self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
         shadow.readers[1][window] = shadow.readers[0][window]
         shadow.readers[0][window] = op.number
 
-    def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: str) -> None:
-        """Cells that must not hold values of some kind."""
+    def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: Where) -> None:
+        """Cells that must not hold values of some kind. what: the operation does with them, {} being the place."""
         found = shadow.held[window] == wrong
         if not found.any():
             return
         other = self.operations.get(int(shadow.writer[window][found][0]))
-        parties = [self.party(op.warp, op, what)]
+        parties = [self.party(op.warp, op, what.format(where))]
         if other is not None:
             parties.append(self.party(other.warp, other, f"wrote {where}"))
         self.report.add(Diagnostic("type", text, tuple(parties)))
