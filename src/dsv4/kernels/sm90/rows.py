@@ -25,32 +25,39 @@ Three attend roles are for rows_loop.py, which uses the parts of this file.
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
+from dsv4.kernels.shared.tiles import PAGES, ROWS
 from dsv4.kernels.sm90 import parts
 
 
 @gluon.jit
 def make_ring(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-              SAME_KV: gl.constexpr):  # fmt: skip
-    """-> q, ring, landed, barriers initialised."""
+              SAME_KV: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """-> q, ring, landed, barriers initialised.
+
+    A barrier that nobody uses is not made: the compiler gives its place to others, and nothing orders its
+    initialisation before what they write there.
+    """
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV)
-    v = k
-    if not SAME_KV:
-        v = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    v, v_ready, v_free, landed = k, k_ready, k_free, k_ready.index(0)
+    if not SAME_KV:
+        v = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    if HOW == ROWS or HOW == PAGES:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=CONSUMERS)
-        mbarrier.init(v_free.index(i), count=CONSUMERS)
-    mbarrier.init(landed, count=1)
+        if not SAME_KV:
+            mbarrier.init(v_ready.index(i), count=1)
+            mbarrier.init(v_free.index(i), count=CONSUMERS)
     return q, (k, v, k_ready, k_free, v_ready, v_free), landed
 
 
@@ -189,7 +196,7 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
                                        kv_heads, group, left, right, num_splits, tiles_per_split,
                                        k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)  # fmt: skip
     if tile_row < rows:
-        q, ring, landed = make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV)
+        q, ring, landed = make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
         common, source = parts.gather(
             mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
             (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),

@@ -73,7 +73,7 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
                    PRODUCER_REGS: gl.constexpr):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
-    q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV)
+    q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
     row_tiles = (tokens * group + M - 1) // M
     items = row_tiles * kv_heads * (total_q // tokens)
     scan = (row_tiles, items, kv_heads, group, tokens, keys, left, right)

@@ -39,7 +39,7 @@ the other.
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import LISTED
+from dsv4.kernels.shared.tiles import LISTED, PAGES, ROWS
 from dsv4.kernels.sm90 import parts
 
 
@@ -242,9 +242,11 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
         p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
         sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        landed = q_ready
+        if HOW == ROWS or HOW == PAGES:  # else nobody uses it: see rows.make_ring
+            landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+            mbarrier.init(landed, count=1)
         mbarrier.init(q_ready, count=2)
-        mbarrier.init(landed, count=1)
         for i in gl.static_range(4):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=1)
