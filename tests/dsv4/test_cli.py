@@ -121,13 +121,17 @@ def test_verify_on_softsm_runs_every_call_inside_it(arguments, monkeypatch: pyte
         yield
         playing.pop()
 
+    @contextlib.contextmanager
+    def checking(**_):
+        yield []
+
     real = dsv4.fmha
 
     def fmha(*, backend, **rest):
         seen.append((backend, *playing))
         return real(**rest, backend="cpu")
 
-    monkeypatch.setitem(sys.modules, "softsm", SimpleNamespace(use=use))
+    monkeypatch.setitem(sys.modules, "softsm", SimpleNamespace(use=use, checking=checking))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dsv4, "fmha", fmha)
     result = run("verify", *arguments, "--suite", "seeds", "--match", "d64-t1-")

@@ -86,9 +86,18 @@ class GlobalMemory:
         text = f"{access} of {size} bytes at global address {address:#x} is outside every known allocation"
         if not self.allocations:
             return text + "; there are none"
-        near = min(self.allocations, key=lambda a: max(a.start - address, address + size - a.end, 0))
+        nearest = f"{text}; nearest: {self._beside(self.allocations, address, size)}"
+        # A tensor that merely lies nearer says little: what a kernel was given is more likely what it ran out of.
+        given = [a for a in self.allocations if "argument " in a.name]
+        if given and "argument " not in nearest:
+            nearest += f"; nearest of the arguments: {self._beside(given, address, size)}"
+        return nearest
+
+    @staticmethod
+    def _beside(allocations: list[Allocation], address: int, size: int) -> str:
+        near = min(allocations, key=lambda a: max(a.start - address, address + size - a.end, 0))
         if address < near.start:
             place = f"{near.start - address} bytes before the start of"
         else:
             place = f"{address + size - near.end} bytes past the end of"
-        return f"{text}; nearest: {place} {near.name} ({near.size} bytes at {near.start:#x})"
+        return f"{place} {near.name} ({near.size} bytes at {near.start:#x})"
