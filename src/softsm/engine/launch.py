@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import os
 import struct
 import sys
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +33,7 @@ SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # of them at most for one CTA
 SM_THREADS = 2048
 SM_CTAS = 32
+SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch
 LANE_IDS = np.arange(32, dtype=np.uint32)
 
 
@@ -64,6 +67,19 @@ def options(**changes):
 
 def current_options() -> Options:
     return _options.get()
+
+
+COLLECT_EVERY = 5.0  # seconds
+_collected = time.monotonic()
+
+
+def collect_now_and_then() -> None:
+    """Free the machines of earlier launches. Their parts refer to each other and hold large arrays; Python's collector,
+    which counts objects and not bytes, would let many gigabytes of them stand."""
+    global _collected
+    if time.monotonic() - _collected > COLLECT_EVERY:
+        gc.collect()
+        _collected = time.monotonic()
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,8 +170,10 @@ class Kernel:
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:
+            collect_now_and_then()
             try:
                 machine.run()
+                self.keep_few_files()
             except Fault as fault:
                 if chosen.checks is not None:  # what stops the kernel is a finding too
                     chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1], raised=True))
@@ -221,6 +239,11 @@ class Kernel:
             for row, value in constants.items():
                 bank[row] = value
         return R, Q, P, np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
+
+    def keep_few_files(self) -> None:
+        """Between launches: a process may hold hundreds of kernels, and a warp of a large one has half a megabyte."""
+        one = sum(part.nbytes for part in self.spare_files[0]) if self.spare_files else 1
+        del self.spare_files[SPARE_BYTES // one :]
 
     def launch_rows(self, machine: Machine):
         """Rows and values that are the same for all warps of a launch: parameters and addresses."""

@@ -1,10 +1,13 @@
 """Launching: arguments, limits, memory safety, module variables."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 import softsm
+from softsm.engine import launch
 from softsm.errors import Fault, PtxError
 
 COPY = """
@@ -116,3 +119,23 @@ def test_printf_of_hexadecimal_floats():
     raw = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-1074, float("inf"), float("nan"), 1.0, -1.5]).tobytes()
     text = c_format("%a " * 6 + "%a %8a|%A", lambda at, n: raw[at : at + n])
     assert text == "0x0p+0 -0x0p+0 0x1p+0 -0x1.8p+0 0x0.0000000000001p-1022 inf nan   0x1p+0|-0X1.8P+0"
+
+
+def test_machines_of_earlier_launches_do_not_pile_up(monkeypatch):
+    """They refer to themselves and hold large arrays, which Python's collector does not count."""
+    monkeypatch.setattr(launch, "COLLECT_EVERY", 0.0)
+    x = np.zeros(32, np.uint32)
+    earlier = weakref.ref(softsm.load(COPY).launch(1, 32, [x, x, 0]))
+    softsm.load(COPY).launch(1, 32, [x, x, 0])
+    assert earlier() is None
+
+
+def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
+    kernel = softsm.load(COPY)
+    x = np.zeros(32 * 64, np.uint32)
+    kernel.launch(1, 1024, [x, x, 0])
+    files = kernel.spare_files
+    assert len(files) == 32  # small ones: all
+    monkeypatch.setattr(launch, "SPARE_BYTES", 3 * sum(part.nbytes for part in files[0]) + 1)
+    kernel.launch(1, 1024, [x, x, 0])
+    assert len(kernel.spare_files) == 3
