@@ -94,8 +94,7 @@ def softsm_arch() -> str:
     """The architecture that softsm plays now, else the default."""
     import softsm
 
-    active = getattr(softsm, "active_arch", None)
-    return (active() if active is not None else None) or DEFAULT_SOFTSM_ARCH
+    return softsm.active_arch() or DEFAULT_SOFTSM_ARCH
 
 
 def _run_kernel(problem, capability: tuple[int, int], backend: str) -> None:
@@ -109,8 +108,6 @@ def _run_kernel(problem, capability: tuple[int, int], backend: str) -> None:
 def _run_softsm(problem) -> None:
     import softsm
 
-    if not hasattr(softsm, "use"):
-        raise RuntimeError("backend 'softsm': this installation of softsm cannot run Triton programs yet")
     arch = softsm_arch()
     capability = next((c for c, entry in ARCHITECTURES.items() if entry[1] == arch), None)
     if capability is None:
