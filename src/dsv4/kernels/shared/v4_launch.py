@@ -1,0 +1,141 @@
+"""V4 attention from a validated problem to launches. Shared by all architectures.
+
+A kernel is given the arguments that it names, of those that `forward_listed` makes.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4 import caches
+from dsv4.caches import Fp8Cache
+from dsv4.kernels import aot
+from dsv4.kernels.shared.launch import (
+    is_aligned,
+    merge,
+    multiprocessors,
+    no_sink,
+    partials,
+    row_strides,
+    rows_aligned,
+    sign_and_scale,
+    unread,
+)
+from dsv4.plan import choose_splits, deterministic_cut
+from dsv4.v4_problem import V4Problem
+
+
+def supports(p: V4Problem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    if p.head_dim != 512:
+        return f"head dim {p.head_dim}; the GPU kernels take 512"
+    if p.q.dtype != torch.bfloat16:
+        return f"dtype {p.q.dtype}; the GPU kernels take torch.bfloat16"
+    return None
+
+
+def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
+    """Launch the kernel, a CTA for 64 heads of a query and a split, and the combine kernel where there are splits.
+
+    step: rows that the kernel takes at a time, what splits are made of; options: further compile-time arguments.
+    """
+    assert p.out is not None
+    tiles = p.batch * -(-p.q_heads // 64)
+    splits, steps_per_split = _splits(p, tiles, step)
+    # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
+    # property of a query; so all take that way.
+    split = splits > 1 or p.deterministic
+    sign, scale = sign_and_scale(p.softmax_scale)
+    q = rows_aligned(p.q)
+    out = p.out if is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
+    sink = p.sink if p.sink is not None else no_sink(p.q_heads, p.q.device)
+    nothing = unread(p.q.device)
+    want_lse = int(p.lse is not None)
+    lse = p.lse if p.lse is not None else sink
+    stride_l = (lse.stride(0), lse.stride(1)) if p.lse is not None else (0, 0)
+    part, part_lse = sink, sink  # unused
+    if split:
+        part, part_lse = partials(p, splits, p.batch * p.q_heads)
+    window = _pool(p.window)
+    if p.compressed is None:
+        how, compressed, names = 0, (window[0], 0, 1, 0, 0), nothing
+    else:
+        how = 2 if p.block_table is not None else 1
+        compressed = _pool(p.compressed)
+        names = _lines(p.block_table if p.block_table is not None else p.compressed_indices)
+    window_names = _lines(p.window_indices)
+    requests = p.request_starts.shape[0] - 1 if p.request_starts is not None else p.batch
+    cos_sin, rope = sink, (1, 0, 0)  # unused
+    if p.cos_sin is not None:
+        cos_sin = _lines(p.cos_sin)
+        rope = (cos_sin.shape[0], cos_sin.shape[1], cos_sin.stride(0))
+    _, stride_qn, stride_qh = row_strides(q)
+    _, stride_on, stride_oh = row_strides(out)
+
+    def given(x: Tensor | None) -> Tensor:
+        return nothing if x is None else x.contiguous()
+
+    arguments = dict(
+        q_ptr=q, out_ptr=out, lse_ptr=lse, sink_ptr=sink, part_ptr=part, part_lse_ptr=part_lse,
+        window_list_ptr=window_names, window_lengths_ptr=given(p.window_lengths), compressed_list_ptr=names,
+        compressed_lengths_ptr=given(p.compressed_lengths), starts_ptr=given(p.request_starts), cos_sin_ptr=cos_sin,
+        positions_ptr=given(p.positions), scale=scale, want_lse=want_lse, queries=p.batch, heads=p.q_heads,
+        **_named("window", window), window_width=p.window_indices.shape[1], window_line=window_names.stride(0),
+        **_named("compressed", compressed), compressed_width=p.compressed_capacity,
+        compressed_line=names.stride(0) if how else 0, window_lengths=int(p.window_lengths is not None),
+        compressed_lengths=int(p.compressed_lengths is not None), starts=int(p.request_starts is not None),
+        requests=requests, rope_positions=rope[0], rope_width=rope[1], rope_line=rope[2], num_splits=splits,
+        tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
+        stride_oh=stride_oh, stride_ln=stride_l[0], stride_lh=stride_l[1], sign=sign, split=int(split),
+    )  # fmt: skip
+    known = dict(
+        HOW=how, SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
+        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=_unit(p.compressed), SPLIT=split,
+    )  # fmt: skip
+    known = {name: value for name, value in known.items() if name in kernel.arg_names}
+    taken = [arguments[name] for name in kernel.arg_names if name in arguments]
+    aot.launch(kernel, (tiles, splits), taken, **known, num_warps=4, **options)
+    if split:
+        merge(p, part, part_lse, out, lse, sink, nothing, splits, p.batch, 1, (stride_on, 0, stride_oh),
+              (stride_l[0], 0, stride_l[1]))  # fmt: skip
+    if out is not p.out:
+        p.out.copy_(out)
+
+
+def _splits(p: V4Problem, tiles: int, step: int) -> tuple[int, int]:
+    """(number of splits, least steps per split or 0 = as many as it takes to use all splits)."""
+    if p.deterministic:  # nothing but a query's own rows may count
+        splits, each = deterministic_cut(p.q_heads, p.max_seqlen_k)
+        return max(splits, 1), each // step
+    if p.num_splits > 0:
+        return p.num_splits, 0
+    return choose_splits(tiles, multiprocessors(p.q.device), p.max_seqlen_k), 0
+
+
+def _pool(pool: Tensor | Fp8Cache) -> tuple[Tensor, int, int, int, int]:
+    """(tensor, rows, rows per page, page stride, row stride); strides in units of 8 elements, or as `_unit` says."""
+    if isinstance(pool, Fp8Cache):
+        return pool.storage, caches.pool_size(pool), pool.rows_per_page, pool.page_stride // _unit(pool), 0
+    if pool.ndim == 2:
+        pool = pool[:, None]
+    if not is_aligned(pool):
+        pool = pool.clone(memory_format=torch.contiguous_format)
+    page, row = (s // 8 if n > 1 else 0 for s, n in zip(pool.stride()[:-1], pool.shape))
+    return pool, pool.shape[0] * pool.shape[1], pool.shape[1], page, row
+
+
+def _named(name: str, pool: tuple) -> dict:
+    """What `_pool` says, by the names of the kernels' arguments."""
+    return dict(zip((f"{name}_{x}" for x in ("ptr", "rows", "page_rows", "page_stride", "row_stride")), pool))
+
+
+def _unit(pool: Tensor | Fp8Cache | None) -> int:
+    """Bytes that the page stride of an Fp8Cache is a multiple of: 16 where it can be, for 16-byte loads."""
+    if not isinstance(pool, Fp8Cache):
+        return 16
+    return next(unit for unit in (16, 8, 2, 1) if pool.page_stride % unit == 0 and pool.storage.data_ptr() % unit == 0)
+
+
+def _lines(x: Tensor | None) -> Tensor:
+    """A 2-D tensor whose lines are contiguous."""
+    assert x is not None
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
