@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python"]
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES += [
-    ("CONTRIBUTING.md", code)
-    for code in re.findall(r"^```python\n(.*?)^```$", CONTRIBUTING, flags=re.M | re.S)
+    (document, code)
+    for document in ("CONTRIBUTING.md", "docs/integrations.md")
+    for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]
 SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
 
@@ -27,7 +27,7 @@ SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
 def test_example_runs(number: int, tmp_path: Path) -> None:
     """From a file: Triton reads the source of a kernel there."""
     document, code = EXAMPLES[number]
-    file = tmp_path / f"{document.removesuffix('.md').lower()}_{number}.py"
+    file = tmp_path / f"{Path(document).stem.lower()}_{number}.py"
     file.write_text(code)
     runpy.run_path(str(file))
 
@@ -64,7 +64,7 @@ def test_file_named_in_the_readme_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/integrations.md"])
 def test_links_lead_somewhere(document: str) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
     for target in re.findall(r"\]\(([^)#]+)\)", text):

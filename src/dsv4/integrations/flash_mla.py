@@ -1,0 +1,254 @@
+"""The calls of FlashMLA on dsv4: for servers that call it by name, on every device and head count that dsv4 has.
+
+    from dsv4.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+Names, positions, shapes and results are those of FlashMLA as of 2026 (DeepSeek-V4, ``d_qk = d_v = 512``). The same:
+
+* ``k_cache`` uint8, int8 or float8_e4m3fn [blocks, rows, 1, 584]: the pages of :class:`dsv4.Fp8Cache`, byte for byte,
+  any block size, any stride between blocks. An index is ``block * rows + offset``.
+* lse is fp32, natural log, without the sink. **A query that sees no key has lse +inf here**, and out 0; everywhere
+  else in dsv4 it is -inf, which is what :func:`dsv4.merge_states` needs.
+* the sink is in the denominator only: -inf = none, +inf = out 0.
+
+More than there: 1 to 128 query heads and lists of any length, without padding; any block size; rows of bf16 in place of
+FP8 ([blocks, rows, 1, 512] with ``is_fp8_kvcache=False``); a CPU. Indices that name no row are refused where dsv4
+reads values (always on a CPU) and count as -1 elsewhere.
+
+Not here, and refused by name: ``d_qk = 576`` (DeepSeek-V3: keys of 576 and values of 512 columns, 656-byte rows) and
+the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to make: :func:`get_mla_metadata` returns an empty
+holder, nothing is kept in it, and lengths may change from call to call.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import checks
+from dsv4.caches import HEAD_DIM, ROW_BYTES, Fp8Cache
+from dsv4.fmha import fmha_paged
+from dsv4.integrations.naming import named
+from dsv4.v4 import v4_attention
+from dsv4.v4_problem import Pool
+
+FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+OTHER_ROWS = {656: "DeepSeek-V3.2", 528: "DeepSeek-V4.1", 288: "DeepSeek-V4.1, fp4"}
+BLOCK_BYTES = 24 << 20  # rows (fp32) gathered at once for max_logits
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """Empty: dsv4 plans from shapes alone, in every call."""
+
+
+def get_mla_metadata(*_: Any, **__: Any) -> tuple[FlashMLASchedMeta, None]:
+    """(an empty holder, None), whatever is passed."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    *,
+    enable_batch_invariant: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Decode -> (out [b, s_q, h_q, 512], lse fp32 [b, h_q, s_q]).
+
+    With ``indices``: q [b, s_q, h_q, 512] attends, in one softmax, to the rows of k_cache that indices int32 [b, s_q,
+    topk] lists and to those of extra_k_cache in extra_indices_in_kvcache; -1 = nothing there. topk_length and
+    extra_topk_length int32 [b]: only so many entries from the left count. This is :func:`dsv4.v4_attention`.
+
+    Without: dense, all ``cache_seqlens[n]`` rows of k_cache [blocks, rows, h_k, 512] (bf16 or fp16; key and value at
+    once) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
+    :func:`dsv4.fmha_paged`, and takes attn_sink too.
+
+    tile_scheduler_metadata is not looked at. enable_batch_invariant: a query gives the same bits in every batch.
+    out, backend: as in dsv4.
+    """
+    checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOATS)
+    b, s_q, heads, d = q.shape
+    _width("q", d)
+    if checks.whole(head_dim_v) != HEAD_DIM:
+        checks.fail("head_dim_v", checks.describe(head_dim_v), f"{HEAD_DIM}")
+    if num_splits is not None:
+        checks.fail("num_splits", checks.describe(num_splits), "None, as get_mla_metadata gives it")
+    for name, x in (
+        ("causal", causal),
+        ("is_fp8_kvcache", is_fp8_kvcache),
+        ("enable_batch_invariant", enable_batch_invariant),
+    ):
+        checks.flag(name, x)
+    if out is not None:
+        checks.output("out", out, q.shape, q.dtype, {"q": q})
+    more: dict[str, Any] = dict(
+        sink=attn_sink, softmax_scale=softmax_scale, deterministic=enable_batch_invariant, backend=backend
+    )
+    if indices is None:
+        _absent(
+            "None when indices is None", extra_k_cache=extra_k_cache, topk_length=topk_length,
+            extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+        )  # fmt: skip
+        if is_fp8_kvcache:
+            checks.fail("is_fp8_kvcache", True, "False when indices is None: dense decode reads rows of q's dtype")
+        if block_table is None or cache_seqlens is None:
+            missing = "block_table" if block_table is None else "cache_seqlens"
+            checks.fail(missing, None, "an int32 tensor when indices is None")
+        with named(sink="attn_sink", k_pages="k_cache", v_pages="k_cache", lengths="cache_seqlens"):
+            result, lse = fmha_paged(
+                q, k_cache, k_cache, block_table, cache_seqlens, causal=causal, out=out, return_lse=True, **more
+            )
+        return result, _plus_inf(lse)
+    if causal:
+        checks.fail("causal", True, "False with indices: the lists say what is seen")
+    shape, like = (b, s_q, "topk"), ("q", q)
+    window = _pool("k_cache", k_cache, is_fp8_kvcache)
+    lists = checks.int32("indices", indices, shape, like).flatten(0, 1)
+    more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q, like)
+    if extra_k_cache is None:
+        _absent(
+            "None without extra_k_cache", extra_indices_in_kvcache=extra_indices_in_kvcache,
+            extra_topk_length=extra_topk_length,
+        )  # fmt: skip
+    else:
+        more["compressed"] = _pool("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+        extra = checks.int32("extra_indices_in_kvcache", extra_indices_in_kvcache, shape, like)
+        more["compressed_indices"] = extra.flatten(0, 1)
+        more["compressed_lengths"] = _lengths("extra_topk_length", extra_topk_length, b, s_q, like)
+    flat = None if out is None else _one_query_per_row(out)
+    with _names("k_cache"):
+        result, lse = v4_attention(q.flatten(0, 1), window, lists, out=flat, return_lse=True, **more)
+    result = result.view(b, s_q, heads, d) if out is None else out
+    return result, _plus_inf(lse).view(b, s_q, heads).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = HEAD_DIM,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    *,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Prefill -> (out [s_q, h_q, 512], max_logits fp32 [s_q, h_q] or None, lse fp32 [s_q, h_q]).
+
+    q [s_q, h_q, 512], kv [s_kv, 1, 512]; indices int32 [s_q, 1, topk], where a number below 0 or from s_kv on lists
+    nothing; topk_length int32 [s_q].
+
+    max_logits, the largest score of each query, is no by-product here and costs about as much as the attention on a
+    CPU: it is None unless return_max_logits is set. A query that sees no key: out 0, max_logits -inf, lse +inf.
+    """
+    checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOATS)
+    s_q, heads, d = q.shape
+    like = ("q", q)
+    _width("q", d)
+    if checks.whole(d_v) != HEAD_DIM:
+        checks.fail("d_v", checks.describe(d_v), f"{HEAD_DIM}")
+    checks.tensor("kv", kv, ("s_kv", 1, d), checks.FLOATS, like=like)
+    checks.int32("indices", indices, (s_q, 1, "topk"), like)
+    checks.flag("return_max_logits", return_max_logits)
+    scale = checks.number("sm_scale", sm_scale)
+    rows, lists = kv[:, 0], indices[:, 0]
+    if checks.values_checked(lists):  # elsewhere the kernels do it
+        lists = torch.where((lists >= 0) & (lists < rows.shape[0]), lists, -1)
+    with _names("kv"):
+        result, lse = v4_attention(
+            q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=scale, return_lse=True,
+            out=out, backend=backend,
+        )  # fmt: skip
+    largest = _max_logits(q, rows, lists, topk_length, scale) if return_max_logits else None
+    return result, largest, _plus_inf(lse)
+
+
+def _names(pool: str) -> AbstractContextManager[None]:
+    return named(
+        window=pool, window_indices="indices", window_lengths="topk_length", compressed="extra_k_cache",
+        compressed_indices="extra_indices_in_kvcache", compressed_lengths="extra_topk_length", sink="attn_sink",
+    )  # fmt: skip
+
+
+def _absent(accepted: str, **arguments: Any) -> None:
+    for name, x in arguments.items():
+        if x is not None:
+            checks.fail(name, checks.describe(x), accepted)
+
+
+def _width(name: str, d: int) -> None:
+    if d == 576:
+        checks.fail(name, "head dim 576 (DeepSeek-V3: keys of 576 columns, values of 512)", f"head dim {HEAD_DIM}")
+    if d != HEAD_DIM:
+        checks.fail(name, f"head dim {d}", f"head dim {HEAD_DIM}")
+
+
+def _pool(name: str, x: Any, fp8: bool) -> Pool:
+    if not fp8:
+        accepted = f"a tensor [blocks, rows, 1, {HEAD_DIM}] of q's dtype, or is_fp8_kvcache=True"
+        if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.shape[3] != HEAD_DIM:
+            checks.fail(name, checks.describe(x), accepted)
+        return x[:, :, 0]
+    accepted = f"one-byte elements [blocks, rows, 1, {ROW_BYTES}] (DeepSeek-V4), contiguous inside a block"
+    if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.dtype not in FP8_DTYPES:
+        checks.fail(name, checks.describe(x), accepted)
+    if x.shape[3] in OTHER_ROWS:
+        checks.fail(name, f"rows of {x.shape[3]} bytes ({OTHER_ROWS[x.shape[3]]})", accepted)
+    with named(pages=name):
+        return Fp8Cache.from_pages(x)
+
+
+def _lengths(name: str, x: Any, b: int, s_q: int, like: tuple[str, Tensor]) -> Tensor | None:
+    """One length per request, for each of its queries."""
+    if x is None:
+        return None
+    return checks.int32(name, x, (b,), like)[:, None].expand(b, s_q).reshape(-1)
+
+
+def _one_query_per_row(x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    if x.numel() and flat.data_ptr() != x.data_ptr():  # a copy
+        checks.fail("out", f"strides {list(x.stride())}", "a tensor whose first two dimensions can be viewed as one")
+    return flat
+
+
+def _plus_inf(lse: Tensor) -> Tensor:
+    return torch.where(lse == float("-inf"), float("inf"), lse)
+
+
+def _max_logits(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None, scale: float) -> Tensor:
+    """The largest score of each query and head; -inf where it sees nothing."""
+    result = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    topk, count = lists.shape[1], rows.shape[0]
+    if topk == 0 or count == 0:
+        return result
+    step = max(1, BLOCK_BYTES // (4 * topk * (q.shape[1] + q.shape[2])))
+    for begin in range(0, q.shape[0], step):
+        some = slice(begin, begin + step)
+        listed = lists[some]
+        seen = (listed >= 0) & (listed < count)
+        if lengths is not None:
+            seen &= torch.arange(topk, device=q.device) < lengths[some, None]
+        keys = rows[torch.where(seen, listed, 0).long()].float()  # [n, topk, 512]
+        scores = torch.bmm(q[some].float(), keys.mT) * scale
+        result[some] = scores.masked_fill(~seen[:, None], float("-inf")).amax(-1)
+    return result
