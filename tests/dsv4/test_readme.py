@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python"]
 EXAMPLES += [
     (document, code)
-    for document in ("CONTRIBUTING.md", "docs/integrations.md")
+    for document in ("CONTRIBUTING.md", "docs/integrations.md", "docs/distributed.md")
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]
 SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
@@ -64,7 +64,7 @@ def test_file_named_in_the_readme_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/integrations.md"])
+@pytest.mark.parametrize("document", sorted({name for name, _ in EXAMPLES} | {"DESIGN.md"}))
 def test_links_lead_somewhere(document: str) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -1,0 +1,287 @@
+"""Context parallel: one sequence over the ranks of a torch.distributed group, merged by the log-sum-exp.
+
+Attention over a set of keys is exactly the merge of attention over its parts (:func:`dsv4.merge_states`), so keys may
+lie anywhere. The sink enters once, in the last merge.
+
+    decode    all ranks have the same queries, every rank its own keys      decode(dsv4.fmha_paged, q, ...)
+              (V4: lists of rows by local_rows, lengths by local_lengths)
+    prefill   queries and keys are cut along the sequence                   prefill(shard(q), shard(k), shard(v))
+              (V4: rows are few; unshard them and call v4_attention with lists for the positions of the rank)
+
+Order of a cut sequence. "zigzag": 2 R pieces, rank r has pieces r and 2 R - 1 - r, so that with a causal mask all
+ranks have as much to do. "contiguous": R pieces, rank r has piece r.
+
+Bits and tolerances:
+
+* :func:`decode` gives the same bits on every rank: all merge the same partials, in the order of the ranks.
+* :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
+  with all keys that it may see.
+* Merged results (decode; prefill with method="ring") differ from the unsharded call by rounding alone: every partial
+  is rounded to q's dtype once, weighted averages of them are made in fp32, and the result is rounded once more. The
+  weights are not negative and add up to 1, so merging adds at most half a unit in the last place of the largest
+  partial. lse is fp32 throughout.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import checks
+from dsv4.fmha import fmha
+from dsv4.merge import merge_states
+
+ORDERS = ("zigzag", "contiguous")
+METHODS = ("ring", "gather")
+
+
+def decode(
+    attention: Callable[..., Any],
+    *tensors: Any,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    group: Any = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
+
+    attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
+    lengths, its lists. A rank without keys is welcome. The result is that of one call with all keys, on every rank.
+
+    causal and window count the keys of one rank and are refused; keys that a query must not see are kept out by lengths
+    (one line of the batch per query) or, for v4_attention, by the lists. inverse_rope is a rotation of each query's
+    output, so it may be given.
+    """
+    for name in ("causal", "window"):
+        if options.get(name) not in (None, False, (-1, -1)):
+            accepted = "nothing: a rank knows only its own keys; use lengths or lists"
+            checks.fail(name, checks.describe(options[name]), accepted)
+    if "out" in options or "plan" in options:
+        checks.fail("out" if "out" in options else "plan", "an argument", "no such argument here")
+    checks.flag("return_lse", return_lse)
+    out, lse = attention(*tensors, return_lse=True, **options)
+    out, lse = merge(out, lse, sink=sink, group=group)
+    return (out, lse) if return_lse else out
+
+
+def merge(out: Tensor, lse: Tensor, *, sink: Tensor | None = None, group: Any = None) -> tuple[Tensor, Tensor]:
+    """merge_states over the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on every rank."""
+    _, size = _place(group)
+    if size == 1:
+        return merge_states([out], [lse], sink)
+    return merge_states(_gather(out, group), _gather(lse, group), sink)
+
+
+def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
+    """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for rows of others.
+
+    Blocks of ``block`` rows go round the ranks: row r is rank ``r // block % size``'s row ``r // (block * size) * block
+    + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape; -1 stays -1.
+    """
+    rank, size = _place(group)
+    checks.tensor("indices", indices, tuple(getattr(indices, "shape", ())), (torch.int32, torch.int64), unit_last=False)
+    checks.at_least(1, "block", block)
+    mine = (indices >= 0) & (indices // block % size == rank)
+    return torch.where(mine, indices // (block * size) * block + indices % block, -1)
+
+
+def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
+    """How many of the rows 0 .. length - 1 are this rank's, dealt out as by :func:`local_rows`."""
+    rank, size = _place(group)
+    checks.tensor("lengths", lengths, tuple(getattr(lengths, "shape", ())), (torch.int32, torch.int64), unit_last=False)
+    checks.at_least(1, "block", block)
+    rounds = lengths // (block * size)
+    return rounds * block + (lengths - rounds * (block * size) - rank * block).clamp(0, block)
+
+
+def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
+    """This rank's part of a whole tensor, cut along dim (1: the tokens of q, k, v)."""
+    return x.index_select(dim, positions(x.shape[dim], order=order, group=group, device=x.device))
+
+
+def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
+    """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather."""
+    _, size = _place(group)
+    pieces = _pieces(x.shape[dim], size, order)
+    if size == 1:
+        return x
+    parts = [part.chunk(pieces, dim) for part in _gather(x, group)]
+    whole = {n: parts[r][p] for r in range(size) for p, n in enumerate(_numbers(r, size, order))}
+    return torch.cat([whole[n] for n in range(len(whole))], dim)
+
+
+def positions(length: int, *, order: str = "zigzag", group: Any = None, device: Any = None) -> Tensor:
+    """The positions in the whole sequence of this rank's tokens, int64 [length / size], rising within a piece."""
+    rank, size = _place(group)
+    pieces = _pieces(None, size, order)
+    if checks.at_least(0, "length", length) % (pieces * size):
+        checks.fail("length", length, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
+    piece = length // (pieces * size)
+    return torch.cat([torch.arange(piece, device=device) + n * piece for n in _numbers(rank, size, order)])
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    order: str = "zigzag",
+    method: str = "ring",
+    group: Any = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """dsv4.fmha of a sequence cut over the ranks: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
+
+    All ranks have as many tokens, in the same order (see :func:`shard`). causal and window are those of the whole
+    sequence. method="ring": keys go round the ranks while the rank computes with those it has; it holds three shards
+    of keys at a time. "gather": all keys are brought together first, and each piece of queries is one fmha call. Where
+    k and v are one tensor it is sent once.
+    """
+    rank, size = _place(group)
+    left, right = checks.window(window, checks.flag("causal", causal))
+    checks.flag("return_lse", return_lse)
+    if method not in METHODS:
+        checks.fail("method", checks.describe(method), " or ".join(map(repr, METHODS)))
+    checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
+    checks.sink(sink, q.shape[2], ("q", q))
+    pieces = _pieces(q.shape[1], size, order)
+    piece = q.shape[1] // pieces
+    options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
+    queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
+    states = [State(x) for _, x in queries]
+    if method == "gather":
+        whole_k = unshard(k, order=order, group=group)
+        whole_v = whole_k if v is k else unshard(v, order=order, group=group)
+        rounds: Iterable[list[tuple[int, Tensor, Tensor]]] = [[(0, whole_k, whole_v)]]
+    else:
+        rounds = _ring(k, v, pieces, order, group)
+    for keys in rounds:
+        for (start, x), state in zip(queries, states):
+            for first, some_k, some_v in keys:
+                state.see(x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None)
+    done = [state.result(q.dtype, sink if method == "ring" else None) for state in states]
+    out, lse = torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
+    return (out, lse) if return_lse else out
+
+
+class State:
+    """What a piece of queries has seen so far: one partial as it came, or the merge of several, in fp32."""
+
+    def __init__(self, q: Tensor):
+        b, t, heads, _ = q.shape
+        self.out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        self.lse = torch.full((b, heads, t), float("-inf"), dtype=torch.float32, device=q.device)
+        self.parts = 0
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
+    ) -> None:
+        """Query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound.
+
+        fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
+        reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
+        """
+        t, s = q.shape[1], k.shape[1]
+        if right >= 0:
+            s = min(s, t + shift + right)
+        if left >= 0:
+            t = min(t, s - shift + left)
+        if s <= 0 or t <= 0:
+            return
+        corner = s - t
+        window = (corner - shift + left if left >= 0 else -1, shift + right - corner if right >= 0 else -1)
+        out, lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, **options)
+        if self.parts == 0:
+            self.out[:, :t], self.lse[:, :, :t] = out, lse
+        else:
+            # fp32 from the second partial on, so that each of them is rounded once and not at every merge
+            self.out = self.out.float()
+            seen = [self.out[:, :t], out], [self.lse[:, :, :t], lse]
+            self.out[:, :t], self.lse[:, :, :t] = merge_states(*seen)
+        self.parts += 1
+
+    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = (self.out, self.lse) if sink is None else merge_states([self.out], [self.lse], sink)
+        return out.to(dtype), lse
+
+
+def _ring(
+    k: Tensor, v: Tensor, pieces: int, order: str, group: Any
+) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    """For each rank, this one first: its pieces of keys, (position of the first, k, v). The next travel meanwhile."""
+    import torch.distributed as dist
+
+    rank, size = _place(group)
+    here = [k.contiguous()] if v is k else [k.contiguous(), v.contiguous()]
+    # Two sets of buffers in turn; not the first keys, which are the caller's and must not be written.
+    buffers = [[torch.empty_like(x) for x in here] for _ in range(min(size - 1, 2))]
+    after, before = (_global(group, (rank + step) % size) for step in (1, -1))
+    for step in range(size):
+        moves: list[Any] = []
+        there = buffers[step % len(buffers)] if step + 1 < size else []
+        if there:
+            moves = [dist.P2POp(dist.isend, x, after, group) for x in here]
+            moves += [dist.P2POp(dist.irecv, x, before, group) for x in there]
+            moves = dist.batch_isend_irecv(moves)
+        numbers = _numbers((rank - step) % size, size, order)
+        piece = k.shape[1] // pieces
+        yield [
+            (n * piece, here[0][:, p * piece : (p + 1) * piece], here[-1][:, p * piece : (p + 1) * piece])
+            for p, n in enumerate(numbers)
+        ]
+        for move in moves:
+            move.wait()
+        here = there
+
+
+def _numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
+    """The pieces of the sequence that a rank has."""
+    return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
+
+
+def _pieces(tokens: int | None, size: int, order: str) -> int:
+    """How many pieces of the sequence a rank has, its tokens being so many."""
+    if order not in ORDERS:
+        checks.fail("order", checks.describe(order), " or ".join(map(repr, ORDERS)))
+    pieces = 2 if order == "zigzag" else 1
+    if tokens is not None and tokens % pieces:
+        checks.fail("order", f"'zigzag' with {tokens} tokens on a rank", "an even number of them, or 'contiguous'")
+    return pieces
+
+
+def _gather(x: Tensor, group: Any) -> list[Tensor]:
+    """Every rank's x."""
+    import torch.distributed as dist
+
+    result = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(_place(group)[1])]
+    dist.all_gather(result, x.contiguous(), group=group)
+    return result
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """(rank, size) in the group."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        accepted = "a group of torch.distributed, after init_process_group"
+        checks.fail("group", "no process group", accepted)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        checks.fail("group", "a group that this rank is not in", "a group with this rank")
+    return rank, dist.get_world_size(group)
+
+
+def _global(group: Any, rank: int) -> int:
+    """Point-to-point calls name ranks of the world."""
+    import torch.distributed as dist
+
+    return rank if group is None else dist.get_global_rank(group, rank)

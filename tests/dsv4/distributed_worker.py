@@ -1,0 +1,252 @@
+"""One rank of the tests of dsv4.distributed: python distributed_worker.py RANK SIZE FOLDER.
+
+Every check compares with the unsharded call, which each rank makes by itself from the same seed. The verdicts of all
+ranks are written to FOLDER/RANK.json: check -> "" or what was wrong.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dsv4
+from dsv4 import distributed, reference
+from dsv4.distributed import decode, local_lengths, local_rows, merge, positions, prefill, shard, unshard
+
+INF = float("inf")
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bound(parts, dtype):
+    """fp32: products and sums in another order. Else half a unit, of the largest partial, for the rounding of a
+    partial, of the merged result and of the unsharded one."""
+    return 2.0**-17 if dtype == torch.float32 else 1.5 * torch.finfo(dtype).eps * max(x.abs().max() for x in parts)
+
+
+def close(got, want, parts=()):
+    error = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert error <= bound(parts, got.dtype), (error, bound(parts, got.dtype))
+
+
+def same_on_all(x):
+    """Bit for bit."""
+    everywhere = distributed._gather(x, None)
+    assert all(torch.equal(x, other) for other in everywhere)
+
+
+def lse_close(got, want):
+    assert torch.equal(got == -INF, want == -INF)
+    seen = want != -INF
+    assert torch.allclose(got[seen], want[seen], atol=2e-5)
+
+
+def check_shards_come_together_again(rank, size):
+    for order in ("zigzag", "contiguous"):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = normal(2, 4 * size, 3, dtype=dtype)
+            mine = shard(x, order=order)
+            assert mine.shape == (2, 4, 3)
+            assert torch.equal(mine, x[:, positions(4 * size, order=order)])
+            assert torch.equal(unshard(mine, order=order), x)
+        rows = normal(8 * size, 5)
+        assert torch.equal(unshard(shard(rows, 0, order=order), 0, order=order), rows)
+    assert positions(4 * size).tolist() == [2 * rank, 2 * rank + 1, *(2 * (2 * size - 1 - rank) + i for i in (0, 1))]
+
+
+def check_decode_of_a_paged_cache(rank, size):
+    """Pages go round the ranks; the last sequence is shorter than a page, so ranks are without keys."""
+    page, heads, kv_heads, d = 4, 6, 2, 64
+    lengths = torch.tensor([37, 11, 3, 0], dtype=torch.int32)
+    pages = -(-40 // (page * size)) * size  # of a sequence
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate(
+            [(4, 1, heads, d), (4 * pages, page, kv_heads, d), (4 * pages, page, kv_heads, d)]))  # fmt: skip
+        table = torch.arange(4 * pages, dtype=torch.int32).view(4, pages)
+        sink = torch.linspace(-1, 1, heads)
+        want, want_lse = dsv4.fmha_paged(q, k, v, table, lengths, sink=sink, return_lse=True)
+        local = local_lengths(lengths, block=page)
+        mine = table[:, rank::size].contiguous()
+        part, _ = dsv4.fmha_paged(q, k, v, mine, local, return_lse=True)
+        got, lse = decode(dsv4.fmha_paged, q, k, v, mine, local, sink=sink, return_lse=True)
+        close(got, want, distributed._gather(part, None))
+        lse_close(lse, want_lse)
+        same_on_all(got)
+        same_on_all(lse)
+        assert not got[3].any()
+        assert torch.equal(decode(dsv4.fmha_paged, q, k, v, mine, local, sink=sink), got)
+
+
+def check_decode_of_a_v4_layer(rank, size):
+    """Window rows and compressed rows dealt out over the ranks; FP8 and bf16 rows, lists and a block table."""
+    n, heads, page = 3, 4, 2
+    positions_ = torch.tensor([70, 71, 5], dtype=torch.int32)
+    q = normal(n, heads, 512, dtype=torch.bfloat16)
+    window, compressed = normal(24 * size, 512, seed=1), normal(8 * page * size, 512, seed=2)
+    listed = (positions_[:, None] % (24 * size) - torch.arange(16)).clamp_min(-1).int()
+    chosen = normal(n, 8 * page * size, seed=3).topk(8).indices.int()
+    table = torch.arange(8 * size, dtype=torch.int32)[None].expand(n, -1)
+    lengths = torch.tensor([8 * page * size, 3, 0], dtype=torch.int32)
+    sink, rope = torch.linspace(-1, 1, heads), (reference.rope_table(100), positions_)
+    own_window = torch.arange(24 * size).view(-1, 4)[rank::size].flatten()
+    own_compressed = torch.arange(8 * page * size).view(-1, page)[rank::size].flatten()
+    for fp8 in (False, True):
+        def pool(x, rows, fp8=fp8):
+            return dsv4.Fp8Cache.pack(x, rows_per_page=rows) if fp8 else x.bfloat16().view(-1, rows, 512)
+
+        whole = pool(window, 4), pool(compressed, page)
+        mine = pool(window[own_window], 4), pool(compressed[own_compressed], page)
+        common = dict(inverse_rope=rope)
+        for kind in ("swa", "csa", "hca"):
+            full, part = [q, whole[0], listed], [q, mine[0], local_rows(listed, block=4)]
+            more, less = dict(common), dict(common)
+            if kind == "csa":
+                full += [whole[1], chosen]
+                part += [mine[1], local_rows(chosen, block=page)]
+            elif kind == "hca":
+                full, part = full + [whole[1]], part + [mine[1]]
+                more |= dict(compressed_block_table=table.contiguous(), compressed_lengths=lengths)
+                own = torch.arange(8, dtype=torch.int32)[None].expand(n, -1).contiguous()
+                less |= dict(compressed_block_table=own, compressed_lengths=local_lengths(lengths, block=page))
+            want, want_lse = dsv4.v4_attention(*full, sink=sink, return_lse=True, **more)
+            piece = dsv4.v4_attention(*part, **less)
+            got, lse = decode(dsv4.v4_attention, *part, sink=sink, return_lse=True, **less)
+            close(got, want, distributed._gather(piece, None))
+            lse_close(lse, want_lse)
+            same_on_all(got)
+
+
+def check_rows_are_dealt_out(rank, size):
+    for block in (1, 3):
+        rows = torch.arange(40)
+        mine = local_rows(rows, block=block)
+        for length in (0, 1, 7, 20, 40):
+            kept = mine[:length][mine[:length] >= 0]
+            assert kept.tolist() == list(range(int(local_lengths(torch.tensor([length]), block=block))))
+        assert torch.equal(sum(distributed._gather((mine >= 0).int(), None)), torch.ones(40).int())
+    assert local_rows(torch.tensor([[-1, -1]])).tolist() == [[-1, -1]]
+
+
+def check_prefill(rank, size):
+    """Causal, windows across pieces, no mask; both orders and methods; k and v one tensor."""
+    for dtype, tokens, window, causal in (
+        (torch.float32, 8 * size, (-1, -1), True),
+        (torch.bfloat16, 8 * size, (-1, -1), True),
+        (torch.float32, 8 * size, (-1, -1), False),
+        (torch.float32, 8 * size, (2, 0), True),
+        (torch.float32, 8 * size, (5, 3), False),
+        (torch.float32, 2 * size, (0, 1), False),
+        (torch.float32, 0, (-1, -1), True),
+    ):
+        q = normal(2, tokens, 4, 64, dtype=dtype)
+        k = normal(2, tokens, 2, 64, seed=1, dtype=dtype)
+        v = normal(2, tokens, 2, 64, seed=2, dtype=dtype)
+        sink = torch.linspace(-1, 1, 4)
+        options = dict(causal=causal, window=window, sink=sink, return_lse=True)
+        for one_tensor in (False, True):
+            v = k if one_tensor else v
+            want, want_lse = dsv4.fmha(q, k, v, **options)
+            for order in ("zigzag", "contiguous"):
+                mine_k = shard(k, order=order)
+                mine = [shard(q, order=order), mine_k, mine_k if one_tensor else shard(v, order=order)]
+                before = [x.clone() for x in mine]
+                for method in ("ring", "gather"):
+                    out, lse = prefill(*mine, order=order, method=method, **options)
+                    close(out, shard(want, order=order), [v])
+                    lse_close(lse, shard(want_lse, 2, order=order))
+                    assert all(map(torch.equal, mine, before))  # the ring receives into memory of its own
+
+
+def check_gathered_prefill_bit_for_bit(rank, size):
+    """A piece of queries is one fmha call with the keys up to its end."""
+    q, k, v = (normal(1, 16 * size, h, 64, seed=h, dtype=torch.bfloat16) for h in (4, 2, 2))
+    got = prefill(shard(q), shard(k), shard(v), method="gather")
+    for part, n in zip(got.chunk(2, 1), (rank, 2 * size - 1 - rank)):
+        begin, end = n * 8, n * 8 + 8
+        assert torch.equal(part, dsv4.fmha(q[:, begin:end], k[:, :end], v[:, :end], causal=True))
+
+
+def check_v4_prefill(rank, size):
+    """Rows are few: brought together, the rank's queries see them by lists for their positions; bit for bit."""
+    tokens = 16 * size
+    q, rows = normal(tokens, 4, 512, dtype=torch.bfloat16), normal(tokens, 512, seed=1, dtype=torch.bfloat16)
+    def lists(at):
+        return (at[:, None] - torch.arange(8)).clamp_min(-1).int()
+
+    want = dsv4.v4_attention(q, rows, lists(torch.arange(tokens)), deterministic=True)
+    got = dsv4.v4_attention(
+        shard(q, 0), unshard(shard(rows, 0), 0), lists(positions(tokens)), deterministic=True
+    )
+    assert torch.equal(got, shard(want, 0))
+
+
+def check_groups(rank, size):
+    """Ranks of a group, not of the world: groups of one, and the world in reverse."""
+    alone = [dist.new_group([n]) for n in range(size)][rank]
+    q, k, v = (normal(1, 8, 2, 64, seed=n) for n in range(3))
+    sink = torch.zeros(2)
+    want = dsv4.fmha(q, k, v, causal=True, sink=sink)
+    close(prefill(q, k, v, sink=sink, group=alone, order="contiguous"), want)
+    close(prefill(q, k, v, sink=sink, group=alone), want)
+    close(decode(dsv4.fmha, q, k, v, group=alone), dsv4.fmha(q, k, v))
+    other = [dist.new_group([n]) for n in range(size)][(rank + 1) % size]
+    says("group", lambda: merge(want, want[..., 0].transpose(1, 2), group=other))
+    everybody = dist.new_group(list(range(size)))
+    whole = [normal(1, 4 * size, 2, 64, seed=n) for n in range(3)]
+    close(prefill(*(shard(x, group=everybody) for x in whole), group=everybody), shard(dsv4.fmha(*whole, causal=True)))
+
+
+def says(name, call):
+    try:
+        call()
+    except ValueError as error:
+        assert str(error).startswith(f"{name}: got "), error
+    else:
+        raise AssertionError(f"nothing was said about {name}")
+
+
+def check_errors(rank, size):
+    """No rank gets as far as sending anything."""
+    q, k, v = (normal(1, 4, 2, 64, seed=n) for n in range(3))
+    says("order", lambda: prefill(q, k, v, order="round"))
+    says("order", lambda: prefill(q[:, :3], k[:, :3], v[:, :3]))
+    says("method", lambda: prefill(q, k, v, method="tree"))
+    says("k", lambda: prefill(q, k[:, :2], v[:, :2]))
+    says("window", lambda: prefill(q, k, v, window=(-3, 0)))
+    says("sink", lambda: prefill(q, k, v, sink=torch.zeros(3)))
+    says("length", lambda: positions(2 * size + 1))
+    says("causal", lambda: decode(dsv4.fmha, q, k, v, causal=True))
+    says("window", lambda: decode(dsv4.fmha, q, k, v, window=(3, 0)))
+    says("out", lambda: decode(dsv4.fmha, q, k, v, out=q.clone()))
+    says("block", lambda: local_rows(torch.zeros(1).int(), block=0))
+    says("indices", lambda: local_rows(torch.zeros(1)))
+    says("lengths", lambda: local_lengths(3))
+
+
+CHECKS = sorted(name for name in globals() if name.startswith("check_"))
+
+
+def main(rank, size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    verdicts = {}
+    for name in CHECKS:
+        try:
+            globals()[name](rank, size)
+            verdicts[name] = ""
+        except Exception:
+            verdicts[name] = traceback.format_exc()
+            break  # the other ranks may be waiting; they are ended from outside
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(verdicts))
+    if all(v == "" for v in verdicts.values()):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

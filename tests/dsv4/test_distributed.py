@@ -1,0 +1,92 @@
+"""dsv4.distributed over gloo: the ranks are processes of distributed_worker.py, whose verdicts are shown here."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_worker import CHECKS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4 import distributed, reference
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+SRC = Path(__file__).parents[2] / "src"
+
+
+def run(size: int, folder: Path) -> list[dict[str, str]]:
+    """Verdicts of every rank. A rank that fails leaves the others waiting, so all are ended shortly after it."""
+    # Loopback: gloo would look the name of the machine up, which not every machine can.
+    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "error::FutureWarning", str(WORKER)]
+    ranks = [
+        subprocess.Popen([*command, str(n), str(size), str(folder)], env=env, stderr=subprocess.PIPE, text=True)
+        for n in range(size)
+    ]
+    end = time.monotonic() + 120
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+        if any((folder / f"{n}.json").exists() for n in range(size)):
+            end = min(end, time.monotonic() + 10)
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+    said = [rank.communicate()[1][-2000:] for rank in ranks]
+    files = [folder / f"{n}.json" for n in range(size)]
+    return [json.loads(f.read_text()) if f.exists() else {"": said[n]} for n, f in enumerate(files)]
+
+
+@pytest.fixture(scope="module")  # with two ranks a ring has only one step
+def three_ranks(tmp_path_factory):
+    return run(3, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_three_ranks(three_ranks, check):
+    for rank, verdicts in enumerate(three_ranks):
+        assert verdicts.get(check, f"not reached: {verdicts}") == "", f"rank {rank}"
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    for verdicts in run(2, tmp_path):
+        assert verdicts == dict.fromkeys(CHECKS, "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    t=st.integers(1, 9), s=st.integers(1, 9), shift=st.integers(-12, 12), left=st.integers(-1, 8),
+    right=st.integers(-1, 4), split=st.integers(1, 9),
+)  # fmt: skip
+def test_a_piece_of_queries_sees_what_it_should(t, s, shift, left, right, split):
+    """Any place of the keys relative to the queries, in one part and in two."""
+    generator = torch.Generator().manual_seed(t + 10 * s)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator) for n in (t, s, s))
+    i, j = torch.arange(t)[:, None] + shift, torch.arange(s)
+    seen = torch.ones(t, s, dtype=torch.bool)
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    want, want_lse = reference.attend(*(x[0].transpose(0, 1) for x in (q, k, v)), seen, None, 0.125, torch.float64)
+    state = distributed.State(q)
+    for begin, end in ((0, split), (split, s)):
+        if begin < min(end, s):
+            part = slice(begin, min(end, s))
+            state.see(q, k[:, part], v[:, part], shift - begin, left, right, {}, None)
+    out, lse = state.result(q.dtype, None)
+    assert torch.allclose(out[0].transpose(0, 1).double(), want, atol=1e-5)
+    assert torch.equal(lse[0] == float("-inf"), want_lse == float("-inf"))
+    finite = lse[0] != float("-inf")
+    assert torch.allclose(lse[0][finite].double(), want_lse[finite], atol=1e-5)
+
+
+def test_without_a_process_group_it_says_so():
+    q = torch.zeros(1, 4, 2, 64)
+    for call in (lambda: distributed.prefill(q, q, q), lambda: distributed.shard(q), lambda: distributed.local_rows(q)):
+        with pytest.raises(ValueError, match="^group: got no process group; accepted: .*init_process_group"):
+            call()
