@@ -7,6 +7,7 @@ NaN. Rows of plain tensors come by cp.async, rows of an Fp8Cache through registe
 from dsv4.kernels.compat import cp_async, gl, gluon, reinterpret
 
 NONE, LIST, TABLE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how compressed rows are named
+CELLS, FP8, TMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how the rows of a pool are read
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
 LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of e4m3 per thread
 

@@ -3,12 +3,16 @@
 A kernel is given the arguments that it names, of those that `forward_listed` makes.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels import aot
+from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.shared.gather import CELLS, FP8, TMA
 from dsv4.kernels.shared.launch import (
     is_aligned,
     merge,
@@ -23,6 +27,7 @@ from dsv4.kernels.shared.launch import (
 from dsv4.plan import choose_splits, deterministic_cut
 from dsv4.v4_problem import V4Problem
 
+LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 def supports(p: V4Problem) -> str | None:
     """None, or why these kernels cannot run the problem."""
@@ -87,8 +92,11 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
         tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
         stride_oh=stride_oh, stride_ln=stride_l[0], stride_lh=stride_l[1], sign=sign, split=int(split),
     )  # fmt: skip
+    if "window_desc" in kernel.arg_names:
+        arguments |= _by_tma("window", p.window, window[0]) | _by_tma("compressed", p.compressed, compressed[0])
     known = dict(
-        HOW=how, SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
+        HOW=how, WINDOW_WAY=_way(p.window, window[0]), COMPRESSED_WAY=_way(p.compressed, compressed[0]),
+        SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
         COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=_unit(p.compressed), SPLIT=split,
     )  # fmt: skip
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
@@ -126,6 +134,40 @@ def _pool(pool: Tensor | Fp8Cache) -> tuple[Tensor, int, int, int, int]:
 def _named(name: str, pool: tuple) -> dict:
     """What `_pool` says, by the names of the kernels' arguments."""
     return dict(zip((f"{name}_{x}" for x in ("ptr", "rows", "page_rows", "page_stride", "row_stride")), pool))
+
+
+def _lines_apart(rows: Tensor) -> tuple[int, int] | None:
+    """(elements from a line to the next, lines of a page with what follows it) of a pool [pages, rows, D]; None if its
+    rows are not equally far apart: TMA gathers lines of a two-dimensional tensor."""
+    pages, page_rows, d = rows.shape
+    page, row, _ = rows.stride()
+    if pages == 1 or page_rows == 1:
+        apart = row if page_rows > 1 else page if pages > 1 else d
+        return (apart, page_rows) if apart > 0 else None
+    return (row, page // row) if row > 0 and page % row == 0 and page >= page_rows * row else None
+
+
+def _way(pool: Tensor | Fp8Cache | None, rows: Tensor) -> int:
+    """How the rows of a pool are read: see gather.py."""
+    if isinstance(pool, Fp8Cache):
+        return FP8.value
+    return CELLS.value if pool is None or _lines_apart(rows) is None else TMA.value
+
+
+def _by_tma(name: str, pool: Tensor | Fp8Cache | None, rows: Tensor) -> dict:
+    """The descriptor of a pool's lines and the lines between its pages; of nothing where it is read in another way."""
+    if _way(pool, rows) != TMA.value:
+        rows = _no_rows(rows.device)
+    apart = _lines_apart(rows)
+    assert apart is not None
+    pages, page_rows, d = rows.shape
+    desc = TensorDescriptor(rows, [(pages - 1) * apart[1] + page_rows, d], [apart[0], 1], [1, 256], LINE)
+    return {f"{name}_desc": desc, f"{name}_gap": apart[1] - page_rows}
+
+
+@cache
+def _no_rows(device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device)
 
 
 def _unit(pool: Tensor | Fp8Cache | None) -> int:

@@ -126,22 +126,6 @@ def mask(s, column, seen, problem, pages, HOW: gl.constexpr):
 
 
 @gluon.jit
-def turn_back(o, rope, COLUMN: gl.constexpr, D: gl.constexpr):
-    """Interleaved pairs of the last ``width`` columns of O turned back by the query's angle; a width of 0 changes
-    nothing. Linear, so that it may precede the normalisation and the merge of splits."""
-    line_ptr, width = rope
-    if width > 0:
-        even, odd = gl.split(o.reshape([o.shape[0], o.shape[1] // 2, 2]))
-        pair = COLUMN // 2 + gl.arange(0, o.shape[1] // 2, layout=gl.SliceLayout(0, even.type.layout))
-        pair = pair - (D - width) // 2
-        cos = gl.load(line_ptr + pair, mask=pair >= 0, other=1.0)[None, :]
-        sin = gl.load(line_ptr + width // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
-        turned = gl.join(even * cos + odd * sin, odd * cos - even * sin)
-        o = gl.convert_layout(turned.reshape(o.shape), o.type.layout)
-    return o
-
-
-@gluon.jit
 def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
     """Normalise O [64, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
     tensors, strides, problem, work, pages = common

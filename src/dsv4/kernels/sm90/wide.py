@@ -99,7 +99,7 @@ def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, 
              HOW: gl.constexpr):  # fmt: skip
     """Add up the row sums of both warpgroups, write this half of O."""
     if HOW == LISTED:
-        o = parts.turn_back(o, common[4][1], HALF * 256, 512)
+        o = softmax.turn_back(o, common[4][1], HALF * 256, 512)
     RS: gl.constexpr = m.type.layout
     stat.index(4 + HALF).store(l)
     mbarrier.arrive(sum_ready.index(HALF), count=1)

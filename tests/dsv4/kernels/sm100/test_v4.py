@@ -1,0 +1,167 @@
+"""The Blackwell kernel of V4 attention on a CPU, through softsm: one problem per part of the code; the suite is slow.
+
+Compiling a variant takes longer than running it: the quick tests share two.
+"""
+
+import dataclasses
+import os
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
+
+import pytest
+import torch
+
+import dsv4
+import softsm
+from dsv4 import dispatch, reference, suites
+
+if dispatch.triton_version() < (3, 9):
+    pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
+
+SEED = 11
+WHERE = suites.Where("softsm", "sm_100a")
+NAN = float("nan")
+ORDERS = ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    torch.manual_seed(SEED)
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, 512).bfloat16()
+
+
+def numbers(*shape: int, of: int) -> torch.Tensor:
+    """Row numbers, repeated ones and -1 among them."""
+    return torch.randint(-1, of, shape, dtype=torch.int32)
+
+
+def run(order: str = "eager", seed: int = SEED, **arguments):
+    """(out, lse) of the kernel, races checked, and the oracle's."""
+    out = torch.full_like(arguments["q"], NAN)
+    with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=seed) as report:
+        got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
+    assert not report, str(report)
+    arguments.pop("plan", None)
+    arguments.pop("deterministic", None)
+    return got, reference.v4_attention(**arguments)
+
+
+def compare(got, want) -> None:
+    (out, lse), (want_out, want_lse) = got, want
+    assert float((out.double() - want_out).norm() / want_out.norm()) < 4e-3
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+
+
+def plain(queries: int = 1, heads: int = 80, window: int = 70, compressed: int = 150) -> dict:
+    """Two lists of plain rows, the last block of each in part; rows of the second pool are 576 apart, NaN where none
+    is named."""
+    pool = torch.full((90, 576), NAN).bfloat16()[:, :512]
+    pool[:60] = rows(60)
+    return dict(
+        q=torch.randn(queries, heads, 512).bfloat16(), window=rows(100), sink=torch.randn(heads),
+        window_indices=numbers(queries, window, of=100), compressed=pool,
+        compressed_indices=numbers(queries, compressed, of=60),
+        inverse_rope=(reference.rope_table(50, 64), torch.randint(0, 50, (queries,), dtype=torch.int32)),
+    )  # fmt: skip
+
+
+def fp8() -> dict:
+    """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
+    window = dsv4.Fp8Cache.pack(rows(64), rows_per_page=64)
+    compressed = dsv4.Fp8Cache.empty(80, 2)
+    compressed.storage.fill_(255)
+    compressed.write(torch.arange(150), rows(150))
+    return dict(
+        q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
+        compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_lists_of_plain_rows_whenever_copies_complete(order):
+    """Five blocks: each place of the ring is used again. Two head tiles, the second in part."""
+    compare(*run(order, **plain()))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fp8_rows_by_block_table_and_requests(order):
+    compare(*run(order, **fp8()))
+
+
+def test_splits_are_merged_whatever_is_in_the_buffers():
+    """Six splits of five blocks: the last has no rows. The angles are taken back before the merge."""
+    plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=6, scratch=torch.full((6 * 8 * 513,), NAN))
+    problem = plain(heads=8) | dict(inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)))
+    compare(*run(**problem, plan=plan, softmax_scale=-0.1))
+
+
+def test_a_growing_maximum_rescales_what_is_there():
+    """Scores that rise from block to block by more than 2^8, fall, and rise again, in some rows only."""
+    problem = plain(heads=8, compressed=200)
+    problem |= dict(window_indices=torch.arange(64, dtype=torch.int32)[None], sink=None)
+    for pool, name in ((problem["window"], "window"), (problem["compressed"], "compressed")):
+        problem[name] = pool * 0.1
+    q = problem["q"]
+    for i, push in enumerate((3.0, 20.0, 9.0)):
+        problem["compressed"][i] = q[0, 2 * i] * (push / 22)
+        problem["compressed_indices"][0, i * 64 : i * 64 + 64] = i
+    compare(*run("latest", **problem))
+
+
+def test_bad_numbers_count_as_nothing(monkeypatch):
+    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
+    monkeypatch.setattr(dsv4.checks, "values_checked", lambda q: False)
+    window = rows(64)
+    listed = numbers(1, 64, of=64)
+    arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30))
+    bad = listed.clone()
+    bad[0, 10:20] = torch.tensor([64, 1 << 30, -2, -(1 << 31), 65, 99, 1 << 24, -5, 77, 1000], dtype=torch.int32)
+    listed[0, 10:20] = -1
+    with softsm.use("sm_100a"):
+        out, lse = dsv4.v4_attention(
+            **arguments, window_indices=bad, compressed_indices=numbers(1, 4, of=30) * 0 + 30, return_lse=True,
+            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), backend="softsm",
+        )  # fmt: skip
+    compare((out, lse), reference.v4_attention(arguments["q"], window, listed))
+
+
+def test_what_it_does_not_take_is_refused_by_name():
+    q = torch.randn(1, 2, 128).bfloat16()
+    with softsm.use("sm_100a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
+        dsv4.v4_attention(q, q[:, 0], torch.zeros(1, 1, dtype=torch.int32), backend="softsm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gap", [0, 512, 640])
+def test_pages_of_plain_rows_wherever_they_lie(gap):
+    """By list and by block table; pages end to end and a row apart come by TMA, others by cp.async."""
+    pages = torch.full((20, 3 * 512 + gap), NAN).bfloat16()
+    pages = pages[:, : 3 * 512].view(20, 3, 512)
+    pages[:15] = rows(45).view(15, 3, 512)
+    common = dict(q=torch.randn(2, 8, 512).bfloat16(), window=pages, window_indices=numbers(2, 70, of=45))
+    compare(*run("latest", **common, compressed=pages, compressed_indices=numbers(2, 70, of=45)))
+    compare(*run(
+        "random", **common, compressed=pages, compressed_block_table=torch.randint(0, 15, (2, 30), dtype=torch.int32),
+        compressed_lengths=torch.tensor([90, 67], dtype=torch.int32),
+    ))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("make", [plain, fp8])
+def test_whatever_order_things_complete_in(make, seed):
+    compare(*run("random", seed, **make()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", suites.v4(), ids=str)
+def test_the_suite(case):
+    result = suites.run_case(case, WHERE, SEED)
+    assert result.ok, result.why()
