@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import dsv4
 import softsm
-from dsv4 import dispatch, suites
+from dsv4 import dispatch, reference, suites
 from dsv4.suites import Case, Draw, Where, run_case
 from dsv4.suites.calls import Call
 from dsv4.suites.fmha_cases import dense, paged, varlen
@@ -186,6 +186,35 @@ def test_pages_by_cp_async(page: int, compiled) -> None:
     with softsm.checking(order="latest") as report:
         right(paged(Draw(page), 128, BF16, page=page, lengths=[page + 3, 150, 0], t=2, causal=True, page_pad=2))
     assert not report, str(report)
+
+
+@pytest.mark.parametrize("key", [(64, BF16, True, 16), (512, BF16, False, 16), (128, BF16, True, CELLS)], ids=str)
+def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatch) -> None:
+    """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
+    compiled(key)
+    d, dtype, _, how = key
+    monkeypatch.setattr(dsv4.checks, "values_checked", lambda x: False)
+    page = 5 if how == CELLS else how
+    draw = Draw(page)
+    q, (k, v) = draw.normal(3, 2, 2, d, dtype=dtype), (draw.normal(40, page, 1, d, dtype=dtype) for _ in "kv")
+    pages = -(-300 // page)
+    table = torch.randint(0, 40, (3, pages), dtype=torch.int32, generator=draw.generator)
+    lengths = torch.tensor([300, 190, 77], dtype=torch.int32)
+    bad = torch.zeros(3, pages, dtype=torch.bool)
+    bad[0, [0, 3, pages - 1]] = bad[1] = True  # some; all of a sequence; none
+    table[bad] = torch.tensor([-1, 40, -(1 << 31), (1 << 31) - 1], dtype=torch.int32).repeat(pages)[: int(bad.sum())]
+    plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=d, max_seqlen_q=2,
+                     max_seqlen_k=pages * page, device="cpu")  # fmt: skip
+    with softsm.use("sm_100a"), softsm.checking(order="latest") as report:
+        out, lse = dsv4.fmha_paged(q, k, v, table, lengths, plan=replace(plan, num_splits=2), return_lse=True,
+                                   backend="softsm")  # fmt: skip
+    assert not report, str(report)
+    for n, length in enumerate(lengths.tolist()):
+        seen = (~bad[n]).repeat_interleave(page)[:length]
+        kn, vn = (x[table[n].clamp(0, 39).long()].flatten(0, 1)[:length][seen][None] for x in (k, v))
+        want, want_lse = reference.fmha(q[n : n + 1], kn, vn)
+        assert float((out[n].double() - want).norm()) <= 4e-3 * float(want.norm())
+        torch.testing.assert_close(lse[n : n + 1].double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_unaligned_pages(compiled) -> None:

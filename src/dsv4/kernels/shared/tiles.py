@@ -80,3 +80,25 @@ def see_pages(s, first_column, keys, pages, L: gl.constexpr):
     key = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     page = gl.load(table_ptr + key // page_size, mask=key < keys, other=0)
     return gl.where(((page >= 0) & (page < count))[None, :], s, -float("inf"))
+
+
+@gluon.jit
+def page_bits(first_column, keys, pages):
+    """One bit for each of 32 keys from first_column on: whether its page is one; for four warps."""
+    table_ptr, page_size, count = pages
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp has all 32: no exchange between warps
+    # gl.arange(0, 32), but computed here and not kept in a register through the main loop
+    lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid; // $1", "=r,r", [gl.zeros([32], gl.int32, L)],
+                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    page = gl.load(table_ptr + (first_column + lane) // page_size, mask=first_column + lane < keys, other=0)
+    return gl.sum(((page >= 0) & (page < count)).to(gl.int32) << lane, 0)
+
+
+@gluon.jit
+def see_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
+    """As see_pages, where a thread has whole rows of 32 or 64 keys and no registers for as many page numbers."""
+    column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
+    bits = page_bits(first_column, keys, pages)
+    if s.shape[1] == 64:
+        bits = gl.where(column < 32, bits, page_bits(first_column + 32, keys, pages))
+    return gl.where((((bits >> (column % 32)) & 1) != 0)[None, :], s, -float("inf"))

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import end_key, first_key, sequence, split_range
+from dsv4.kernels.shared.tiles import bad_pages, end_key, first_key, see_pages_by_bits, sequence, split_range
 
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)
@@ -190,11 +190,18 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
 
 
 @gluon.jit
-def scores(s, first_column, row_first, row_end, masked, L: gl.constexpr):
-    """Some columns of S from tensor memory; those that a row does not see are -inf."""
+def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
+    """Some columns of S from tensor memory; those that a row does not see are -inf.
+
+    seen: each row's keys [first, end); the keys of the sequence; its pages, and whether any of them is none
+    """
+    row_first, row_end, keys, pages, bad = seen
     x = s.load()
     if masked:
         x = softmax.see(x, first_column, row_first, row_end, L)
+    if HOW >= loads.PAGES:
+        if bad:
+            x = see_pages_by_bits(x, first_column, keys, pages, L)
     return x
 
 
@@ -209,8 +216,8 @@ def store_p(x, scale, m, p):
 @gluon.jit
 def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
                  head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale, sign,
-                 D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
-                 P_TMEM: gl.constexpr):  # fmt: skip
+                 pages, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
@@ -234,6 +241,10 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
     token_last = gl.minimum((tile_row + BM - 1) // group, tokens - 1)
     full_first = first_key(token_last, tokens, keys, left)
     full_end = end_key(tile_row // group, tokens, keys, right)
+    bad = False
+    if HOW >= loads.PAGES:
+        bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
+    seen = (row_first, row_end, keys, pages, bad)
 
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
@@ -246,15 +257,15 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         masked = (column < full_first) | (column + BN > full_end)
         parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
         if KEEP:
-            x = scores(parts.index(0), column, row_first, row_end, masked, LS)
+            x = scores(parts.index(0), column, masked, seen, LS, HOW)
             top = gl.max(x, 1)
             if BN == 128:
-                x1 = scores(parts.index(1), column + C, row_first, row_end, masked, LS)
+                x1 = scores(parts.index(1), column + C, masked, seen, LS, HOW)
                 top = gl.maximum(top, gl.max(x1, 1))
         else:
             top = gl.full([BM], -float("inf"), gl.float32, RS)
             for c in range(0, BN // C):
-                x = scores(parts.index(c), column + c * C, row_first, row_end, masked, LS)
+                x = scores(parts.index(c), column + c * C, masked, seen, LS, HOW)
                 top = gl.maximum(top, gl.max(x, 1))
         grown = top * scale
         # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
@@ -277,7 +288,7 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
             panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], q.dtype))
             for c in range(0, BN // 64):
                 for i in gl.static_range(64 // C):
-                    x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, row_first, row_end, masked, LS)
+                    x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
                     l += store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1))
         if not P_TMEM:
             fence_async_shared()  # P is read by the tensor core
@@ -439,6 +450,7 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         landed_end = keys
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
+        pages = (table_ptr, page_size, total_k)
         where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
         if TILES == 2 or HOW == loads.CELLS:
@@ -452,10 +464,10 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
-                                tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
+                                tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
                                 tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
+                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
                             pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
@@ -468,7 +480,7 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                                    stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
                 (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
                                 tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, sign, D, BM, BN, TILES, P_TMEM)),
+                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
                 (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
                             pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
                 (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
