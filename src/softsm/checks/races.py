@@ -173,6 +173,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         self.unfinished(cta)
         self.left_by_peers(cta)
         self.free.append(cta.slot0)
+        cta.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
         for clock in [*gone, *(w.clock for w in cta.warps)]:

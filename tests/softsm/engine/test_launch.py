@@ -139,3 +139,18 @@ def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
     monkeypatch.setattr(launch, "SPARE_BYTES", 3 * sum(part.nbytes for part in files[0]) + 1)
     kernel.launch(1, 1024, [x, x, 0])
     assert len(kernel.spare_files) == 3
+
+
+def test_the_shadow_of_a_cta_goes_with_it():
+    """The checker remembers asynchronous operations, and they their CTAs: not with megabytes for each of these."""
+    ptx = """.version 8.0\n.target sm_90a\n.address_size 64
+.visible .entry k(.param .u64 x)
+{ .reg .b32 %r<4>; .reg .b64 %rd<4>; .shared .align 16 .b8 own[16];
+  ld.param.u64 %rd1, [x]; mov.u32 %r1, own;
+  cp.async.ca.shared.global [%r1], [%rd1], 16; cp.async.wait_all; ret;
+}"""
+    with softsm.checking() as report:
+        machine = softsm.load(ptx).launch(40, 1, [np.zeros(16, np.uint32)])
+    assert not report, str(report)
+    ctas = {op.warp.cta for op in machine.checker.operations.values()}
+    assert len(ctas) == 40 and all(cta.shadow is None for cta in ctas)
