@@ -27,6 +27,7 @@ from dsv4.kernels.shared.launch import (
 from dsv4.plan import choose_splits, deterministic_cut
 from dsv4.v4_problem import V4Problem
 
+HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 def supports(p: V4Problem) -> str | None:
@@ -39,9 +40,11 @@ def supports(p: V4Problem) -> str | None:
 
 
 def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
-    """Launch the kernel, a CTA for 64 heads of a query and a split, and the combine kernel where there are splits.
+    """Launch the kernel and, where the rows of a query are split, the combine kernel.
 
-    step: rows that the kernel takes at a time, what splits are made of; options: further compile-time arguments.
+    An item is 64 heads of a query and a split. A kernel that names `items` loops over them, one CTA per multiprocessor;
+    another has a CTA for each. step: rows that the kernel takes at a time, what splits are made of; options: further
+    compile-time arguments.
     """
     assert p.out is not None
     tiles = p.batch * -(-p.q_heads // 64)
@@ -91,8 +94,10 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
         requests=requests, rope_positions=rope[0], rope_width=rope[1], rope_line=rope[2], num_splits=splits,
         tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
         stride_oh=stride_oh, stride_ln=stride_l[0], stride_lh=stride_l[1], sign=sign, split=int(split),
+        signed_scale=sign * scale, items=tiles * splits,
     )  # fmt: skip
     if "window_desc" in kernel.arg_names:
+        arguments |= dict(q_desc=_heads(q))
         arguments |= _by_tma("window", p.window, window[0]) | _by_tma("compressed", p.compressed, compressed[0])
     known = dict(
         HOW=how, WINDOW_WAY=_way(p.window, window[0]), COMPRESSED_WAY=_way(p.compressed, compressed[0]),
@@ -101,7 +106,10 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
     )  # fmt: skip
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
     taken = [arguments[name] for name in kernel.arg_names if name in arguments]
-    aot.launch(kernel, (tiles, splits), taken, **known, num_warps=4, **options)
+    grid: tuple[int, ...] = (tiles, splits)
+    if "items" in kernel.arg_names:
+        grid = (min(tiles * splits, multiprocessors(p.q.device)),)
+    aot.launch(kernel, grid, taken, **known, num_warps=4, **options)
     if split:
         merge(p, part, part_lse, out, lse, sink, nothing, splits, p.batch, 1, (stride_on, 0, stride_oh),
               (stride_l[0], 0, stride_l[1]))  # fmt: skip
@@ -134,6 +142,14 @@ def _pool(pool: Tensor | Fp8Cache) -> tuple[Tensor, int, int, int, int]:
 def _named(name: str, pool: tuple) -> dict:
     """What `_pool` says, by the names of the kernels' arguments."""
     return dict(zip((f"{name}_{x}" for x in ("ptr", "rows", "page_rows", "page_stride", "row_stride")), pool))
+
+
+def _heads(q: Tensor) -> TensorDescriptor:
+    """Boxes of 64 heads of one query and half of their columns; heads that are not there read zeros."""
+    if any(s <= 0 for s, n in zip(q.stride(), q.shape) if n > 1):
+        q = q.clone(memory_format=torch.contiguous_format)
+    strides = [s if n > 1 else q.shape[-1] for s, n in zip(q.stride()[:-1], q.shape)]
+    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, 64, 256], HEADS)
 
 
 def _lines_apart(rows: Tensor) -> tuple[int, int] | None:

@@ -18,6 +18,8 @@ from dsv4 import dispatch, reference, suites
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
+from dsv4.kernels.shared import v4_launch
+
 SEED = 11
 WHERE = suites.Where("softsm", "sm_100a")
 NAN = float("nan")
@@ -87,6 +89,17 @@ def fp8() -> dict:
 def test_two_lists_of_plain_rows_whenever_copies_complete(order):
     """Five blocks: each place of the ring is used again. Two head tiles, the second in part."""
     compare(*run(order, **plain()))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
+    """Four queries in two CTAs; one has no rows, the last an odd number of blocks, so that the ring goes on in its
+    middle."""
+    monkeypatch.setattr(v4_launch, "multiprocessors", lambda device: 2)
+    problem = plain(4, heads=8)
+    problem["window_lengths"] = torch.tensor([70, 3, 0, 64], dtype=torch.int32)
+    problem["compressed_lengths"] = torch.tensor([0, 65, 0, 100], dtype=torch.int32)
+    compare(*run(order, **problem))
 
 
 @pytest.mark.parametrize("order", ORDERS)
