@@ -61,17 +61,23 @@ class WindowLists:
 def register(name: str = NAME, *, backend: str = "auto") -> None:
     """Make attn_implementation=name work for DeepSeek-V4. May be called again; backend as in dsv4.v4_attention."""
     checks.backend(backend)
+    note_layers()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, functools.partial(attention, backend=backend))
+    # Without a mask function of its own, transformers passes no mask at all and every query sees every row.
+    AttentionMaskInterface.register(name, window_lists)
+
+
+def note_layers() -> None:
+    """Wrap the forward of two classes: what the attention function must know is noted. Twice is once."""
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.models.deepseek_v4 import modeling_deepseek_v4 as model
     except ImportError as missing:
         needed = "dsv4.integrations.transformers needs transformers with DeepSeek-V4 (pip install 'dsv4[hf]')"
         raise ImportError(needed) from missing
     _wrap(model.DeepseekV4Attention, _attention_forward)
     _wrap(model.DeepseekV4Indexer, _indexer_forward)
-    AttentionInterface.register(name, functools.partial(attention, backend=backend))
-    # Without a mask function of its own, transformers passes no mask at all and every query sees every row.
-    AttentionMaskInterface.register(name, window_lists)
 
 
 def window_lists(
@@ -192,6 +198,10 @@ def _wrap(cls: type, make: Callable) -> None:
 
 def _attention_forward(original: Callable) -> Callable:
     def forward(self, hidden_states, position_embeddings, position_ids, *args, **kwargs):
+        # A cache of dsv4's own (paged_model.py) brings the whole layer along.
+        whole = getattr(kwargs.get("past_key_values"), "dsv4_attention", None)
+        if whole is not None:
+            return whole(self, hidden_states), None
         before = getattr(_LAYER, "now", None)
         _LAYER.now = Layer(position_ids)
         try:

@@ -5,40 +5,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache  # noqa: E402
+from tiny_v4 import WINDOW, build  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 import dsv4.integrations.transformers as integration  # noqa: E402
 
-WINDOW, CSA, HCA, TOPK = 16, 4, 16, 8
 # Logits of this model have a standard deviation near 1; eager one-shot and eager cached differ by about 1e-5.
 TOLERANCE = 2e-4
-
-
-def build(head_dim=64, dtype=torch.float32):
-    """Sizes in proportion to V4; 16 index heads, because with few of them ReLU makes ties and ties have no order."""
-    torch.manual_seed(0)
-    config = DeepseekV4Config(
-        vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=6,
-        num_attention_heads=4, head_dim=head_dim, q_lora_rank=32, qk_rope_head_dim=16,
-        num_experts_per_tok=2, n_routed_experts=4, max_position_embeddings=4096,
-        layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
-        compress_rates={"compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA},
-        sliding_window=WINDOW, o_groups=2, o_lora_rank=32, index_n_heads=16, index_head_dim=32, index_topk=TOPK,
-        rope_parameters={
-            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256,
-            "beta_fast": 32, "beta_slow": 1,
-        },
-        initializer_range=0.08, attn_implementation="eager", experts_implementation="eager",
-    )  # fmt: skip
-    model = DeepseekV4ForCausalLM(config).eval()
-    with torch.no_grad():  # parts that start as zeros must count
-        for name, p in model.named_parameters():
-            if name.endswith(("sinks", "position_bias")):
-                p.normal_(0, 1.0)
-        for name, buffer in model.named_buffers():
-            if name.endswith("tid2eid"):
-                buffer.random_(0, 4)
-    return model.to(dtype)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,196 @@
+"""A tiny DeepSeek-V4 with dsv4's caches against the model's own eager attention, one request at a time and unpaged."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_v4 import build  # noqa: E402
+
+import dsv4  # noqa: E402
+from dsv4.integrations import paged_model, paging  # noqa: E402
+from dsv4.integrations.paged_model import PagedModel  # noqa: E402
+
+# Logits have a standard deviation near 1; eager one-shot and eager cached differ by about 1e-5.
+TOLERANCE = 2e-4
+SMALL = dict(tokens=640, requests=4, chunk=160, page_tokens=32, window_page=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 512, (4, 110), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def eager(model, ids):
+    """Causal, so the logits of every shorter sequence are in it."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def served(model, **options):
+    """Every pool full of NaN: a row that nobody has written must not be seen."""
+    made = PagedModel(model, **SMALL | options)
+    for pools in made.pools:
+        for pool in pools.values():
+            (pool.storage if isinstance(pool, dsv4.Fp8Cache) else pool).fill_(
+                255 if isinstance(pool, dsv4.Fp8Cache) else float("nan")
+            )
+    return made
+
+
+def same(a, b):
+    difference = (a - b).abs().max().item()
+    assert difference < TOLERANCE, difference
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 33, 110])
+def test_one_request_at_once(model, ids, eager, length):
+    got = served(model).step({"a": ids[0, :length]}, all_logits=True)["a"]
+    same(got, eager[0, :length])
+
+
+@pytest.mark.parametrize("prompt", [1, 26])
+def test_token_by_token(model, ids, eager, prompt):
+    """Past boundaries of the window, of both kinds of compressed rows and of pages."""
+    engine = served(model)
+    same(engine.step({"a": ids[0, :prompt].tolist()})["a"], eager[0, prompt - 1])
+    for t in range(prompt, prompt + 20):
+        same(engine.step({"a": [int(ids[0, t])]})["a"], eager[0, t])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_side_by_side_in_chunks(model, ids, eager, seed):
+    """Each step takes some tokens of some requests: prompts in chunks beside single tokens, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    engine, done = served(model), [0, 0, 0, 0]
+    while min(done) < 110:
+        room, feed = 160, {}
+        for r in torch.randperm(4, generator=generator).tolist():
+            count = [0, 1, 9, 23, 70][int(torch.randint(0, 5, (1,), generator=generator))]
+            count = min(count, room, 110 - done[r])
+            if count:
+                feed[r], room = ids[r, done[r] : done[r] + count], room - count
+        for r, logits in engine.step(feed, all_logits=True).items():
+            same(logits, eager[r, done[r] : done[r] + len(feed[r])])
+            done[r] += len(feed[r])
+    # the window of 16 rows touches at most 3 pages of 8
+    assert all(len(request.window) <= 3 for request in engine.requests.values())
+
+
+def test_pages_come_back_and_are_used_again(model, ids, eager):
+    engine = served(model, tokens=120, requests=2)
+    free = len(engine.token_pages.free), len(engine.window_pages.free)
+    for r in (0, 1, 2, 3):  # more than there is room for at a time
+        same(engine.step({r: ids[r, :100]})[r], eager[r, 99])
+        same(engine.step({r: ids[r, 100:]})[r], eager[r, 109])
+        engine.drop(r)
+    assert (len(engine.token_pages.free), len(engine.window_pages.free)) == free
+
+
+def test_a_step_that_fails_leaves_everything_as_it_was(model, ids, eager, monkeypatch):
+    engine = served(model)
+    engine.step({"a": ids[0, :21]})
+    free = sorted(engine.token_pages.free), sorted(engine.window_pages.free)
+    real, calls = paged_model.v4_attention, []
+
+    def failing(*args, **options):
+        calls.append(0)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(paged_model, "v4_attention", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step({"a": ids[0, 21:70], "b": ids[1, :60]})
+    assert (sorted(engine.token_pages.free), sorted(engine.window_pages.free)) == free
+    assert list(engine.requests) == ["a"] and engine.requests["a"].tokens == 21
+    got = engine.step({"b": ids[1, :60], "a": ids[0, 21:70]}, all_logits=True)
+    same(got["a"], eager[0, 21:70])
+    same(got["b"], eager[1, :60])
+
+
+def test_fp8_rows_bit_for_bit(ids, monkeypatch):
+    """Pages of 584-byte rows give the bits of rows that went through their quantisation and lie as floats."""
+    model = build(512, rope=64)
+    small = SMALL | dict(tokens=320)
+    steps = [{"a": ids[0, :50], "b": ids[1, :7]}, {"a": ids[0, 50:51]}, {"b": ids[1, 7:60], "a": ids[0, 51:55]}]
+
+    def run(**options):
+        engine = served(model, **small, **options)
+        return [engine.step(feed, all_logits=True) for feed in steps]
+
+    packed = run(rows="fp8")
+    real = paging.write
+
+    def rounded(target, slots, rows):
+        if rows.shape[-1] == 512:
+            rows = dsv4.Fp8Cache.pack(rows).unpack(rows.dtype)[: len(rows)]
+        real(target, slots, rows)
+
+    monkeypatch.setattr(paging, "write", rounded)
+    plain = run()
+    for got, want in zip(packed, plain):
+        assert all(torch.equal(got[name], want[name]) and got[name].isfinite().all() for name in want)
+
+
+def test_greedy_generation_is_that_of_transformers(model, ids):
+    """Five prompts through two places, with a chunk that the longest does not fit into."""
+    prompts = [ids[0, :50], ids[1, :1], ids[2, :17], ids[3, :33], ids[0, 60:64]]
+    model.set_attn_implementation("eager")
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = [model.generate(p[None], **options)[0, len(p) :].tolist() for p in prompts]
+    engine = served(model, requests=2, chunk=20)
+    assert engine.generate(prompts, 8) == want and not engine.requests
+    stop = want[2][4]
+    until = want[2].index(stop) + 1
+    assert engine.generate([ids[2, :17]], 8, stop=stop) == [want[2][:until]]
+
+
+def test_eager_still_works_beside_it(model, ids, eager):
+    served(model).step({"a": ids[0, :20]})
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, eager)
+
+
+def test_what_it_cannot_do_it_says(model, ids):
+    for text, options in [
+        ("page_tokens: got 24; accepted: a multiple of 16", dict(page_tokens=24)),
+        ("rows: got str 'bf16'", dict(rows="bf16")),
+        ("rows: got 'fp8' with head dim 64", dict(rows="fp8")),
+        ("tokens: ", dict(tokens=0)),
+        ("context: ", dict(context=0)),
+        ("backend: ", dict(backend="gpu")),
+    ]:
+        with pytest.raises(ValueError, match=f"^{text}"):
+            PagedModel(model, **SMALL | options)
+    with pytest.raises(ValueError, match="^model: got Linear"):
+        PagedModel(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="^model.config.head_dim: got head dim 24"):
+        PagedModel(build(24), **SMALL)
+    engine = served(model, tokens=96, requests=2, context=100)
+    engine.step({"a": ids[0, :90]})
+    assert engine.step({}) == {}
+    for text, feed in [
+        ("new: got 161 tokens", {"b": ids[0].repeat(2)[:161]}),
+        ("new: got token 101 of 'a'", {"a": ids[0, :11]}),
+        ("new: got 2 requests more than the 1 there are", {"b": ids[0, :1], "c": ids[0, :1]}),
+        ("new: got tokens that need 1 pages more", {"b": ids[0, :80]}),
+        ("tokens of 'a': got int64 .0.", {"a": ids[0, :0]}),
+        ("tokens of 'a': got float32", {"a": ids[0, :2].float()}),
+        ("tokens of 'a': got values from 512", {"a": [512]}),
+    ]:
+        with pytest.raises(ValueError, match=f"^{text}"):
+            engine.step(feed)
+    assert engine.requests.keys() == {"a"}
+    with pytest.raises(ValueError, match="^name: "):
+        engine.drop("b")
+    engine.step({"b": ids[0, :2]})
+    with pytest.raises(ValueError, match="^prompts: got no place"):
+        engine.generate([ids[0, :3]], 2)

@@ -1,0 +1,34 @@
+"""A tiny random DeepSeek-V4 of transformers: 2 SWA + 2 CSA + 2 HCA layers, real code."""
+
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+WINDOW, CSA, HCA, TOPK = 16, 4, 16, 8
+
+
+def build(head_dim=64, dtype=torch.float32, rope=16):
+    """Sizes in proportion to V4; 16 index heads, because with few of them ReLU makes ties and ties have no order."""
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=4, head_dim=head_dim, q_lora_rank=32, qk_rope_head_dim=rope,
+        num_experts_per_tok=2, n_routed_experts=4, max_position_embeddings=4096,
+        layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+        compress_rates={"compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA},
+        sliding_window=WINDOW, o_groups=2, o_lora_rank=32, index_n_heads=16,
+        index_head_dim=max(32, rope), index_topk=TOPK,
+        rope_parameters={
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256,
+            "beta_fast": 32, "beta_slow": 1,
+        },
+        hc_sinkhorn_iters=2, initializer_range=0.08, attn_implementation="eager", experts_implementation="eager",
+    )  # fmt: skip
+    model = DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():  # parts that start as zeros must count
+        for name, p in model.named_parameters():
+            if name.endswith(("sinks", "position_bias")):
+                p.normal_(0, 1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.random_(0, 4)
+    return model.to(dtype)
