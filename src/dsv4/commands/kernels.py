@@ -11,18 +11,24 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import problem
+from dsv4 import problem, v4_problem
+from dsv4.caches import Fp8Cache
 
 from . import show
 
 DIMS = (64, 128, 256, 512)
 WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
+COLUMNS = (
+    "threads | registers | by role | shared memory, bytes | tensor memory, columns | stack, bytes | spills, bytes | "
+    "spills in main loops | instructions"
+)
 HEAD = """\
 # What the Blackwell kernels cost
 
 Made by `dsv4 kernels --write docs/kernels.md`, on any machine: the compiler and the assembler come with Triton. The
-kernel is `src/dsv4/kernels/sm100/forward.py`; its first page has the roles, the memory maps and the barriers.
+kernels are `forward.py` (FMHA) and `listed.py` (V4 attention) in `src/dsv4/kernels/sm100`; their first pages have the
+roles, the memory maps and the barriers.
 """
 
 FIGURES = """\
@@ -36,26 +42,41 @@ once per call, on the device, before the kernel. Where k is v and one query tile
 `rows` and `pages`), a tile is loaded once for both products.
 """
 
+V4 = """\
+V4 attention, 64 heads per block of threads. Rows: plain ones by TMA gather, `odd pages` by cp.async where rows are not
+equally far apart, `fp8` through registers; mixed where the window is an Fp8Cache and the compressed rows are plain.
+Named: by no compressed list, a list, or a block table.
+"""
+V4_VARIANTS = (
+    ("bf16", "window only"), ("bf16", "list"), ("bf16", "table"), ("odd pages", "list"), ("fp8", "window only"),
+    ("fp8", "list"), ("fp8", "table"), ("mixed", "list"),
+)  # fmt: skip
+
 
 def kernels(
     arch: Annotated[str, typer.Option(help="sm_100a")] = "sm_100a",
     head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
     way: Annotated[list[str] | None, typer.Option(help="rows, pages, cells; default all")] = None,
+    operation: Annotated[list[str] | None, typer.Option(help="fmha, v4; default both")] = None,
     write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
 ) -> None:
     """Registers, memory and spills of every variant, and the instruction budget of its main loop."""
     if arch != "sm_100a":
         raise typer.BadParameter(f"{arch}: accepted: sm_100a")
     console = show.console()
-    rows = []
-    for d, p_tmem in PATHS:
+    rows, v4_rows = [], []
+    for d, p_tmem in PATHS if "fmha" in (operation or ["fmha"]) else ():
         for how in way or WAYS:
             # Pages are read by a warp of their own: the P path makes no difference to it, so one is enough.
             if d in (head_dim or DIMS) and (how == "rows" or p_tmem == (d < 512)):
                 line = variant_line(d, p_tmem, how)
                 console.print(line, soft_wrap=True, markup=False)
                 rows.append(line)
-    page = "\n".join([HEAD, *figures_section(rows), "", *budget_section()]) + "\n"
+    for variant in V4_VARIANTS if "v4" in (operation or ["v4"]) else ():
+        line = v4_line(*variant)
+        console.print(line, soft_wrap=True, markup=False)
+        v4_rows.append(line)
+    page = "\n".join([HEAD, *figures_section(rows), "", *v4_section(v4_rows), "", *budget_section()]) + "\n"
     if write is None:
         console.print(page, soft_wrap=True, markup=False)
     else:
@@ -81,18 +102,55 @@ def launch_of(head_dim: int, p_tmem: bool, how: str, dtype: torch.dtype = torch.
     return launches[0]
 
 
-def variant_line(head_dim: int, p_tmem: bool, how: str) -> str:
+def v4_launch_of(rows: str, named: str) -> tuple[Any, list, dict]:
+    """(kernel, arguments, compile-time constants) of V4 attention; nothing runs."""
+    from dsv4.kernels import aot
+    from dsv4.kernels.sm100 import v4
+
+    with aot.collecting() as launches:
+        v4.forward(v4_small(rows, named))
+    return launches[0]
+
+
+def v4_small(rows: str, named: str, splits: int = 1) -> v4_problem.V4Problem:
+    """A problem (tensors unset, never read) that needs the variant of this description."""
+    q = torch.empty(1, 64, 512, dtype=torch.bfloat16)
+
+    def pool(fp8: bool) -> Any:
+        if fp8:
+            return Fp8Cache.empty(2, 64)
+        wide = torch.empty(4, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
+        return wide[:, : 8 * 512].view(4, 8, 512)
+
+    numbers = torch.zeros(1, 128, dtype=torch.int32)
+    more: dict[str, Any] = {}
+    if named != "window only":
+        more["compressed"] = pool(rows == "fp8")
+        more["compressed_lengths"] = torch.zeros(1, dtype=torch.int32)
+        more["compressed_block_table" if named == "table" else "compressed_indices"] = numbers
+    p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
+    return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
+
+
+def v4_line(rows: str, named: str) -> str:
+    return f"| {rows} | {named} | {compiled_cells(v4_launch_of(rows, named))} |"
+
+
+def compiled_cells(launch: tuple[Any, list, dict]) -> str:
     from dsv4.kernels import aot
     from dsv4.kernels.figures import figures
 
-    launch = launch_of(head_dim, p_tmem, how)
     started = time.perf_counter()
     compiled = aot.compile_kernel(*launch, capability=100)
     f = figures(compiled, "sm_100a", time.perf_counter() - started)
     regs = " ".join(str(n) for n in f.setmaxnreg)
+    return (f"{f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | {f.stack} | "
+            f"{f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions}")  # fmt: skip
+
+
+def variant_line(head_dim: int, p_tmem: bool, how: str) -> str:
     path = "tensor" if p_tmem else "shared"
-    return (f"| {head_dim} | {path} | {how} | {f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | "
-            f"{f.stack} | {f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions} |")  # fmt: skip
+    return f"| {head_dim} | {path} | {how} | {compiled_cells(launch_of(head_dim, p_tmem, how))} |"
 
 
 def figures_section(rows: list[str]) -> Iterator[str]:
@@ -100,9 +158,15 @@ def figures_section(rows: list[str]) -> Iterator[str]:
 
     yield f"## Figures of the assembler\n\nbf16, sm_100a, Triton {triton.__version__}, its own ptxas with `-v`.\n"
     yield FIGURES
-    yield "| head dim | P | keys | threads | registers | by role | shared memory, bytes | tensor memory, columns | "\
-        "stack, bytes | spills, bytes | spills in main loops | instructions |"  # fmt: skip
+    yield f"| head dim | P | keys | {COLUMNS} |"
     yield "|---:|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"
+    yield from rows
+
+
+def v4_section(rows: list[str]) -> Iterator[str]:
+    yield V4
+    yield f"| rows | named | {COLUMNS} |"
+    yield "|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"
     yield from rows
 
 
@@ -122,3 +186,17 @@ def budget_section() -> Iterator[str]:
     yield ""
     yield "At head dims 64 and 128 two query tiles are in flight, so that the softmax of one runs under the products of"
     yield "the other; at 256 and 512 the scores of the next keys are computed under the softmax of these."
+    yield ""
+    yield "V4 attention, a block of 64 rows for 64 heads of a query. Device memory: where no row is found in L2."
+    yield ""
+    yield "| rows | MMAs | tensor cycles | exp cycles | shared memory, bytes | its cycles | device memory, bytes | "\
+        "its cycles |"  # fmt: skip
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for rows in ("bf16", "fp8"):
+        c = budget.listed(rows)
+        yield (f"| {rows} | {c.mma} | {c.tensor_cycles} | {c.exp_cycles} | {c.shared_bytes} | {c.shared_cycles} | "
+               f"{c.device_bytes} | {c.device_cycles} |")  # fmt: skip
+    yield ""
+    yield "With keys instead of heads as the rows of the products (S and O transposed) the tensor core would run at its"
+    yield "full rate, but shared memory would still need 2112 cycles: blocks of 128 keys read Q half as often, and each"
+    yield "of the four tiles of O reads P."

@@ -172,7 +172,7 @@ def _way(pool: Tensor | Fp8Cache | None, rows: Tensor) -> int:
 
 def _by_tma(name: str, pool: Tensor | Fp8Cache | None, rows: Tensor) -> dict:
     """The descriptor of a pool's lines and the lines between its pages; of nothing where it is read in another way."""
-    if _way(pool, rows) != TMA.value:
+    if _way(pool, rows) != TMA.value or rows.numel() == 0:
         rows = _no_rows(rows.device)
     apart = _lines_apart(rows)
     assert apart is not None

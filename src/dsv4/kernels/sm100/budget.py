@@ -15,6 +15,9 @@ come from:
   [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read.
 - A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
 - For tensor memory no rate was found, so its bytes are given and no cycles.
+- 8 TB/s of device memory
+  ([a table](https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview)), 29 bytes per clock and
+  SM.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ EXPONENTIALS_PER_CLOCK = 16
 SHARED_BYTES_PER_CLOCK = 128
 MMA_K = 16  # of one tcgen05.mma with 16-bit operands
 MMA_N = 256  # at most
+DEVICE_BYTES_PER_CLOCK = 29
 
 
 @dataclass(frozen=True)
@@ -75,4 +79,32 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     return Budget(
         head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
         tiles * scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ListedBudget:
+    """Of a block of 64 rows picked by number, for 64 heads of one query."""
+
+    rows: str  # bf16, fp8
+    mma: int
+    tensor_cycles: int
+    exp_cycles: int
+    shared_bytes: int
+    shared_cycles: int
+    device_bytes: int  # where no row is found in L2
+    device_cycles: int
+
+
+def listed(rows: str) -> ListedBudget:
+    heads, keys, d = 64, 64, 512
+    flops = 2 * 2 * heads * keys * d
+    block, scores = keys * d * 2, heads * keys * 2
+    # Written: the block and P. Read: Q and the block for S; P for each half of O, and the block once more.
+    shared = block + scores + heads * d * 2 + block + d // MMA_N * scores + block
+    device = keys * {"bf16": 2 * d, "fp8": 584}[rows]
+    return ListedBudget(
+        rows, d // MMA_K + keys // MMA_K * (d // MMA_N), flops // (FLOPS_PER_CLOCK // 2),
+        heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, device,
+        device // DEVICE_BYTES_PER_CLOCK,
     )  # fmt: skip

@@ -145,6 +145,14 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     compare((out, lse), reference.v4_attention(arguments["q"], window, listed))
 
 
+@pytest.mark.parametrize("empty", ["window", "compressed"])
+def test_a_pool_without_rows(empty):
+    problem = plain(heads=8)
+    problem[empty] = rows(0)
+    problem[f"{empty}_indices"].fill_(-1)
+    compare(*run("latest", **problem))
+
+
 def test_what_it_does_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 128).bfloat16()
     with softsm.use("sm_100a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
