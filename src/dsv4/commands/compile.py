@@ -13,33 +13,45 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import problem
+from dsv4 import dispatch, problem, v4_problem
+from dsv4.caches import Fp8Cache
 from dsv4.problem import FmhaProblem
+from dsv4.v4_problem import V4Problem
 
 from . import show
 
+CAPABILITIES = {arch: capability for capability, (_, arch, _) in dispatch.ARCHITECTURES.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-KINDS = ("dense", "varlen", "paged")
+KINDS = ("dense", "varlen", "paged", "v4")
+ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
+NAMED = ("window only", "list", "table")  # how compressed rows are named
 PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that blocks loop; one row per head; keys split
 
 
 def compile(  # noqa: A001 - the command's name
     out: Annotated[Path, typer.Option("--out", "-o", help="directory to write to")],
-    arch: Annotated[str, typer.Option(help="sm_90a")] = "sm_90a",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a")] = "sm_90a",
     head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16; default bf16")] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="dense, varlen, paged; default all")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="dense, varlen, paged, v4; default all")] = None,
     page_size: Annotated[int, typer.Option(help="rows per page of the paged kernels")] = 64,
     jobs: Annotated[int, typer.Option(help="processes")] = os.cpu_count() or 1,
 ) -> None:
     """Compile the kernels ahead of time into a directory; DSV4_AOT=DIR then launches from there, without a compiler."""
-    if arch != "sm_90a":
-        raise typer.BadParameter(f"{arch}: accepted: sm_90a")
-    wanted = list(itertools.product(head_dim or (64, 128, 256, 512), dtype or ("bf16",), kind or KINDS, PHASES))
+    if arch not in CAPABILITIES:
+        raise typer.BadParameter(f"{arch}: accepted: {', '.join(CAPABILITIES)}")
+    kinds, dims = kind or KINDS, head_dim or (64, 128, 256, 512)
+    if unknown := set(kinds) - set(KINDS):
+        raise typer.BadParameter(f"{unknown.pop()}: accepted: {', '.join(KINDS)}")
+    wanted: list[tuple] = list(itertools.product(dims, dtype or ("bf16",), [k for k in kinds if k != "v4"], PHASES))
+    if "v4" in kinds and 512 in dims:
+        wanted += [x for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
     console = show.console()
     written: set[str] = set()
     with ProcessPoolExecutor(jobs) as pool:
-        for paths in pool.map(_compile_one, wanted, itertools.repeat(page_size), itertools.repeat(out)):
+        for paths in pool.map(
+            _compile_one, wanted, itertools.repeat(page_size), itertools.repeat(out), itertools.repeat(arch)
+        ):
             for path in paths:
                 if path.name not in written:
                     console.print(f"{path.name}  {path.with_suffix('.cubin').stat().st_size} bytes")
@@ -47,16 +59,47 @@ def compile(  # noqa: A001 - the command's name
     console.print(f"{len(written)} kernels in {out}")
 
 
-def _compile_one(wanted: tuple[int, str, str, str], page_size: int, out: Path) -> list[Path]:
+def _compile_one(wanted: tuple, page_size: int, out: Path, arch: str) -> list[Path]:
     from dsv4.kernels import aot
-    from dsv4.kernels.sm90 import fmha
 
-    paths = []
-    for p in problems(*wanted, page_size):
+    paths: dict[str, Path] = {}
+    found = problems(*wanted, page_size) if len(wanted) == 4 else v4_problems(*wanted)
+    for p in found:
+        module = dispatch.kernel_module(p.operation, CAPABILITIES[arch])
         with aot.collecting() as launches:
-            fmha.forward(p)
-        paths += [aot.write(out, *launch) for launch in launches]
-    return paths
+            module.forward(p)
+        for kernel, arguments, constants in launches:
+            types = [aot.argument_type(x) for x in arguments]
+            name = aot.variant(kernel.__name__, types, constants, arch)
+            if name not in paths:
+                paths[name] = aot.write(out, kernel, arguments, constants, arch)
+    return list(paths.values())
+
+
+def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
+    """Problems of V4 attention (tensors unset, never read) that need the variants of this description."""
+    for splits in (1, 16, 128):  # few and many splits are merged by two variants
+        yield v4_small(rows, named, splits)
+
+
+def v4_small(rows: str, named: str, splits: int = 1) -> V4Problem:
+    """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart."""
+    q = torch.empty(1, 64, 512, dtype=torch.bfloat16)
+
+    def pool(fp8: bool) -> Any:
+        if fp8:
+            return Fp8Cache.empty(2, 64)
+        wide = torch.empty(4, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
+        return wide[:, : 8 * 512].view(4, 8, 512)
+
+    numbers = torch.zeros(1, 128, dtype=torch.int32)
+    more: dict[str, Any] = {}
+    if named != "window only":
+        more["compressed"] = pool(rows == "fp8")
+        more["compressed_lengths"] = torch.zeros(1, dtype=torch.int32)
+        more["compressed_block_table" if named == "table" else "compressed_indices"] = numbers
+    p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
+    return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
 
 
 def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 64) -> Iterator[FmhaProblem]:

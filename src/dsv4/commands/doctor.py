@@ -24,6 +24,7 @@ from dsv4.suites import Where
 from . import show
 
 EXTRAS = {"transformers": "hf", "matplotlib": "plot", "perfetto": "trace"}
+TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 SETTINGS = ("SOFTSM", "DSV4_CHECK", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
@@ -39,7 +40,7 @@ class Finding:
 
 def doctor(
     run: Annotated[
-        bool, typer.Option("--run", help="also run a small case in softsm (compiles a kernel)")
+        bool, typer.Option("--run", help="also run small cases in softsm (compiles kernels)")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
@@ -168,18 +169,22 @@ def backends(run: bool) -> Iterator[Finding]:
 def kernels(what: str, where: Where, capability: tuple[int, int], run: bool) -> Finding:
     try:
         where = where.resolve()
-        dispatch.kernel_module("fmha", capability)
+        for operation in dispatch.CPU_MODULES:
+            dispatch.kernel_module(operation, capability)
     except (RuntimeError, ImportError) as why:  # both say in words what is missing
         return Finding(what, "not here", None, str(why))
     return trial(what, where, run)
 
 
 def trial(what: str, where: Where, run: bool) -> Finding:
-    """One small case for real: a claim that has not been tried is worth little."""
+    """A small case of each operation for real: a claim that has not been tried is worth little."""
     if not run:
         return Finding(what, "available", True, "not tried; dsv4 doctor --run does")
-    case = suites.select("seeds", match="d64-t4-s128")[0]
-    result = suites.run_case(case, where.resolve(), seed=0)
-    if result.ok:
-        return Finding(what, "works", True, f"{case}: error {show.number(result.value('norm'))}")
-    return Finding(what, "fails", False, f"{case}: {result.why()}")
+    said = []
+    for suite, match in TRIALS:
+        case = suites.select(suite, match=match)[0]
+        result = suites.run_case(case, where.resolve(), seed=0)
+        if not result.ok:
+            return Finding(what, "fails", False, f"{case}: {result.why()}")
+        said.append(f"{case}: error {show.number(result.value('norm'))}")
+    return Finding(what, "works", True, ", ".join(said))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import problem, v4_problem
-from dsv4.caches import Fp8Cache
+from dsv4 import problem
 
 from . import show
+from .compile import v4_small
 
 DIMS = (64, 128, 256, 512)
 WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py
@@ -110,26 +110,6 @@ def v4_launch_of(rows: str, named: str) -> tuple[Any, list, dict]:
     with aot.collecting() as launches:
         v4.forward(v4_small(rows, named))
     return launches[0]
-
-
-def v4_small(rows: str, named: str, splits: int = 1) -> v4_problem.V4Problem:
-    """A problem (tensors unset, never read) that needs the variant of this description."""
-    q = torch.empty(1, 64, 512, dtype=torch.bfloat16)
-
-    def pool(fp8: bool) -> Any:
-        if fp8:
-            return Fp8Cache.empty(2, 64)
-        wide = torch.empty(4, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
-        return wide[:, : 8 * 512].view(4, 8, 512)
-
-    numbers = torch.zeros(1, 128, dtype=torch.int32)
-    more: dict[str, Any] = {}
-    if named != "window only":
-        more["compressed"] = pool(rows == "fp8")
-        more["compressed_lengths"] = torch.zeros(1, dtype=torch.int32)
-        more["compressed_block_table" if named == "table" else "compressed_indices"] = numbers
-    p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
-    return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
 
 
 def v4_line(rows: str, named: str) -> str:

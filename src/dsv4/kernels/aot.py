@@ -18,9 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+from dsv4.dispatch import ARCHITECTURES
+
+FORMAT = 2
 # What the cubins are made of.
-SOURCES = ("compat.py", "shared/*.py", "sm90/*.py")
+SOURCES = ("compat.py", "shared/*.py", "sm90/*.py", "sm100/*.py")
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
 TMA_TYPES = {8: 10, 9: 8, 10: 9}
 
@@ -36,9 +38,9 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def variant(name: str, arguments: list[str], constants: dict[str, Any]) -> str:
+def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:
     """The name of a variant: arguments are type names in order, constants what is fixed at compile time."""
-    text = json.dumps([FORMAT, name, arguments, constants], sort_keys=True)
+    text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True)
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -79,15 +81,18 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
     return triton.compile(source, target=target, options=options.__dict__)
 
 
-def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any]) -> Path:
+def write(
+    directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a"
+) -> Path:
     """Compile one variant into DIRECTORY -> its JSON file."""
-    compiled = compile_kernel(kernel, arguments, constants)
+    capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry[1] == arch)
+    compiled = compile_kernel(kernel, arguments, constants, capability)
     cubin = compiled.asm["cubin"]
     types = [argument_type(x) for x in arguments]
-    name = variant(kernel.__name__, types, constants)
+    name = variant(kernel.__name__, types, constants, arch)
     meta = compiled.metadata
     record = {
-        "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": "sm_90a", "arguments": types,
+        "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": arch, "arguments": types,
         "constants": constants, "threads": meta.num_warps * 32, "shared": meta.shared, "clusters": meta.num_ctas,
         "descriptors": [dict(d) for d in meta.tensordesc_meta], "triton": _triton_version(),
         "sources": source_hash(), "cubin": hashlib.sha256(cubin).hexdigest(),
@@ -135,12 +140,19 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants
         _collected.append((kernel, arguments, constants))
         return
     if _directory is not None and arguments[0].is_cuda:
-        name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants)
+        name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, _arch(arguments[0]))
         if (_directory / f"{name}.json").exists():
             loaded(str(_directory), name, arguments[0].device.index).launch(grid, arguments)
             launched.append(name)
             return
     kernel[grid](*arguments, **constants)
+
+
+def _arch(x: Any) -> str:
+    """Of the GPU that a tensor is on; the name of no variant where there are no kernels for it."""
+    import torch
+
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(x.device), ("", "unknown"))[1]
 
 
 @cache
@@ -212,7 +224,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
         digest = hashlib.sha256(path.with_suffix(".cubin").read_bytes()).hexdigest()
-        named = variant(record["kernel"], record["arguments"], record["constants"])
+        named = variant(record["kernel"], record["arguments"], record["constants"], record["arch"])
     except (OSError, ValueError, KeyError) as why:
         raise RuntimeError(f"{path}: not a compiled kernel of this package: {why}") from why
     if record.get("format") != FORMAT or named != path.stem:

@@ -65,3 +65,10 @@ def test_what_is_no_record_is_refused(tmp_path):
     path.write_text("{")
     with pytest.raises(RuntimeError, match="combine-x.json: not a compiled kernel"):
         aot.read(path)
+
+
+def test_an_architecture_is_part_of_the_name(launches, tmp_path):
+    """Both architectures merge splits by the same kernel: their files must not stand for each other."""
+    kernel, arguments, constants = launches[1]
+    paths = [aot.write(tmp_path, kernel, arguments, constants, arch) for arch in ("sm_90a", "sm_100a")]
+    assert paths[0] != paths[1] and [aot.read(path)["arch"] for path in paths] == ["sm_90a", "sm_100a"]
