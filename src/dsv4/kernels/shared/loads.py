@@ -152,11 +152,12 @@ def row_offsets(row, head, group, stride_token8, stride_head8):
 
 @gluon.jit
 def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
-              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign):  # fmt: skip
+              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign, asked=None):  # fmt: skip
     """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
 
     AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0
-    or 1, known at compile time or not; the rows are multiplied by it.
+    or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
+    issued, before they have landed.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
@@ -167,8 +168,10 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
             x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
         else:
             x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
-            if sign < 0:
-                x = -x
+        if asked is not None and c == C // AT_A_TIME - 1:
+            mbarrier.arrive(asked, count=1)
+        if sign < 0:
+            x = -x
         smem.slice(c * AT_A_TIME, AT_A_TIME, dim=1).store(x)
 
 

@@ -117,11 +117,13 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], P)
     bias = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT)
     stat = gl.allocate_shared_memory(gl.float32, [6, 64], FLAT)
+    q_asked = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_asked, count=2)
     mbarrier.init(q_ready, count=2)
     for i in gl.static_range(4):
         mbarrier.init(ready.index(i), count=1)
@@ -154,10 +156,10 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     ring = (kv, ready, free)
     SAME_KV: gl.constexpr = True
     gl.warp_specialize([
-        (left_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, LISTED,
-                     SIGN)),
-        (right_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, LISTED,
-                      SIGN)),
+        (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
+                     LISTED, SIGN)),
+        (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
+                      LISTED, SIGN)),
         (gather_role, (window, compressed, ring, bias, step_begin, step_end, HOW, (WINDOW_FP8, COMPRESSED_FP8),
                        (WINDOW_UNIT, COMPRESSED_UNIT))),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -20,6 +20,7 @@ stat            6 x 256             fp32 per row: maximum after block 0, after b
 barriers        8 each
 
 barrier         arrives                      count       waits          means
+q_asked         left, right                  2           load           the loads of Q are on their way
 q_ready         left, right                  2           left, right    both halves of Q are in q
 ready[i]        load: TMA bytes, or itself   1 + bytes   its users      slot i of kv is filled
 free[2b + h]    owner of half h              1           load           (k is v) O half h has used block b: refill it
@@ -44,12 +45,13 @@ from dsv4.kernels.sm90 import parts
 
 
 @gluon.jit
-def load_role(source, ring, landed, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
+def load_role(source, ring, landed, q_asked, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
     k_desc, v_desc, k_rows, v_rows, where = source
     kv, ready, free = ring
     first, step_begin, step_end, part_row = work
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
+    mbarrier.wait(q_asked, 0)  # Q would come last if it stood behind a whole ring of K
     for step in range(step_begin, step_end):
         for b in gl.static_range(2):
             row = first + step * 128 + b * 64
@@ -69,12 +71,12 @@ def load_role(source, ring, landed, work, SAME_KV: gl.constexpr, HOW: gl.constex
 
 
 @gluon.jit
-def begin_half(q, q_ready, tile_row, common, HALF: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
+def begin_half(q, q_asked, q_ready, tile_row, common, HALF: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
                RS: gl.constexpr):  # fmt: skip
     """Load this half's columns of Q -> what the rows see."""
     tensors, strides, problem, work, pages = common
     loads.load_rows(tensors[0], q.index(HALF), tile_row, problem[3], problem[0], problem[1], strides[0], strides[1],
-                    HALF * 256, 64, 256, 256, SIGN)  # fmt: skip
+                    HALF * 256, 64, 256, 256, SIGN, q_asked)  # fmt: skip
     fence_async_shared()
     mbarrier.arrive(q_ready, count=1)
     seen = parts.sight(tile_row, problem, work, pages, 128, HOW, RS)
@@ -109,7 +111,7 @@ def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, 
 
 
 @gluon.jit
-def left_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
+def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
               SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 0 of each step and O[:, :256]."""
     kv, ready, free = ring
@@ -121,7 +123,7 @@ def left_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, comm
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_ready, tile_row, common, 0, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN, RS)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
@@ -161,7 +163,7 @@ def left_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, comm
 
 
 @gluon.jit
-def right_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
+def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
                SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 1 of each step and O[:, 256:]."""
     kv, ready, free = ring
@@ -173,7 +175,7 @@ def right_role(q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, com
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_ready, tile_row, common, 1, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN, RS)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
@@ -237,6 +239,7 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         kv = gl.allocate_shared_memory(k_desc.dtype, [4, 64, 256], HALF)
         p_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 64], P)
         stat = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        q_asked = gl.allocate_shared_memory(gl.int64, [1], BAR)
         q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
         ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
         free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
@@ -246,6 +249,7 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
         if HOW == ROWS or HOW == PAGES:  # else nobody uses it: see rows.make_ring
             landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
             mbarrier.init(landed, count=1)
+        mbarrier.init(q_asked, count=2)
         mbarrier.init(q_ready, count=2)
         for i in gl.static_range(4):
             mbarrier.init(ready.index(i), count=1)
@@ -261,9 +265,9 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
             (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
             HOW)  # fmt: skip
         gl.warp_specialize([
-            (left_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, HOW,
-                         SIGN)),
-            (right_role, (q, p_smem, stat, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT, HOW,
-                          SIGN)),
-            (load_role, (source, ring, landed, common[3], SAME_KV, HOW)),
+            (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
+                         HOW, SIGN)),
+            (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
+                          HOW, SIGN)),
+            (load_role, (source, ring, landed, q_asked, common[3], SAME_KV, HOW)),
         ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
