@@ -6,10 +6,10 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 WINDOW, CSA, HCA, TOPK = 16, 4, 16, 8
 
 
-def build(head_dim=64, dtype=torch.float32, rope=16):
+def build(head_dim=64, dtype=torch.float32, rope=16, **changes):
     """Sizes in proportion to V4; 16 index heads, because with few of them ReLU makes ties and ties have no order."""
     torch.manual_seed(0)
-    config = DeepseekV4Config(
+    options = dict(
         vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=6,
         num_attention_heads=4, head_dim=head_dim, q_lora_rank=32, qk_rope_head_dim=rope,
         num_experts_per_tok=2, n_routed_experts=4, max_position_embeddings=4096,
@@ -23,7 +23,7 @@ def build(head_dim=64, dtype=torch.float32, rope=16):
         },
         hc_sinkhorn_iters=2, initializer_range=0.08, attn_implementation="eager", experts_implementation="eager",
     )  # fmt: skip
-    model = DeepseekV4ForCausalLM(config).eval()
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**options | changes)).eval()
     with torch.no_grad():  # parts that start as zeros must count
         for name, p in model.named_parameters():
             if name.endswith(("sinks", "position_bias")):

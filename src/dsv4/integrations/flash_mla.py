@@ -19,7 +19,7 @@ the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to make: :fu
 holder, nothing is kept in it, and lengths may change from call to call.
 """
 
-from contextlib import AbstractContextManager
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,15 @@ from dsv4.v4 import v4_attention
 from dsv4.v4_problem import Pool
 
 FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+# of arguments, here and in dsv4.v4_attention
+NAMES = {
+    "window_indices": "indices",
+    "window_lengths": "topk_length",
+    "compressed": "extra_k_cache",
+    "compressed_indices": "extra_indices_in_kvcache",
+    "compressed_lengths": "extra_topk_length",
+    "sink": "attn_sink",
+}
 OTHER_ROWS = {656: "DeepSeek-V3.2", 528: "DeepSeek-V4.1", 288: "DeepSeek-V4.1, fp4"}
 BLOCK_BYTES = 24 << 20  # rows (fp32) gathered at once for max_logits
 
@@ -118,10 +127,9 @@ def flash_mla_with_kvcache(
         return result, _plus_inf(lse)
     if causal:
         checks.fail("causal", True, "False with indices: the lists say what is seen")
-    shape, like = (b, s_q, "topk"), ("q", q)
     window = _pool("k_cache", k_cache, is_fp8_kvcache)
-    lists = checks.int32("indices", indices, shape, like).flatten(0, 1)
-    more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q, like)
+    lists = _lists("indices", indices, b, s_q)
+    more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q)
     if extra_k_cache is None:
         _absent(
             "None without extra_k_cache", extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -129,11 +137,10 @@ def flash_mla_with_kvcache(
         )  # fmt: skip
     else:
         more["compressed"] = _pool("extra_k_cache", extra_k_cache, is_fp8_kvcache)
-        extra = checks.int32("extra_indices_in_kvcache", extra_indices_in_kvcache, shape, like)
-        more["compressed_indices"] = extra.flatten(0, 1)
-        more["compressed_lengths"] = _lengths("extra_topk_length", extra_topk_length, b, s_q, like)
+        more["compressed_indices"] = _lists("extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q)
+        more["compressed_lengths"] = _lengths("extra_topk_length", extra_topk_length, b, s_q)
     flat = None if out is None else _one_query_per_row(out)
-    with _names("k_cache"):
+    with named(window="k_cache", **NAMES):
         result, lse = v4_attention(q.flatten(0, 1), window, lists, out=flat, return_lse=True, **more)
     result = result.view(b, s_q, heads, d) if out is None else out
     return result, _plus_inf(lse).view(b, s_q, heads).transpose(1, 2)
@@ -173,20 +180,13 @@ def flash_mla_sparse_fwd(
     rows, lists = kv[:, 0], indices[:, 0]
     if checks.values_checked(lists):  # elsewhere the kernels do it
         lists = torch.where((lists >= 0) & (lists < rows.shape[0]), lists, -1)
-    with _names("kv"):
+    with named(window="kv", **NAMES):
         result, lse = v4_attention(
             q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=scale, return_lse=True,
             out=out, backend=backend,
         )  # fmt: skip
     largest = _max_logits(q, rows, lists, topk_length, scale) if return_max_logits else None
     return result, largest, _plus_inf(lse)
-
-
-def _names(pool: str) -> AbstractContextManager[None]:
-    return named(
-        window=pool, window_indices="indices", window_lengths="topk_length", compressed="extra_k_cache",
-        compressed_indices="extra_indices_in_kvcache", compressed_lengths="extra_topk_length", sink="attn_sink",
-    )  # fmt: skip
 
 
 def _absent(accepted: str, **arguments: Any) -> None:
@@ -217,11 +217,20 @@ def _pool(name: str, x: Any, fp8: bool) -> Pool:
         return Fp8Cache.from_pages(x)
 
 
-def _lengths(name: str, x: Any, b: int, s_q: int, like: tuple[str, Tensor]) -> Tensor | None:
+def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:
+    """[b, s_q, topk] -> [b * s_q, topk]; v4_attention looks at the rest."""
+    if not checks.is_tensor(x) or x.ndim != 3 or x.shape[:2] != (b, s_q):
+        checks.fail(name, checks.describe(x), f"int32 [{b}, {s_q}, topk]")
+    return x.flatten(0, 1)
+
+
+def _lengths(name: str, x: Any, b: int, s_q: int) -> Tensor | None:
     """One length per request, for each of its queries."""
-    if x is None:
-        return None
-    return checks.int32(name, x, (b,), like)[:, None].expand(b, s_q).reshape(-1)
+    if x is None or s_q == 1:
+        return x
+    if not checks.is_tensor(x) or x.shape != (b,):
+        checks.fail(name, checks.describe(x), f"int32 [{b}]")
+    return x[:, None].expand(b, s_q).reshape(-1)
 
 
 def _one_query_per_row(x: Tensor) -> Tensor:
@@ -232,7 +241,8 @@ def _one_query_per_row(x: Tensor) -> Tensor:
 
 
 def _plus_inf(lse: Tensor) -> Tensor:
-    return torch.where(lse == float("-inf"), float("inf"), lse)
+    """-inf becomes +inf, in place and in one kernel; a NaN stays one."""
+    return lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def _max_logits(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None, scale: float) -> Tensor:

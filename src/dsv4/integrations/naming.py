@@ -1,16 +1,20 @@
 """Errors in the words of the caller: dsv4 names its own arguments, an integration has other names for them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 
 
-@contextmanager
-def named(**names: str) -> Iterator[None]:
-    """A ValueError about the argument ``key`` inside becomes one about the argument ``names[key]``."""
-    try:
-        yield
-    except ValueError as error:
-        argument, colon, rest = str(error).partition(": ")
-        if argument not in names:
-            raise
-        raise ValueError(f"{names[argument]}{colon}{rest}") from None
+class named:
+    """``with named(key="name"):`` a ValueError about the argument key inside becomes one about the argument name."""
+
+    def __init__(self, **names: str):
+        self.names: Mapping[str, str] = names
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, ValueError):
+            argument, colon, rest = str(error).partition(": ")
+            if argument in self.names:
+                raise ValueError(f"{self.names[argument]}{colon}{rest}") from None
