@@ -11,6 +11,9 @@ from softsm.report.roles import function_at, role_of
 BETWEEN_LANES = (
     "the two are lanes of one warp: put bar.warp.sync between them; that they run in step orders no memory"
 )
+ONE_INSTRUCTION = (
+    "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"
+)
 
 
 class Findings:
@@ -49,7 +52,7 @@ class Findings:
             else:
                 other_op = None
                 other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
-            mend = BETWEEN_LANES if other_lane >= 0 else ""
+            mend = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             found = self.race(this, other, f"{memory} memory", other_op, mend)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 them = self.agents[agent]

@@ -83,12 +83,12 @@ def reached(w, scope: str) -> list:
 
 class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
     def __init__(self, machine, report: Report, strict: bool):
-        from softsm.engine.interpreter import checking_module
+        from softsm.engine.interpreter import checking_module, spans_module
 
         super().__init__()
         self.machine, self.report, self.strict = machine, report, strict
-        self.module = checking_module()
-        self.join_clocks = self.module.join
+        self.module, self.spans = checking_module(), spans_module()
+        self.join_clocks = self.spans.join
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.slots = ctas * self.warps
@@ -403,7 +403,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             if write and cta is not w.cta and not self.strict:
                 told = np.maximum(w.clock[: self.slots], w.loose)
                 seen = told.ctypes.data
-            self.module.asynchronous(
+            self.spans.asynchronous(
                 cta.shadow.ctypes.data,
                 self.warps,
                 cta.slot0,
@@ -429,7 +429,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         if i < 0 or i >= len(self.global_shadows) or int(spans[:, 1].max()) > memory.allocations[i].end:
             return
         flags = sh.STRONG if op.kind in REDUCTIONS else 0
-        self.module.asynchronous_global(
+        self.spans.asynchronous_global(
             self.global_shadows[i].ctypes.data,
             memory.allocations[i].start & ~3,
             spans.ctypes.data,
@@ -467,11 +467,11 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy; same: the
         store changes nothing."""
         if cta is w.cta:
-            self.module.span(w.state, low, high, write, w.pc)
+            self.spans.span(w.state, low, high, write, w.pc)
         else:
             self.touches_peer(w, cta)
             base = w.clock.ctypes.data
-            self.module.peer(
+            self.spans.peer(
                 cta.shadow.ctypes.data,
                 self.warps,
                 cta.slot0,
@@ -522,6 +522,6 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
                 self.access(w, cta, at, at + 16, write)
             return
         offsets = np.ascontiguousarray(offsets, np.int64)
-        self.module.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
+        self.spans.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
         if self.races[0]:
             self.collect(w)

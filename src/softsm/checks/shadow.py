@@ -20,8 +20,8 @@ An access is ordered behind an earlier one iff the warp's vector clock has reach
 asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when the warp's
 own epoch has moved on to another even number in between: every barrier, bar.warp.sync among them, and every release
 does that; fence.proxy.async moves it to an odd one. Races are
-appended to a small buffer (one entry per pair of program places) that the scheduler empties. Compiled by
-`interpreter.checking_module()`.
+appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the records and
+the accesses of a warp, lane by lane; checks/spans.py has the rest. Compiled by `interpreter.checking_module()`.
 """
 
 from __future__ import annotations
@@ -240,44 +240,6 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
-    """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
-    now = i8(load32(clock + 4 * (me - 1)))
-    for word in range(low >> 2, (high + 3) >> 2):
-        at = shadow + word * 4 * (FIXED + 2 * warps)
-        touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
-        agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-        if agent == 0:
-            if not write:
-                report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-        else:
-            when = written(at, touched, theirs, epoch, 36)
-            if (
-                when >= 0
-                and not touched & theirs & STRONG
-                and not ordered(agent, when, me, clock, known, newest)
-                and not (touched & QUIET and i8(load32(at + 8)) == pc)
-            ):
-                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
-        if not write:
-            store32(at + 24, u4(me))
-            store32(at + 28, u4(now))
-            store32(at + 32, u4(pc))
-            continue
-        if theirs & LIVE:
-            report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
-        if not touched & STRONG:
-            for r in range(warps):
-                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-                place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-                ours = touched & (place >> READ_BYTES) & 15
-                if seen and ours and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
-            other_readers(at, word, pc, me, clock, known, newest, races, lane)
-        written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
-
-
 @compiled("void(i8, i8, i8, i8, i8)")
 def global_reader(at, agent, epoch, pc, mark):
     """Remember a read; the reader before it stays known too, unless it is the same one."""
@@ -346,36 +308,60 @@ def global_word(S, address, touched, write, pc, lane, clock):
     )  # fmt: skip
 
 
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def there(R, Q, S, row, k, log, wide, lane):
+    """Does element k of what a lane stores already lie where it goes? The host addresses are in S[SCRATCH:]."""
+    a = sget(S, S_SCRATCH + lane) + (k << log)
+    if wide:
+        new = load64(Q + (row * 32 + lane) * 8)
+    else:
+        new = np.uint64(load32(R + (row * 32 + lane) * 4))
+    if log == 0:
+        return i8(np.uint64(load8(a)) == new & np.uint64(0xFF))
+    if log == 1:
+        return i8(np.uint64(load16(a)) == new & np.uint64(0xFFFF))
+    if log == 2:
+        return i8(np.uint64(load32(a)) == new & np.uint64(0xFFFFFFFF))
+    return i8(load64(a) == new)
+
+
+@compiled("i8(i8, u4, i8)")
+def overwriter(S, m, lane):
+    """The last of the lanes after this one that store to the same place; -1 when there is none."""
+    for later in range(31, lane, -1):
+        if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
+            return i8(later)
+    return i8(-1)
+
+
 @compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
 def quiet(R, Q, pool, S, rows, fmt, m):
     """Would the store whose host addresses are in S[SCRATCH:] change nothing?"""
-    log, count, wide = fmt & 3, (fmt >> 4) & 15, fmt & 512
-    for k in range(count):
+    for k in range((fmt >> 4) & 15):
         row = i8(np.int32(load32(pool + 4 * (rows + k))))
         for lane in range(32):
-            if (m >> u4(lane)) & u4(1):
-                a = sget(S, S_SCRATCH + lane) + (i8(k) << log)
-                new = (
-                    load64(Q + (row * 32 + lane) * 8)
-                    if wide
-                    else np.uint64(load32(R + (row * 32 + lane) * 4))
-                )
-                if log == 0:
-                    same = np.uint64(load8(a)) == new & np.uint64(0xFF)
-                elif log == 1:
-                    same = np.uint64(load16(a)) == new & np.uint64(0xFFFF)
-                elif log == 2:
-                    same = np.uint64(load32(a)) == new & np.uint64(0xFFFFFFFF)
-                else:
-                    same = load64(a) == new
-                if not same:  # of lanes that write one place the last one's value stays
-                    overwritten = False
-                    for later in range(lane + 1, 32):
-                        if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
-                            overwritten = True
-                    if not overwritten:
-                        return 0
+            if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
+                if overwriter(S, m, lane) < 0:  # of lanes that write one place the last one's value stays
+                    return 0
     return QUIET
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, u4, i8)")
+def collide(R, Q, pool, S, rows, fmt, m, pc):
+    """That store has been made. A lane whose value is not there wrote to the place of another, with another value."""
+    if sget(S, S_RACES) == 0:
+        return
+    for k in range((fmt >> 4) & 15):
+        row = i8(np.int32(load32(pool + 4 * (rows + k))))
+        for lane in range(32):
+            if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
+                a = sget(S, S_SCRATCH + lane) + (i8(k) << (fmt & 3))
+                at = a - sget(S, S_SHARED)
+                shared = at >= 0 and at < sget(S, S_SHARED_SIZE)
+                me = sget(S, S_SLOT) + 1
+                lanes = both(overwriter(S, m, lane), lane)
+                report(sget(S, S_RACES), WAW, 0 if shared else 1, at if shared else a, pc, me, 0, pc, lanes)
+                return
 
 
 @compiled("void(i8, i8, u4, i8, i8, i8)")
@@ -403,136 +389,3 @@ def note(S, size, m, write, flags, pc):
                 else:
                     global_word(S, a + done, touched, write, pc, lane, clock)
                 done += n
-
-
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous(
-    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
-):
-    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
-
-    clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
-    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY. me: 1 + slot of the issuer if the epoch that
-    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it."""
-    newest = number
-    stride = 4 * (FIXED + 2 * warps)
-    for s in range(count):
-        low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
-        for word in range(low >> 2, (high + 3) >> 2):
-            at = shadow + word * stride
-            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-            if agent == 0:
-                if not write:
-                    report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
-            elif agent >= ASYNC:
-                if epoch != number and not complete(
-                    fenced if agent == GENERIC_COPY else known, epoch, newest
-                ):
-                    report(
-                        races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1
-                    )
-            elif i8(load32(clock + 4 * (agent - 1))) < epoch:
-                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
-            elif agent == me:
-                other = lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
-                if other >= 0:
-                    report(
-                        races,
-                        WAW if write else RAW,
-                        0,
-                        word * 4,
-                        pc,
-                        agent,
-                        epoch,
-                        i8(load32(at + 8)),
-                        both(lane, other),
-                    )
-            if not write:
-                if i8(load32(at + 16)) != number:
-                    store32(at + 20, load32(at + 16))
-                    store32(at + 16, u4(number))
-                continue
-            if theirs & LIVE:
-                report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
-            for r in range(warps):
-                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
-            other_readers(at, word, pc, 0, clock, known, newest, races, -1)
-            store32(at, u4(agent_kind))
-            store32(at + 4, u4(number))
-            store32(at + 8, u4(pc))
-            store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
-
-
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous_global(
-    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags
-):
-    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
-    for reductions, which do not race with each other."""
-    newest = number
-    for s in range(count):
-        low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
-        for word in range(low >> 2, (high + 3) >> 2):
-            at = shadow + word * 4 * GLOBAL_RECORD
-            touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
-            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-            if agent and not touched & theirs & STRONG:
-                when = written(at, touched, theirs, epoch, 40)
-                if agent >= ASYNC:
-                    bad = epoch != number and not complete(
-                        fenced if agent == GENERIC_COPY else known, epoch, newest
-                    )
-                else:
-                    bad = i8(load32(clock + 4 * (agent - 1))) < when
-                if bad and when >= 0:
-                    report(
-                        races,
-                        WAW if write else RAW,
-                        1,
-                        origin + word * 4,
-                        pc,
-                        agent,
-                        epoch,
-                        i8(load32(at + 8)),
-                        -1,
-                    )
-            if not write:
-                global_reader(at, agent_kind, number, pc, 0)
-                continue
-            global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
-            store32(at, u4(agent_kind))
-            store32(at + 4, u4(number))
-            store32(at + 8, u4(pc))
-            store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
-
-
-@compiled("void(i8, i8, i8, i8, i8)")
-def span(S, low, high, write, pc):
-    """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
-    for word in range(low >> 2, (high + 3) >> 2):
-        shared_word(S, word, 15, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
-
-
-@compiled("void(i8, i8, i8, i8, i8, i8)")
-def lines(S, offsets, count, write, pc, flags):
-    """The warp of S itself reads or writes rows of 16 bytes of its own shared memory. flags: QUIET."""
-    for k in range(count):
-        first = i8(load64(offsets + 8 * k)) >> 2
-        for word in range(first, first + 4):
-            shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, sget(S, S_CLOCK), sget(S, S_KNOWN))
-
-
-@compiled("void(i8, i8, i8, i8)")
-def join(target, source, clocks, words):
-    """Vector clocks: the maximum of the first `clocks` entries, the union of the bits in the `words` that follow."""
-    for k in range(clocks):
-        b = load32(source + 4 * k)
-        if b > load32(target + 4 * k):
-            store32(target + 4 * k, b)
-    for k in range(clocks, clocks + words):
-        b = load32(source + 4 * k)
-        if b:
-            store32(target + 4 * k, load32(target + 4 * k) | b)

@@ -105,7 +105,7 @@ def lane_by_lane(op, rd, ra, rb, rc, rx, m, S, pc):
             bad = store(R, Q, pool, S, 3, i8(rd), i8(ra), offset, i8(rc), m)
         if bad:
             return i8({SLOW_MEMORY})
-{note_load}    elif op == u4({OP_CONVERGE}):
+{note_load}{note_stored}    elif op == u4({OP_CONVERGE}):
         need = missing(R, S, i8(ra), m)
         if need:
             return i8({CONVERGE}) | (need << 8)
@@ -187,6 +187,10 @@ _NOTE_STORE = '''        if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4
             if locate(R, Q, S, space, i8(ra), offset, size, m) == 0:
                 note(S, size, m, 1, i8(rx) | quiet(R, Q, pool, S, i8(rd), i8(rc), m), pc)
 '''
+# After it: which lane's value stays where several write one place is undefined. rx & 1: atomic or volatile.
+_NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST})) and not rx & ONE:
+            collide(R, Q, pool, S, i8(rd), i8(rc), m, pc)
+'''
 _NOTE_ATOMIC = '''        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
 '''
 
@@ -207,9 +211,10 @@ def lane_operation_source(checking: bool) -> str:
     numbers = _numbers()
     store = _NOTE_STORE.format(**numbers) if checking else ""
     access = _NOTE_LOAD.format(**numbers) if checking else ""
+    stored = _NOTE_STORED.format(**numbers) if checking else ""
     atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
     quick = "" if checking else _QUICK.format(**numbers)
-    notes = {"note_load": access, "note_store": store, "note_atomic": atomic}
+    notes = {"note_load": access, "note_store": store, "note_stored": stored, "note_atomic": atomic}
     return _HEADER + _LANE_OPERATION.format(quick=quick, **notes, **numbers)
 
 
@@ -225,6 +230,14 @@ def checking_module():
     path = _HERE.parent / "checks" / "shadow.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py")
     return build.load("shadow", path.read_text(), depends, compiled=_compiler)
+
+
+@functools.cache
+def spans_module():
+    """checks/spans.py, compiled."""
+    text = (_HERE.parent / "checks" / "spans.py").read_text()
+    text = text.replace("from softsm.checks.shadow import", f"from {checking_module().__name__} import")
+    return build.load("spans", text, (_HERE / "program.py", _HERE / "lanes.py"), compiled=_compiler)
 
 
 @functools.cache
@@ -248,7 +261,7 @@ def lane_operation(checking: bool):
     names = {n: getattr(lanes, n) for n in used.split()}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:
-        names |= {"note": checking_module().note, "quiet": checking_module().quiet, "locate": lanes.locate}
+        names |= {n: getattr(checking_module(), n) for n in ("note", "quiet", "collide")} | {"locate": lanes.locate}
         depends += (_HERE.parent / "checks" / "shadow.py",)
     name = "checked_lane_operation" if checking else "lane_operation"
     return build.load(name, lane_operation_source(checking), depends, **names).lane_operation

@@ -1,0 +1,216 @@
+"""Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
+cluster, and by a warp as a whole. And the join of two vector clocks.
+
+The records are those of checks/shadow.py. Compiled by `interpreter.spans_module()`, which puts the compiled twin of
+that module in its place.
+"""
+
+from __future__ import annotations
+
+from softsm.checks.shadow import (
+    ASYNC,
+    FIXED,
+    FRESH,
+    GENERIC_COPY,
+    GLOBAL_RECORD,
+    LANE,
+    LIVE,
+    NOBODY,
+    OVER_BARRIER,
+    PC,
+    QUIET,
+    RAW,
+    READ_BYTES,
+    STRONG,
+    UNINITIALISED,
+    WAR,
+    WAW,
+    WHOLE_WARP,
+    both,
+    complete,
+    global_reader,
+    global_readers,
+    lanes_race,
+    ordered,
+    other_readers,
+    report,
+    sget,
+    shared_word,
+    written,
+    written_by,
+)
+from softsm.engine.lanes import i8, load32, load64, store32, u4
+from softsm.engine.program import S_CLOCK, S_KNOWN
+
+compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
+    """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
+    now = i8(load32(clock + 4 * (me - 1)))
+    for word in range(low >> 2, (high + 3) >> 2):
+        at = shadow + word * 4 * (FIXED + 2 * warps)
+        touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
+        agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+        if agent == 0:
+            if not write:
+                report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
+        else:
+            when = written(at, touched, theirs, epoch, 36)
+            if (
+                when >= 0
+                and not touched & theirs & STRONG
+                and not ordered(agent, when, me, clock, known, newest)
+                and not (touched & QUIET and i8(load32(at + 8)) == pc)
+            ):
+                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        if not write:
+            store32(at + 24, u4(me))
+            store32(at + 28, u4(now))
+            store32(at + 32, u4(pc))
+            continue
+        if theirs & LIVE:
+            report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
+        if not touched & STRONG:
+            for r in range(warps):
+                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
+                place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                ours = touched & (place >> READ_BYTES) & 15
+                if seen and ours and i8(load32(clock + 4 * (slot0 + r))) < seen:
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+            other_readers(at, word, pc, me, clock, known, newest, races, lane)
+        written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def asynchronous(
+    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
+):
+    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
+
+    clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
+    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY. me: 1 + slot of the issuer if the epoch that
+    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it."""
+    newest = number
+    stride = 4 * (FIXED + 2 * warps)
+    for s in range(count):
+        low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
+        for word in range(low >> 2, (high + 3) >> 2):
+            at = shadow + word * stride
+            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+            if agent == 0:
+                if not write:
+                    report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+            elif agent >= ASYNC:
+                if epoch != number and not complete(
+                    fenced if agent == GENERIC_COPY else known, epoch, newest
+                ):
+                    report(
+                        races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1
+                    )
+            elif i8(load32(clock + 4 * (agent - 1))) < epoch:
+                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+            elif agent == me:
+                other = lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
+                if other >= 0:
+                    report(
+                        races,
+                        WAW if write else RAW,
+                        0,
+                        word * 4,
+                        pc,
+                        agent,
+                        epoch,
+                        i8(load32(at + 8)),
+                        both(lane, other),
+                    )
+            if not write:
+                if i8(load32(at + 16)) != number:
+                    store32(at + 20, load32(at + 16))
+                    store32(at + 16, u4(number))
+                continue
+            if theirs & LIVE:
+                report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
+            for r in range(warps):
+                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
+                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
+                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
+            other_readers(at, word, pc, 0, clock, known, newest, races, -1)
+            store32(at, u4(agent_kind))
+            store32(at + 4, u4(number))
+            store32(at + 8, u4(pc))
+            store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def asynchronous_global(
+    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags
+):
+    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
+    for reductions, which do not race with each other."""
+    newest = number
+    for s in range(count):
+        low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
+        for word in range(low >> 2, (high + 3) >> 2):
+            at = shadow + word * 4 * GLOBAL_RECORD
+            touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
+            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+            if agent and not touched & theirs & STRONG:
+                when = written(at, touched, theirs, epoch, 40)
+                if agent >= ASYNC:
+                    bad = epoch != number and not complete(
+                        fenced if agent == GENERIC_COPY else known, epoch, newest
+                    )
+                else:
+                    bad = i8(load32(clock + 4 * (agent - 1))) < when
+                if bad and when >= 0:
+                    report(
+                        races,
+                        WAW if write else RAW,
+                        1,
+                        origin + word * 4,
+                        pc,
+                        agent,
+                        epoch,
+                        i8(load32(at + 8)),
+                        -1,
+                    )
+            if not write:
+                global_reader(at, agent_kind, number, pc, 0)
+                continue
+            global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
+            store32(at, u4(agent_kind))
+            store32(at + 4, u4(number))
+            store32(at + 8, u4(pc))
+            store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
+
+
+@compiled("void(i8, i8, i8, i8, i8)")
+def span(S, low, high, write, pc):
+    """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
+    for word in range(low >> 2, (high + 3) >> 2):
+        shared_word(S, word, 15, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8)")
+def lines(S, offsets, count, write, pc, flags):
+    """The warp of S itself reads or writes rows of 16 bytes of its own shared memory. flags: QUIET."""
+    for k in range(count):
+        first = i8(load64(offsets + 8 * k)) >> 2
+        for word in range(first, first + 4):
+            shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, sget(S, S_CLOCK), sget(S, S_KNOWN))
+
+
+@compiled("void(i8, i8, i8, i8)")
+def join(target, source, clocks, words):
+    """Vector clocks: the maximum of the first `clocks` entries, the union of the bits in the `words` that follow."""
+    for k in range(clocks):
+        b = load32(source + 4 * k)
+        if b > load32(target + 4 * k):
+            store32(target + 4 * k, b)
+    for k in range(clocks, clocks + words):
+        b = load32(source + 4 * k)
+        if b:
+            store32(target + 4 * k, load32(target + 4 * k) | b)
