@@ -147,12 +147,13 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
         if not SAME_KV:
             mbarrier.wait(ready.index(2), 0)
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0 if SAME_KV else 2), o, is_async=True)
+        # Freed before the wait for P1: until then the other half block, behind this one in the load warp, waits as well.
+        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        mbarrier.arrive(free.index(0 if SAME_KV else 2), count=1)
         mbarrier.wait(p_ready.index(1), phase)
         m = stat.index(1).load(RS)
         a1 = stat.index(3).load(RS)
         l = l * a1
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(0 if SAME_KV else 2), count=1)
         mbarrier.wait(ready.index(2), phase if SAME_KV else 1)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(p_smem.index(1), kv.index(2), o, is_async=True)
