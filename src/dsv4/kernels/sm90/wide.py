@@ -147,7 +147,7 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
         if not SAME_KV:
             mbarrier.wait(ready.index(2), 0)
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0 if SAME_KV else 2), o, is_async=True)
-        # Freed before the wait for P1: until then the other half block, behind this one in the load warp, waits as well.
+        # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(0 if SAME_KV else 2), count=1)
         mbarrier.wait(p_ready.index(1), phase)
