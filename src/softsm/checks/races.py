@@ -20,6 +20,7 @@ import numpy as np
 
 from softsm.checks import shadow as sh
 from softsm.checks.barriers import BarrierChecks, box_spans
+from softsm.checks.clocks import SCOPES, Location, SyncClock, rank, reached
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
@@ -32,7 +33,6 @@ TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
 REDUCTIONS = ("TMA reduction", "bulk reduction")
 GENERIC = ("cp.async", "st.async", "red.async")  # asynchronous, but of the generic proxy
 COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
-SCOPES = ("cta", "cluster", "gpu")
 MUST_END = (
     *TENSOR,
     "TMA load",
@@ -43,42 +43,6 @@ MUST_END = (
     "bulk reduction (read)",
     "bulk copy to a peer",
 )
-
-
-class SyncClock:
-    """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits."""
-
-    __slots__ = ("checker", "gathering", "published")
-
-    def __init__(self, checker: Checker):
-        self.checker = checker
-        self.gathering, self.published = checker.new_clock(), checker.new_clock()
-
-    def gather(self, relaxed: bool = False) -> None:
-        """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
-        self.checker.join(self.gathering, self.checker.publisher(relaxed))
-
-    def complete(self) -> None:
-        self.checker.join(self.published, self.gathering)
-        self.gathering[:] = 0
-
-
-class Location:
-    """Releases at one address: by everybody at gpu scope, and what only a CTA or cluster may rely on."""
-
-    __slots__ = ("clocks",)
-
-    def __init__(self) -> None:
-        self.clocks: dict[object, np.ndarray] = {}  # None (gpu), id(cluster) or id(cta) -> clock
-
-
-def rank(scope: str) -> int:
-    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)  # .sys
-
-
-def reached(w, scope: str) -> list:
-    """Keys of a Location that an access of this scope writes, or reads."""
-    return [id(w.cta), id(w.cta.cluster), None][: rank(scope) + 1]
 
 
 class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):

@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from tensor_kernels import COMMIT, WAIT, kernel, names
 from test_matrix_moves import ldmatrix_kernel
 from test_mma import kernel as mma_kernel
-from test_tensor_memory import COMMIT, WAIT, kernel, mma_steps, names
+from test_tensor_memory import mma_steps
 from test_wgmma_groups import COMMIT as GROUP
 from test_wgmma_groups import D0, product, tiles, wait
 from test_wgmma_groups import kernel as wgmma_kernel
