@@ -193,6 +193,15 @@ def test_signatures_are_those_of_flash_mla():
     assert list(inspect.signature(flash_mla_sparse_fwd).parameters)[:7] == [
         "q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length",
     ]  # fmt: skip
+    # what vLLM and SGLang pass by name for DeepSeek-V4
+    inspect.signature(flash_mla_with_kvcache).bind(**dict.fromkeys([
+        "q", "k_cache", "block_table", "head_dim_v", "tile_scheduler_metadata", "cache_seqlens", "is_fp8_kvcache",
+        "indices", "topk_length", "softmax_scale", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache",
+        "extra_topk_length", "out",
+    ]))  # fmt: skip
+    inspect.signature(flash_mla_sparse_fwd).bind(
+        **dict.fromkeys(["q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "out"])
+    )
     metadata, splits = get_mla_metadata(torch.ones(3), 128, num_heads_k=1)
     assert metadata is not None and splits is None
 

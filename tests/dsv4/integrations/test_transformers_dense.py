@@ -1,0 +1,175 @@
+"""attn_implementation="dsv4_dense" against "eager": tiny random Llama, Gemma 4 (head dim 512) and gpt-oss (sinks)."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import dsv4.integrations.transformers_dense as integration  # noqa: E402
+
+TOLERANCE = 1e-4  # logits near 1; eager one-shot and eager cached differ by about 1e-6
+COMMON = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=None, attn_implementation="eager",
+)  # fmt: skip
+WINDOW = 8
+
+
+def build(kind):
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(num_hidden_layers=2, head_dim=24, **COMMON)
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "gpt_oss":
+        config = transformers.GptOssConfig(
+            num_hidden_layers=2, head_dim=64, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2,
+            **COMMON,
+        )  # fmt: skip
+        model = transformers.GptOssForCausalLM(config)
+    else:
+        from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
+
+        config = Gemma4TextConfig(
+            num_hidden_layers=2, head_dim=64, global_head_dim=512, sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=128, **COMMON,
+        )  # fmt: skip
+        model = Gemma4ForCausalLM(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.normal_(0, p.shape[-1] ** -0.5)
+            elif name.endswith("sinks"):
+                p.normal_()
+    return model.eval()
+
+
+KINDS = ["llama", "gpt_oss", "gemma4"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    integration.register()
+    integration.register()  # twice is once
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, implementation, ids, steps=None, **options):
+    """In one piece, or through a cache in these steps."""
+    model.set_attn_implementation(implementation)
+    if steps is None:
+        return model(ids, use_cache=False, **options).logits
+    cache, begin, out = transformers.DynamicCache(config=model.config), 0, []
+    for n in steps:
+        more = {key: x[:, : begin + n] for key, x in options.items()}
+        out.append(model(ids[:, begin : begin + n], past_key_values=cache, use_cache=True, **more).logits)
+        begin += n
+    return torch.cat(out, 1)
+
+
+def same(a, b):
+    assert a.isfinite().all() and b.std() > 0.1
+    difference = (a - b).abs().max().item()
+    assert difference < TOLERANCE, difference
+
+
+def test_head_dim_512_is_really_there():
+    layers = build("gemma4").model.layers
+    assert [layer.self_attn.head_dim for layer in layers] == [64, 512]
+
+
+@pytest.mark.parametrize("length", [1, 7, 9, 40])
+def test_one_shot(model, ids, length):
+    same(logits(model, "dsv4_dense", ids[:, :length]), logits(model, "eager", ids[:, :length]))
+
+
+def test_cached(model, ids):
+    steps = [13, 1, 1, 4, 1, 15, 2, 3]
+    same(logits(model, "dsv4_dense", ids, steps), logits(model, "eager", ids))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(model, ids, side):
+    some, mask = ids[:, :30], torch.ones(2, 30, dtype=torch.long)
+    mask[1, slice(0, 11) if side == "left" else slice(19, 30)] = 0
+    got, want = (logits(model, i, some, attention_mask=mask) for i in ("dsv4_dense", "eager"))
+    same(got[mask.bool()], want[mask.bool()])  # what stands at padding means nothing
+    if side == "left":
+        steps = [20, 1, 4, 1, 4]
+        got = logits(model, "dsv4_dense", some, steps, attention_mask=mask)
+        same(got[mask.bool()], want[mask.bool()])
+
+
+def test_greedy_generate(model, ids):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    said = {}
+    for implementation in ("eager", "dsv4_dense"):
+        model.set_attn_implementation(implementation)
+        said[implementation] = model.generate(
+            ids[:, :12], attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0
+        )
+    assert torch.equal(said["dsv4_dense"], said["eager"])
+
+
+def test_the_random_numbers_of_the_caller_are_left_alone(ids):
+    model = build("llama")
+    integration.register()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    logits(model, "dsv4_dense", ids)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_it_cannot_do_it_says(ids):
+    integration.register()
+    model = build("gemma4")
+    model.set_attn_implementation("dsv4_dense")
+    with torch.no_grad(), pytest.raises(ValueError, match="^attn_implementation='dsv4_dense': got a mask of another"):
+        packed = torch.cat([torch.arange(20), torch.arange(20)])[None]
+        model(ids[:1], position_ids=packed, use_cache=False)
+    holes = torch.ones(2, 40, dtype=torch.long)
+    holes[1, 20:30] = 0
+    with torch.no_grad(), pytest.raises(ValueError, match="^attention_mask: got padding between tokens"):
+        model(ids, attention_mask=holes, use_cache=False)
+    static = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with torch.no_grad(), pytest.raises(ValueError, match="^past_key_values: got keys up to 64"):
+        model(ids, past_key_values=static, use_cache=True)
+    with pytest.raises(ValueError, match="requires grad.*no_grad"):
+        model(ids, use_cache=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="^attention_mask: got .*; accepted: causal"):
+        model(ids, attention_mask=torch.zeros(2, 1, 40, 40), use_cache=False)
+    with pytest.raises(ValueError, match="^backend: "):
+        integration.register(backend="gpu")
+    q = torch.zeros(1, 2, 3, 64)
+    module, rule = torch.nn.Module(), integration.Visible((-1, 0), None)
+    for text, options in [
+        ("softcap: got float 30.0", dict(softcap=30.0)),
+        ("dropout_p: ", dict(dropout=0.1)),
+        ("attention_mask: got Module with .*causal", dict(is_causal=False)),
+        ("sliding_window: got 5", dict(sliding_window=5, attention_mask=integration.Visible((7, 0), None))),
+    ]:
+        with pytest.raises(ValueError, match=f"^{text}"):
+            integration.attention(module, q, q, q, **{"attention_mask": rule} | options)
+
+
+@pytest.mark.parametrize("wrong", ["chunks", "bidirectional", "one less", "one more", "other sequences"])
+def test_rules_of_another_kind_are_noticed(wrong):
+    rules = {
+        "chunks": lambda b, h, q, k: (k <= q) & (k // 8 == q // 8),
+        "bidirectional": lambda b, h, q, k: (k <= q) | ((q >= 5) & (q < 9) & (k >= 5) & (k < 9)),
+        "one less": lambda b, h, q, k: (k <= q) & (k > q - 7),
+        "one more": lambda b, h, q, k: (k <= q) & (k > q - 9),
+        "other sequences": lambda b, h, q, k: (k <= q) & (k > q - 8) & ((b == 0) | (k // 20 == q // 20)),
+    }
+    for local in (8, None):
+        with pytest.raises(ValueError, match="mask of another kind"):
+            integration.visible(2, 40, 40, mask_function=rules[wrong], local_size=local)
+    plain = integration.visible(2, 40, 40, mask_function=lambda b, h, q, k: (k <= q) & (k > q - 8), local_size=8)
+    assert plain.window == (7, 0) and plain.padding is None
