@@ -5,46 +5,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_dense import KINDS, build  # noqa: E402
+
 import dsv4.integrations.transformers_dense as integration  # noqa: E402
 
 TOLERANCE = 1e-4  # logits near 1; eager one-shot and eager cached differ by about 1e-6
-COMMON = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=None, attn_implementation="eager",
-)  # fmt: skip
-WINDOW = 8
-
-
-def build(kind):
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = transformers.LlamaConfig(num_hidden_layers=2, head_dim=24, **COMMON)
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "gpt_oss":
-        config = transformers.GptOssConfig(
-            num_hidden_layers=2, head_dim=64, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2,
-            **COMMON,
-        )  # fmt: skip
-        model = transformers.GptOssForCausalLM(config)
-    else:
-        from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
-
-        config = Gemma4TextConfig(
-            num_hidden_layers=2, head_dim=64, global_head_dim=512, sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=128, **COMMON,
-        )  # fmt: skip
-        model = Gemma4ForCausalLM(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim > 1:
-                p.normal_(0, p.shape[-1] ** -0.5)
-            elif name.endswith("sinks"):
-                p.normal_()
-    return model.eval()
-
-
-KINDS = ["llama", "gpt_oss", "gemma4"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
