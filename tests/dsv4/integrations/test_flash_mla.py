@@ -269,3 +269,25 @@ def test_what_it_cannot_do_it_says():
 
 def cache_rows():
     return normal(16, 1, 512, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_kernels_give_what_the_cpu_gives(arch):
+    import softsm
+
+    q = normal(2, 1, 16, 512, dtype=torch.bfloat16)
+    (window, _), (extra, _) = pages(2, 8), pages(3, 2, 50)
+    options = dict(
+        is_fp8_kvcache=True, indices=lists(2, 1, 12, 16, 3), topk_length=torch.tensor([12, 0]).int(),
+        extra_k_cache=extra, extra_indices_in_kvcache=lists(2, 1, 6, 6, 4), attn_sink=normal(16, seed=5),
+        extra_topk_length=torch.tensor([6, 0]).int(),
+    )  # fmt: skip
+    want, want_lse = flash_mla_with_kvcache(q, window, None, None, 512, None, **options)
+    with softsm.use(arch):
+        out, lse = flash_mla_with_kvcache(q, window, None, None, 512, None, backend="softsm", **options)
+    # both round P and the output to bf16
+    assert (out.float() - want.float()).abs().max() <= 2 * 2.0**-7 * want.float().abs().max()
+    assert torch.equal(lse == INF, want_lse == INF)
+    assert torch.allclose(lse[:1], want_lse[:1], atol=2.0**-12 * want_lse[:1].abs().max().item())
+    assert not out[1].any() and bool((lse[1] == INF).all())
