@@ -13,7 +13,8 @@ ranks have as much to do. "contiguous": R pieces, rank r has piece r.
 
 Bits and tolerances:
 
-* :func:`decode` gives the same bits on every rank: all merge the same partials, in the order of the ranks.
+* :func:`decode` gives the same bits on every rank, and for heads="mine": all merge the same partials, in the order of
+  the ranks.
 * :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
   with all keys that it may see.
 * Merged results (decode; prefill with method="ring") differ from the unsharded call by rounding alone: every partial
@@ -41,13 +42,15 @@ def decode(
     *tensors: Any,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    heads: str = "all",
     group: Any = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
 
     attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
-    lengths, its lists. A rank without keys is welcome. The result is that of one call with all keys, on every rank.
+    lengths, its lists. A rank without keys is welcome. The result is that of one call with all keys: of all heads on
+    every rank, or with heads="mine" of the rank's share of the heads (see :func:`merge`).
 
     causal and window count the keys of one rank and are refused; keys that a query must not see are kept out by lengths
     (one line of the batch per query) or, for v4_attention, by the lists. inverse_rope is a rotation of each query's
@@ -61,15 +64,31 @@ def decode(
         checks.fail("out" if "out" in options else "plan", "an argument", "no such argument here")
     checks.flag("return_lse", return_lse)
     out, lse = attention(*tensors, return_lse=True, **options)
-    out, lse = merge(out, lse, sink=sink, group=group)
+    out, lse = merge(out, lse, sink=sink, heads=heads, group=group)
     return (out, lse) if return_lse else out
 
 
-def merge(out: Tensor, lse: Tensor, *, sink: Tensor | None = None, group: Any = None) -> tuple[Tensor, Tensor]:
-    """merge_states over the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on every rank."""
-    _, size = _place(group)
+def merge(
+    out: Tensor, lse: Tensor, *, sink: Tensor | None = None, heads: str = "all", group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """merge_states over the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on every rank.
+
+    sink: [H], of all heads. heads="mine": rank r of R gets heads r H / R .. (r + 1) H / R - 1 alone, with the bits that
+    all of them would have; as tensor-parallel projections want it, and 1 / R of the traffic.
+    """
+    rank, size = _place(group)
+    if heads not in ("all", "mine"):
+        checks.fail("heads", checks.describe(heads), "'all' or 'mine'")
+    if heads == "mine":
+        if not checks.is_tensor(out) or out.ndim not in (3, 4) or out.shape[-2] % size:
+            checks.fail("out", checks.describe(out), f"[..., H, D] with H a multiple of {size}, the ranks")
+        checks.sink(sink, out.shape[-2], ("out", out))
+        if sink is not None:
+            sink = sink.chunk(size)[rank]
     if size == 1:
         return merge_states([out], [lse], sink)
+    if heads == "mine":
+        return merge_states(_exchange(out, -2, group), _exchange(lse, 1, group), sink)
     return merge_states(_gather(out, group), _gather(lse, group), sink)
 
 
@@ -264,6 +283,16 @@ def _gather(x: Tensor, group: Any) -> list[Tensor]:
 
     result = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(_place(group)[1])]
     dist.all_gather(result, x.contiguous(), group=group)
+    return result
+
+
+def _exchange(x: Tensor, dim: int, group: Any) -> list[Tensor]:
+    """This rank's share, along dim, of every rank's x."""
+    import torch.distributed as dist
+
+    parts = [part.contiguous() for part in x.chunk(_place(group)[1], dim)]
+    result = [torch.empty_like(part) for part in parts]
+    dist.all_to_all(result, parts, group=group)
     return result
 
 

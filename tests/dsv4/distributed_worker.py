@@ -83,6 +83,22 @@ def check_decode_of_a_paged_cache(rank, size):
         assert torch.equal(decode(dsv4.fmha_paged, q, k, v, mine, local, sink=sink), got)
 
 
+def check_a_share_of_the_heads(rank, size):
+    """The same bits as those heads have when every rank gets all."""
+    h = 2 * size
+    mine, sink = slice(2 * rank, 2 * rank + 2), torch.linspace(-1, 1, h)
+    q, k, v = (normal(2, n, heads, 64, seed=rank, dtype=torch.bfloat16) for n, heads in ((3, h), (5, 2), (5, 2)))
+    dist.broadcast(q, 0)
+    out, lse = decode(dsv4.fmha, q, k, v, sink=sink, return_lse=True)
+    some, some_lse = decode(dsv4.fmha, q, k, v, sink=sink, return_lse=True, heads="mine")
+    assert torch.equal(some, out[:, :, mine]) and torch.equal(some_lse, lse[:, mine])
+    rows, lists = normal(9, 64, seed=rank), normal(4, 9, seed=7).topk(5).indices.int()
+    queries = normal(4, h, 64)
+    out, lse = decode(dsv4.v4_attention, queries, rows, lists, return_lse=True)
+    some, some_lse = decode(dsv4.v4_attention, queries, rows, lists, return_lse=True, heads="mine")
+    assert torch.equal(some, out[:, mine]) and torch.equal(some_lse, lse[:, mine])
+
+
 def check_decode_of_a_v4_layer(rank, size):
     """Window rows and compressed rows dealt out over the ranks; FP8 and bf16 rows, lists and a block table."""
     n, heads, page = 3, 4, 2
@@ -224,6 +240,12 @@ def check_errors(rank, size):
     says("causal", lambda: decode(dsv4.fmha, q, k, v, causal=True))
     says("window", lambda: decode(dsv4.fmha, q, k, v, window=(3, 0)))
     says("out", lambda: decode(dsv4.fmha, q, k, v, out=q.clone()))
+    says("heads", lambda: decode(dsv4.fmha, q, k, v, heads="some"))
+    one = normal(1, 1, 1, 64)
+    if size > 1:
+        says("out", lambda: decode(dsv4.fmha, one, one, one, heads="mine"))
+    says("sink", lambda: decode(dsv4.fmha, *[x.expand(1, 4, size, 64) for x in (one,) * 3], sink=torch.zeros(7),
+                                heads="mine"))  # fmt: skip
     says("block", lambda: local_rows(torch.zeros(1).int(), block=0))
     says("indices", lambda: local_rows(torch.zeros(1)))
     says("lengths", lambda: local_lengths(3))
