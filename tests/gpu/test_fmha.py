@@ -127,7 +127,7 @@ def test_large_prefill_against_torch(d, causal):
 
 
 @pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (True, (300, 0))])
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_one_block_per_multiprocessor(d, causal, window):
     """Enough tiles that each block loops over several; every sequence alone takes the other kernel."""
     q, k, v = draw(6, 1500, 12, d), draw(6, 1100, 12, d), draw(6, 1100, 12, d)

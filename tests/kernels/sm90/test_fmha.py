@@ -60,7 +60,13 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("head_dim, causal", [(64, True), (64, False), pytest.param(256, True, marks=pytest.mark.slow)])
+LARGE = [(128, False), (256, True)]
+
+
+@pytest.mark.parametrize(
+    "head_dim, causal",
+    [(64, True), (64, False), (128, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)],
+)
 def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
     for module in (fmha, launch):
