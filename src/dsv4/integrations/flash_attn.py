@@ -219,7 +219,9 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _window(x: Any) -> Any:
-    """flash-attn 4 writes None for no bound."""
+    """flash-attn 4 writes None for no bound; 2 takes whatever can be indexed, a tensor too."""
+    if checks.is_tensor(x) and x.shape == (2,) and x.dtype in (torch.int32, torch.int64):
+        x = x.tolist()
     return tuple(-1 if bound is None else bound for bound in x) if isinstance(x, (tuple, list)) else x
 
 

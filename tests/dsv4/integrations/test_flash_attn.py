@@ -50,6 +50,9 @@ def test_masks_and_results(t, s, causal, window):
         assert torch.allclose(out[n].double(), want, atol=1e-5)
         assert torch.allclose(lse[n].double(), want_lse, atol=1e-5)  # also: -inf where nothing is seen
     assert torch.equal(flash_attn_func(q, k, v, 0.0, None, causal, window, learnable_sink=sink), out)
+    if None not in window:
+        again = flash_attn_func(q, k, v, causal=causal, window_size=torch.tensor(window), learnable_sink=sink)
+        assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("d, d_v", [(64, 64), (80, 80), (96, 64), (192, 128), (24, 40), (512, 512)])
