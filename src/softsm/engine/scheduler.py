@@ -252,6 +252,9 @@ class Machine:
             warp = ready.popleft()
             warp.queued = False
             self.run_warp(warp)
+            if self.steps > self.options.budget:
+                used = f"{self.steps} warp instructions used (budget {self.options.budget})"
+                raise StepBudget(f"{used}; last at {warp.where()}")
             if warp.spins > 1 and self.all_spinning():
                 self.nothing_changes()
         self.left_in_flight += engine.drain()
@@ -421,9 +424,6 @@ class Machine:
         return True
 
     def quantum_used(self, warp: Warp) -> None:
-        if self.steps > self.options.budget:
-            budget = self.options.budget
-            raise StepBudget(f"{self.steps} warp instructions used (budget {budget}); last at {warp.where()}")
         changes = int(warp.S[pg.S_WRITES])
         if changes:
             self.writes += changes

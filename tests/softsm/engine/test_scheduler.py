@@ -144,9 +144,11 @@ LOOP: bar.sync 0; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 6000; @%p2 bra LOOP
     assert x[0] == 6000
 
 
-def test_an_endless_loop_ends_at_the_budget():
-    with pytest.raises(StepBudget, match="budget 300000"):
-        run("LOOP: add.u32 %r3, %r3, 1; bra LOOP;", budget=300_000)
+@pytest.mark.parametrize("loop", ["add.u32 %r3, %r3, 1;", "add.u32 %r3, %r3, 1; bar.sync 0;"])
+def test_an_endless_loop_ends_at_the_budget(loop):
+    """Also one whose warps wait for each other and never run for long."""
+    with pytest.raises(StepBudget, match="budget 30000"):
+        run(f"LOOP: {loop} bra LOOP;", budget=30_000, order="random")
 
 
 def test_a_device_function_is_called_and_returns():
