@@ -43,9 +43,9 @@ once per call, on the device, before the kernel. Where k is v and one query tile
 """
 
 V4 = """\
-V4 attention, 64 heads per block of threads. Rows: plain ones by TMA gather, `odd pages` by cp.async where rows are not
-equally far apart, `fp8` through registers; mixed where the window is an Fp8Cache and the compressed rows are plain.
-Named: by no compressed list, a list, or a block table.
+V4 attention, 64 heads at a time. Rows: `bf16` by TMA gather; `odd pages` by cp.async, where rows are not equally far
+apart; `fp8` through registers; `mixed`: the window an Fp8Cache, the compressed rows plain, by cp.async. Named: by no
+compressed list, a list, or a block table.
 """
 V4_VARIANTS = (
     ("bf16", "window only"), ("bf16", "list"), ("bf16", "table"), ("odd pages", "list"), ("fp8", "window only"),

@@ -96,12 +96,14 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
         stride_oh=stride_oh, stride_ln=stride_l[0], stride_lh=stride_l[1], sign=sign, split=int(split),
         signed_scale=sign * scale, items=tiles * splits,
     )  # fmt: skip
+    known = {}
     if "window_desc" in kernel.arg_names:
+        ways = _ways(p, window[0], compressed[0])
         arguments |= dict(q_desc=_heads(q))
-        arguments |= _by_tma("window", p.window, window[0]) | _by_tma("compressed", p.compressed, compressed[0])
-    known = dict(
-        HOW=how, WINDOW_WAY=_way(p.window, window[0]), COMPRESSED_WAY=_way(p.compressed, compressed[0]),
-        SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
+        arguments |= _by_tma("window", ways[0], window[0]) | _by_tma("compressed", ways[1], compressed[0])
+        known = dict(WINDOW_WAY=ways[0], COMPRESSED_WAY=ways[1])
+    known |= dict(
+        HOW=how, SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
         COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=_unit(p.compressed), SPLIT=split,
     )  # fmt: skip
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
@@ -163,16 +165,20 @@ def _lines_apart(rows: Tensor) -> tuple[int, int] | None:
     return (row, page // row) if row > 0 and page % row == 0 and page >= page_rows * row else None
 
 
-def _way(pool: Tensor | Fp8Cache | None, rows: Tensor) -> int:
-    """How the rows of a pool are read: see gather.py."""
-    if isinstance(pool, Fp8Cache):
-        return FP8.value
-    return CELLS.value if pool is None or _lines_apart(rows) is None else TMA.value
+def _ways(p: V4Problem, window: Tensor, compressed: Tensor) -> list[int]:
+    """How the rows of the two pools are read: see gather.py. Beside an Fp8Cache plain ones come by cp.async: with the
+    code for TMA a role would not fit into its registers."""
+    fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
+    ways = []
+    for pool, rows in ((p.window, window), (p.compressed, compressed)):
+        by_tma = isinstance(pool, Tensor) and not fp8 and _lines_apart(rows) is not None
+        ways.append(FP8.value if isinstance(pool, Fp8Cache) else TMA.value if by_tma else CELLS.value)
+    return ways
 
 
-def _by_tma(name: str, pool: Tensor | Fp8Cache | None, rows: Tensor) -> dict:
+def _by_tma(name: str, way: int, rows: Tensor) -> dict:
     """The descriptor of a pool's lines and the lines between its pages; of nothing where it is read in another way."""
-    if _way(pool, rows) != TMA.value or rows.numel() == 0:
+    if way != TMA.value or rows.numel() == 0:
         rows = _no_rows(rows.device)
     apart = _lines_apart(rows)
     assert apart is not None

@@ -22,7 +22,7 @@ shared memory   bytes       holds
 q               2 x 32768   [64, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768   [64, 256] each: half h of block j at 2 (j % 2) + h
 p               2 x 8192    [64, 64] each: P of block j at j % 2; the output rows leave through it
-bias            3 x 256     fp32 per key: what is added to the scores of block j, at j % 2; a place for nothing
+bias            2 x 256     fp32 per key: what is added to the scores of block j, at j % 2
 job             4           the number of blocks of the item
 barriers        8 each
 
@@ -233,7 +233,7 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
     q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
     kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
     p = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], P)
-    bias = gl.allocate_shared_memory(gl.float32, [3, 64], FLAT)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)

@@ -7,7 +7,7 @@ from dsv4.v4_problem import V4Problem
 __all__ = ["forward", "supports"]
 
 STEP = 64  # rows per step: one block
-REGISTERS = dict(GATHER_REGS=136, WARP_REGS=112)
+REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
 
 
 def forward(p: V4Problem) -> None:
