@@ -13,7 +13,7 @@ EXTRAS  := dev,hf,plot,trace
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
-TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/kernels/sm90)
+TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90)
 
 .PHONY: demo test test-slow test-gpu test-triton36 fuzz lint bench setup clean
 

@@ -327,7 +327,7 @@ def test_the_page_of_figures_is_up_to_date() -> None:
     """The budget, which is computed; and every variant has its line, though only `dsv4 kernels` compiles them all."""
     from dsv4.commands import kernels
 
-    page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text()
     for line in kernels.budget_section():
         assert line in page, f"run dsv4 kernels --write docs/kernels.md: {line}"
     for d, p_tmem in PATHS:

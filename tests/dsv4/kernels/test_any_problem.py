@@ -101,7 +101,7 @@ class Problem:
         self.capacity = (self.batch, q.shape[0], k.shape[0])
 
     def paged(self) -> None:
-        page, t = self.r.choice((1, 3, 8, 16, 24, 64)), self.queries()
+        page, t = self.r.choice((1, 3, 8, 16, 24, 64, 100, 256)), self.queries()
         lengths = [self.size() for _ in range(self.batch)]
         width = max(-(-max(lengths) // page), 1) + self.r.choice((0, 2))
         pages = self.r.choice((3, width * self.batch + 2))  # few: a page stands in many places
