@@ -9,7 +9,7 @@ from dsv4.integrations import flash_attn, flash_mla
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(suites.gpu_arch() != "sm_90a", reason="needs a GPU that dsv4 has V4 kernels for"),
+    pytest.mark.skipif(suites.gpu_arch() not in suites.ARCHS, reason="needs a GPU that dsv4 has kernels for"),
 ]
 INF = float("inf")
 

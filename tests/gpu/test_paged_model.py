@@ -13,7 +13,7 @@ from dsv4.integrations.paged_model import PagedModel  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(suites.gpu_arch() != "sm_90a", reason="needs a GPU that dsv4 has V4 kernels for"),
+    pytest.mark.skipif(suites.gpu_arch() not in suites.ARCHS, reason="needs a GPU that dsv4 has kernels for"),
 ]
 # Every expert and every compressed row takes part: a choice that rounding turns would be no error of the attention.
 CERTAIN = dict(head_dim=512, rope=64, num_experts_per_tok=4, index_topk=64)

@@ -5,6 +5,7 @@ Compiling a variant takes longer than running it: the quick tests share two.
 
 import dataclasses
 import os
+from pathlib import Path
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
 
@@ -18,11 +19,13 @@ from dsv4 import dispatch, reference, suites
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
+from dsv4.commands import kernels
 from dsv4.kernels.shared import v4_launch
 
 SEED = 11
 WHERE = suites.Where("softsm", "sm_100a")
 NAN = float("nan")
+PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"
 ORDERS = ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))]
 
 
@@ -172,6 +175,14 @@ def test_pages_of_plain_rows_wherever_they_lie(gap):
         "random", **common, compressed=pages, compressed_block_table=torch.randint(0, 15, (2, 30), dtype=torch.int32),
         compressed_lengths=torch.tensor([90, 67], dtype=torch.int32),
     ))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "named"), kernels.V4_VARIANTS)
+def test_no_role_spills_and_the_page_of_figures_says_so(kind, named):
+    line = kernels.v4_line(kind, named)
+    assert " | 0 / 0 | 0 | " in line, line
+    assert line in PAGE.read_text(), f"run dsv4 kernels --write docs/kernels.md: {line}"
 
 
 @pytest.mark.slow
