@@ -1,18 +1,18 @@
 """FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; shared/launch.py does the rest.
 
-=========  ==========================================  ===========
+=========  ==========================================  ===================
 head dim   problems                                    kernel
-=========  ==========================================  ===========
+=========  ==========================================  ===================
 64 - 256   all but the next                            rows.py
 64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
-512        all                                         wide.py
-=========  ==========================================  ===========
+512        all                                         wide.py, wide_kv.py
+=========  ==========================================  ===================
 """
 
 from dataclasses import replace
 
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split, multiprocessors
+from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split, multiprocessors, same
 from dsv4.kernels.sm90.rows import fmha_rows
 from dsv4.kernels.sm90.rows_loop import fmha_rows_loop
 from dsv4.kernels.sm90.wide import fmha_wide
@@ -23,7 +23,9 @@ def tiling(p: FmhaProblem) -> Tiling:
     """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling."""
     rows = p.max_seqlen_q * p.group  # of the longest sequence
     if p.head_dim == 512:
-        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=40))
+        # What the load warp leaves is for left, which holds more where v is a tensor of its own.
+        producer = 40 if same(p.k, p.v) else 24 if p.kind == "dense" else 32
+        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer))
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     many = p.kind == "dense" and tiles >= 4 * multiprocessors(p.q.device)
     large = many and p.num_splits <= 1 and not p.deterministic

@@ -154,12 +154,11 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
         (compressed_list_ptr + line * compressed_line, compressed_page_rows), compressed_count,
     )  # fmt: skip
     ring = (kv, ready, free)
-    SAME_KV: gl.constexpr = True
     gl.warp_specialize([
-        (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
-                     LISTED, SIGN)),
-        (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
-                      LISTED, SIGN)),
+        (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, LISTED,
+                     SIGN)),
+        (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, LISTED,
+                      SIGN)),
         (gather_role, (window, compressed, ring, bias, step_begin, step_end, HOW, (WINDOW_FP8, COMPRESSED_FP8),
                        (WINDOW_UNIT, COMPRESSED_UNIT))),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

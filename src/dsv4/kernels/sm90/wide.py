@@ -2,19 +2,18 @@
 
 O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys come in
 blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they hand each other P,
-the running maximum and the rescaling factor through shared memory. Role chart::
+the running maximum and the rescaling factor through shared memory. Role chart where k is v (MQA latents), and a block
+is loaded once and read as K and as V; wide_kv.py has the roles for a v of its own::
 
     load   1 warp   | blocks of the next step ...
     left   4 warps  | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
     right  4 warps  | S1 = Q K1^T |        wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
 
-While one softmaxes, the other keeps the tensor cores busy. When k is v (MQA latents) a block is one slot [64, 512],
-read as K and as V: two slots. Otherwise there is one K slot and one V slot, and right computes S1 after it has issued
-O_R += P0 V0_R, so that V0 leaves early.
+While one softmaxes, the other keeps the tensor cores busy.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
-kv              4 x 32768           [64, 256] each: k is v: block b, half h at 2b + h; else K halves at 0, 1, V at 2, 3
+kv              4 x 32768           [64, 256] each: block b, half h at 2b + h
 p               2 x 8192            [64, 64] each: P of block 0 and 1
 stat            6 x 256             fp32 per row: maximum after block 0, after block 1; factor 0, 1; sums of left, right
 barriers        8 each
@@ -22,30 +21,27 @@ barriers        8 each
 barrier         arrives                      count       waits          means
 q_asked         left, right                  2           load           the loads of Q are on their way
 q_ready         left, right                  2           left, right    both halves of Q are in q
-ready[i]        load: TMA bytes, or itself   1 + bytes   its users      slot i of kv is filled
-free[2b + h]    owner of half h              1           load           (k is v) O half h has used block b: refill it
-free[0, 1]      the block's owner            1           load           (k, v) S has used this half of K: refill it
-free[2 + h]     owner of half h              1           load           (k, v) O half h is updated: refill that V half
+ready[2b + h]   load: TMA bytes, or itself   1 + bytes   left, right    half h of block b is in kv
+free[2b + h]    owner of half h              1           load           O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
 landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
 
-(k is v) The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner
-has computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: (k is
-v) free[1] says so through ready[1]; (k, v) right waits for it before p_ready[1]. P1 is overwritten after p_ready[0] of
-the next step, before which left has waited for O_L += P1 V1_L. ready[0, 1] of (k, v) alternate between left and right,
-one phase each: neither can ask for its next phase before the other has seen the one between, since P passes from one to
-the other.
+The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner has
+computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1]
+says so through ready[1]. P1 is overwritten after p_ready[0] of the next step, before which left has waited for
+O_L += P1 V1_L.
 """
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import LISTED, PAGES, ROWS
-from dsv4.kernels.sm90 import parts
+from dsv4.kernels.shared.tiles import PAGES, ROWS
+from dsv4.kernels.sm90 import parts, wide_kv
+from dsv4.kernels.sm90.halves import begin_half, end_half, publish, scores
 
 
 @gluon.jit
-def load_role(source, ring, landed, q_asked, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
+def load_role(source, ring, landed, q_asked, work, HOW: gl.constexpr):
     k_desc, v_desc, k_rows, v_rows, where = source
     kv, ready, free = ring
     first, step_begin, step_end, part_row = work
@@ -53,66 +49,17 @@ def load_role(source, ring, landed, q_asked, work, SAME_KV: gl.constexpr, HOW: g
     phase = 1  # the first wait on an untouched barrier passes
     mbarrier.wait(q_asked, 0)  # Q would come last if it stood behind a whole ring of K
     for step in range(step_begin, step_end):
-        for b in gl.static_range(2):
-            row = first + step * 128 + b * 64
-            for h in gl.static_range(2):
-                slot = 2 * b + h if SAME_KV else h
-                mbarrier.wait(free.index(slot), phase)
-                landed_phase = loads.fill_any(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
-                                              where, row, h * 256, 64, 256, HOW)  # fmt: skip
-            if not SAME_KV:
-                for h in gl.static_range(2):
-                    mbarrier.wait(free.index(2 + h), phase)
-                    landed_phase = loads.fill_any(v_desc, v_rows, kv.index(2 + h), ready.index(2 + h), landed,
-                                                  landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
-                phase = phase ^ 1
-        if SAME_KV:
-            phase = phase ^ 1
+        for slot in gl.static_range(4):
+            mbarrier.wait(free.index(slot), phase)
+            row = first + step * 128 + slot // 2 * 64
+            landed_phase = loads.fill_any(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
+                                          where, row, slot % 2 * 256, 64, 256, HOW)  # fmt: skip
+        phase = phase ^ 1
 
 
 @gluon.jit
-def begin_half(q, q_asked, q_ready, tile_row, common, HALF: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
-               RS: gl.constexpr):  # fmt: skip
-    """Load this half's columns of Q -> what the rows see."""
-    tensors, strides, problem, work, pages = common
-    loads.load_rows(tensors[0], q.index(HALF), tile_row, problem[3], problem[0], problem[1], strides[0], strides[1],
-                    HALF * 256, 64, 256, 256, SIGN, q_asked)  # fmt: skip
-    fence_async_shared()
-    mbarrier.arrive(q_ready, count=1)
-    seen = parts.sight(tile_row, problem, work, pages, 128, HOW, RS)
-    mbarrier.wait(q_ready, 0)
-    return seen
-
-
-@gluon.jit
-def scores(q, kv, ready, slot, phase, step, LS: gl.constexpr):
-    """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for."""
-    # 0, but the compiler cannot know: it would keep all 64 wgmma descriptors of a fixed slot in registers, and spill.
-    opaque = gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
-    s = gl.zeros([64, 64], gl.float32, LS)
-    mbarrier.wait(ready.index(slot), phase)
-    s = warpgroup_mma(q.index(opaque), kv.index(opaque + slot).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(ready.index(slot + 1), phase)
-    return warpgroup_mma(q.index(opaque + 1), kv.index(opaque + slot + 1).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, SPLIT: gl.constexpr,
-             HOW: gl.constexpr):  # fmt: skip
-    """Add up the row sums of both warpgroups, write this half of O."""
-    if HOW == LISTED:
-        o = softmax.turn_back(o, common[4][1], HALF * 256, 512)
-    RS: gl.constexpr = m.type.layout
-    stat.index(4 + HALF).store(l)
-    mbarrier.arrive(sum_ready.index(HALF), count=1)
-    mbarrier.wait(sum_ready.index(1 - HALF), 0)
-    l = l + stat.index(5 - HALF).load(RS)
-    parts.write(o, m, l, q.index(HALF), tile_row, common, HALF * 256, 512, SPLIT)
-
-
-@gluon.jit
-def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
-              SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
+              HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 0 of each step and O[:, :256]."""
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
@@ -129,32 +76,23 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
     l = gl.full([64], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
-        s = scores(q, kv, ready, 0, phase if SAME_KV else 0, step, LS)
+        s = scores(q, kv, ready, 0, phase, step, LS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        if not SAME_KV:
-            mbarrier.arrive(free.index(0), count=1)
-            mbarrier.arrive(free.index(1), count=1)
         s = parts.mask(s, first + step * 128, seen, problem, pages, HOW)
         p, m0, a0 = softmax.step(s, m, scale)
         l = l * a0 + gl.sum(p, 1)
         pb = p.to(q.dtype)
-        p_smem.index(0).store(pb)
-        stat.index(0).store(m0)
-        stat.index(2).store(a0)
-        fence_async_shared()
-        mbarrier.arrive(p_ready.index(0), count=1)
+        publish(pb, m0, a0, p_smem, stat, p_ready, 0)
         o = o * gl.convert_layout(a0, RO)[:, None]
-        if not SAME_KV:
-            mbarrier.wait(ready.index(2), 0)
-        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0 if SAME_KV else 2), o, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0), o, is_async=True)
         # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(0 if SAME_KV else 2), count=1)
+        mbarrier.arrive(free.index(0), count=1)
         mbarrier.wait(p_ready.index(1), phase)
         m = stat.index(1).load(RS)
         a1 = stat.index(3).load(RS)
         l = l * a1
-        mbarrier.wait(ready.index(2), phase if SAME_KV else 1)
+        mbarrier.wait(ready.index(2), phase)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(p_smem.index(1), kv.index(2), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -164,8 +102,8 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
 
 
 @gluon.jit
-def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV: gl.constexpr,
-               SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
+               HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
     """Block 1 of each step and O[:, 256:]."""
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
@@ -182,37 +120,21 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
     l = gl.full([64], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
-        if SAME_KV:
-            s = scores(q, kv, ready, 2, phase, step, LS)
+        s = scores(q, kv, ready, 2, phase, step, LS)
         mbarrier.wait(p_ready.index(0), phase)
         m0 = stat.index(0).load(RS)
         a0 = stat.index(2).load(RS)
         o = o * gl.convert_layout(a0, RO)[:, None]
-        mbarrier.wait(ready.index(1 if SAME_KV else 3), phase if SAME_KV else 0)
-        o = warpgroup_mma(p_smem.index(0), kv.index(1 if SAME_KV else 3), o, is_async=True)
-        if SAME_KV:
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        else:
-            s = scores(q, kv, ready, 0, 1, step, LS)
-            o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-            mbarrier.arrive(free.index(3), count=1)
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            mbarrier.arrive(free.index(0), count=1)
-            mbarrier.arrive(free.index(1), count=1)
+        mbarrier.wait(ready.index(1), phase)
+        o = warpgroup_mma(p_smem.index(0), kv.index(1), o, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         s = parts.mask(s, first + step * 128 + 64, seen, problem, pages, HOW)
         p, m, a1 = softmax.step(s, m0, scale)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
         pb = p.to(q.dtype)
-        p_smem.index(1).store(pb)
-        stat.index(1).store(m)
-        stat.index(3).store(a1)
-        fence_async_shared()
-        mbarrier.arrive(p_ready.index(1), count=1)
-        if SAME_KV:
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(1), count=1)
-        else:
-            mbarrier.wait(ready.index(3), 1)
+        publish(pb, m, a1, p_smem, stat, p_ready, 1)
+        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        mbarrier.arrive(free.index(1), count=1)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(3), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -265,10 +187,19 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
             table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
             (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
             HOW)  # fmt: skip
-        gl.warp_specialize([
-            (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
-                         HOW, SIGN)),
-            (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SAME_KV, SPLIT,
-                          HOW, SIGN)),
-            (load_role, (source, ring, landed, q_asked, common[3], SAME_KV, HOW)),
-        ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+        if SAME_KV:
+            gl.warp_specialize([
+                (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, HOW,
+                             SIGN)),
+                (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, HOW,
+                              SIGN)),
+                (load_role, (source, ring, landed, q_asked, common[3], HOW)),
+            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (wide_kv.left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common,
+                                     SPLIT, HOW, SIGN)),
+                (wide_kv.right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common,
+                                      SPLIT, HOW, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, q_asked, common[3], HOW)),
+            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
