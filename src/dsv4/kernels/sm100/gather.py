@@ -121,14 +121,23 @@ def copy_block(pool, number, ring, at):
 
 @gluon.jit
 def fp8_values(ptr, data, there, INDEX: gl.constexpr):
-    """64 e4m3 values of each row, as bytes; INDEX 7: the last 64 values, which are bf16."""
+    """64 of the 448 e4m3 values of each row, as bytes."""
+    column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES8))
+    return gl.load(ptr + data[:, None] + column[None, :], mask=there[:, None], other=0)
+
+
+@gluon.jit
+def fp8_rest(ptr, data, there, UNIT: gl.constexpr):
+    """The last 64 values of each row, which are bf16."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LANES8))
-    if INDEX == 7:
+    if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
-        x = gl.load(rest_ptr + (data // 2)[:, None] + (224 + column)[None, :], mask=there[:, None], other=0.0)
-    else:
-        x = gl.load(ptr + data[:, None] + (INDEX * 64 + column)[None, :], mask=there[:, None], other=0)
-    return x
+        return gl.load(rest_ptr + (data // 2)[:, None] + (224 + column)[None, :], mask=there[:, None], other=0.0)
+    else:  # at odd addresses, too
+        pointers = ptr + data[:, None] + (448 + 2 * column)[None, :]
+        low = gl.load(pointers, mask=there[:, None], other=0).to(gl.int16)
+        high = gl.load(pointers + 1, mask=there[:, None], other=0).to(gl.int16)
+        return (low | (high << 8)).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
@@ -186,7 +195,7 @@ def fp8_block(pool, number, ring, at, UNIT: gl.constexpr):
     fp8_store(panels.index(1), x1, scales, 1)
     x6 = fp8_values(ptr, data, there, 6)
     fp8_store(panels.index(2), x2, scales, 2)
-    rest = fp8_values(ptr, data, there, 7)
+    rest = fp8_rest(ptr, data, there, UNIT)
     fp8_store(panels.index(3), x3, scales, 3)
     announce(ready.index(slot))
     panels = reinterpret(kv.index(slot + 1), [4, 64, 64], PANEL)
