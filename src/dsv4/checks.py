@@ -181,10 +181,14 @@ def flag(name: str, x: Any) -> bool:
     return x
 
 
-def backend(x: Any) -> str:
-    if not isinstance(x, str) or x not in BACKENDS:
-        fail("backend", describe(x), ", ".join(map(repr, BACKENDS)))
+def one_of(name: str, x: Any, accepted: Sequence[str]) -> str:
+    if not isinstance(x, str) or x not in accepted:
+        fail(name, describe(x), ", ".join(map(repr, accepted)))
     return x
+
+
+def backend(x: Any) -> str:
+    return one_of("backend", x, BACKENDS)
 
 
 def derivatives() -> bool:

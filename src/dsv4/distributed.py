@@ -30,11 +30,14 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks
-from dsv4.fmha import fmha
+from dsv4.fmha import fmha, fmha_paged, fmha_varlen
 from dsv4.merge import merge_states
+from dsv4.v4 import v4_attention
 
+OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
 ORDERS = ("zigzag", "contiguous")
 METHODS = ("ring", "gather")
+HEADS = ("all", "mine")
 
 
 def decode(
@@ -56,10 +59,18 @@ def decode(
     (one line of the batch per query) or, for v4_attention, by the lists. inverse_rope is a rotation of each query's
     output, so it may be given.
     """
-    for name in ("causal", "window"):
-        if options.get(name) not in (None, False, (-1, -1)):
-            accepted = "nothing: a rank knows only its own keys; use lengths or lists"
-            checks.fail(name, checks.describe(options[name]), accepted)
+    if not any(attention is operation for operation in OPERATIONS):
+        names = ", ".join(f"dsv4.{operation.__name__}" for operation in OPERATIONS)
+        checks.fail("attention", checks.describe(attention), names)
+    if attention is not v4_attention:  # its window is a pool of rows
+        causal, window = options.get("causal", False), options.get("window", (-1, -1))
+        for name, given in (
+            ("causal", checks.flag("causal", causal)),
+            ("window", checks.window(window, False) != (-1, -1)),
+        ):
+            if given:
+                accepted = "nothing: a rank knows only its own keys; use lengths"
+                checks.fail(name, checks.describe(options[name]), accepted)
     if "out" in options or "plan" in options:
         checks.fail("out" if "out" in options else "plan", "an argument", "no such argument here")
     checks.flag("return_lse", return_lse)
@@ -77,12 +88,17 @@ def merge(
     all of them would have; as tensor-parallel projections want it, and 1 / R of the traffic.
     """
     rank, size = _place(group)
-    if heads not in ("all", "mine"):
-        checks.fail("heads", checks.describe(heads), "'all' or 'mine'")
+    checks.one_of("heads", heads, HEADS)
+    if not checks.is_tensor(out) or out.ndim not in (3, 4):
+        checks.fail("out", checks.describe(out), "[B, T, H, D] or [N, H, D]")
+    count = out.shape[-2]
+    checks.tensor("out", out, tuple(out.shape), checks.FLOATS, unit_last=False)
+    shape = (*out.shape[:-3], count, out.shape[-3]) if out.ndim == 4 else tuple(out.shape[:2])
+    checks.tensor("lse", lse, shape, (torch.float32,), like=("out", out), unit_last=False)
+    checks.sink(sink, count, ("out", out))
     if heads == "mine":
-        if not checks.is_tensor(out) or out.ndim not in (3, 4) or out.shape[-2] % size:
-            checks.fail("out", checks.describe(out), f"[..., H, D] with H a multiple of {size}, the ranks")
-        checks.sink(sink, out.shape[-2], ("out", out))
+        if count % size:
+            checks.fail("out", f"{count} heads", f"a multiple of {size}, the ranks, with heads='mine'")
         if sink is not None:
             sink = sink.chunk(size)[rank]
     if size == 1:
@@ -99,7 +115,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape; -1 stays -1.
     """
     rank, size = _place(group)
-    checks.tensor("indices", indices, tuple(getattr(indices, "shape", ())), (torch.int32, torch.int64), unit_last=False)
+    _whole("indices", indices)
     checks.at_least(1, "block", block)
     mine = (indices >= 0) & (indices // block % size == rank)
     return torch.where(mine, indices // (block * size) * block + indices % block, -1)
@@ -108,7 +124,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
 def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     """How many of the rows 0 .. length - 1 are this rank's, dealt out as by :func:`local_rows`."""
     rank, size = _place(group)
-    checks.tensor("lengths", lengths, tuple(getattr(lengths, "shape", ())), (torch.int32, torch.int64), unit_last=False)
+    _whole("lengths", lengths)
     checks.at_least(1, "block", block)
     rounds = lengths // (block * size)
     return rounds * block + (lengths - rounds * (block * size) - rank * block).clamp(0, block)
@@ -116,13 +132,14 @@ def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tens
 
 def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
     """This rank's part of a whole tensor, cut along dim (1: the tokens of q, k, v)."""
-    return x.index_select(dim, positions(x.shape[dim], order=order, group=group, device=x.device))
+    length = _length(x, dim)
+    return x.index_select(dim, _positions("x", f"{length} along dim {dim}", length, order, group, x.device))
 
 
 def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
     """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather."""
     _, size = _place(group)
-    pieces = _pieces(x.shape[dim], size, order)
+    pieces = _pieces(_length(x, dim), size, order)
     if size == 1:
         return x
     parts = [part.chunk(pieces, dim) for part in _gather(x, group)]
@@ -132,10 +149,17 @@ def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None
 
 def positions(length: int, *, order: str = "zigzag", group: Any = None, device: Any = None) -> Tensor:
     """The positions in the whole sequence of this rank's tokens, int64 [length / size], rising within a piece."""
+    where = None if device is None else checks.device("device", device)
+    return _positions("length", f"{length}", checks.at_least(0, "length", length), order, group, where)
+
+
+def _positions(
+    name: str, came: str, length: int, order: str, group: Any, device: torch.device | None
+) -> Tensor:
     rank, size = _place(group)
     pieces = _pieces(None, size, order)
-    if checks.at_least(0, "length", length) % (pieces * size):
-        checks.fail("length", length, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
+    if length % (pieces * size):
+        checks.fail(name, came, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
     piece = length // (pieces * size)
     return torch.cat([torch.arange(piece, device=device) + n * piece for n in _numbers(rank, size, order)])
 
@@ -166,8 +190,7 @@ def prefill(
     rank, size = _place(group)
     left, right = checks.window(window, checks.flag("causal", causal))
     checks.flag("return_lse", return_lse)
-    if method not in METHODS:
-        checks.fail("method", checks.describe(method), " or ".join(map(repr, METHODS)))
+    checks.one_of("method", method, METHODS)
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
@@ -269,12 +292,27 @@ def _numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
 
 def _pieces(tokens: int | None, size: int, order: str) -> int:
     """How many pieces of the sequence a rank has, its tokens being so many."""
-    if order not in ORDERS:
-        checks.fail("order", checks.describe(order), " or ".join(map(repr, ORDERS)))
+    checks.one_of("order", order, ORDERS)
     pieces = 2 if order == "zigzag" else 1
     if tokens is not None and tokens % pieces:
         checks.fail("order", f"'zigzag' with {tokens} tokens on a rank", "an even number of them, or 'contiguous'")
     return pieces
+
+
+def _whole(name: str, x: Any) -> None:
+    """A tensor of whole numbers, of any shape."""
+    if not checks.is_tensor(x):
+        checks.fail(name, checks.describe(x), "an int32 or int64 tensor")
+    checks.tensor(name, x, tuple(x.shape), (torch.int32, torch.int64), unit_last=False)
+
+
+def _length(x: Any, dim: Any) -> int:
+    """The size of a tensor along dim."""
+    if not checks.is_tensor(x) or x.ndim == 0 or x.layout != torch.strided:
+        checks.fail("x", checks.describe(x), "a dense tensor with dimensions")
+    if checks.whole(dim) is None or not -x.ndim <= dim < x.ndim:
+        checks.fail("dim", checks.describe(dim), f"an int from {-x.ndim} to {x.ndim - 1}")
+    return x.shape[dim]
 
 
 def _gather(x: Tensor, group: Any) -> list[Tensor]:
@@ -300,13 +338,14 @@ def _place(group: Any) -> tuple[int, int]:
     """(rank, size) in the group."""
     import torch.distributed as dist
 
+    accepted = "None or a group of torch.distributed with this rank"
     if not dist.is_available() or not dist.is_initialized():
-        accepted = "a group of torch.distributed, after init_process_group"
-        checks.fail("group", "no process group", accepted)
-    rank = dist.get_rank(group)
-    if rank < 0:
-        checks.fail("group", "a group that this rank is not in", "a group with this rank")
-    return rank, dist.get_world_size(group)
+        checks.fail("group", "no process group", f"{accepted}, after init_process_group")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group says so to ranks outside
+        checks.fail("group", "a group that this rank is not in", accepted)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        checks.fail("group", checks.describe(group), accepted)
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _global(group: Any, rank: int) -> int:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import wrong
 from distributed_worker import CHECKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsv4
 from dsv4 import distributed, reference
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -90,3 +93,38 @@ def test_without_a_process_group_it_says_so():
     for call in (lambda: distributed.prefill(q, q, q), lambda: distributed.shard(q), lambda: distributed.local_rows(q)):
         with pytest.raises(ValueError, match="^group: got no process group; accepted: .*init_process_group"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_wrong_arguments(tmp_path):
+    q, k = torch.randn(2, 2, 4, 64), torch.randn(2, 2, 2, 64)
+    sink = torch.zeros(4)
+
+    def decode(attention, q, **options):
+        return distributed.decode(attention, q, k, k, **options)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        common = dict(group=dist.group.WORLD)
+        attention = dict(sink=sink, return_lse=True, softmax_scale=0.1, **common)
+        cut = dict(order="zigzag", **common)
+        for function, right in (
+            (decode, dict(attention=dsv4.fmha, q=q, heads="mine", causal=False, window=(-1, -1), **attention)),
+            (distributed.merge, dict(out=q, lse=torch.zeros(2, 4, 2), sink=sink, heads="all", **common)),
+            (distributed.local_rows, dict(indices=torch.tensor([1]), block=2, **common)),
+            (distributed.local_lengths, dict(lengths=torch.tensor([1]), block=2, **common)),
+            (distributed.shard, dict(x=torch.randn(1, 4, 2), dim=1, **cut)),
+            (distributed.unshard, dict(x=torch.randn(1, 4, 2), dim=1, **cut)),
+            (distributed.positions, dict(length=4, device="cpu", **cut)),
+            (distributed.prefill, dict(q=q, k=k, v=k, causal=True, window=(3, 0), method="ring", deterministic=False,
+                                       backend="cpu", **cut, **{x: attention[x] for x in attention if x != "group"})),
+        ):  # fmt: skip
+            # tensors of any dtype and shape can be cut
+            meant = [("x", what) for what in ("complex tensor", "bool tensor", "seven dimensions")]
+            wrong.each_in_turn(function.__name__, function, right, meant)
+        # the window of v4_attention is a pool, also by name
+        rows = torch.randn(9, 64)
+        got = distributed.decode(dsv4.v4_attention, q[0], window=rows, window_indices=torch.ones(2, 3).int(), sink=sink)
+        assert torch.equal(got, dsv4.v4_attention(q[0], rows, torch.ones(2, 3).int(), sink=sink))
+    finally:
+        dist.destroy_process_group()

@@ -20,6 +20,7 @@ Refused by name, because dsv4 does not have them: dropout_p, softcap, alibi_slop
 require grad.
 """
 
+import numbers
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ def flash_attn_varlen_func(
             )  # fmt: skip
         out = out[..., :width]
     else:
+        checks.bound("max_seqlen_k", max_seqlen_k)
         with named(sink="learnable_sink", window="window_size", k_pages="k", v_pages="v", lengths="cu_seqlens_k"):
             out, lse = _varlen_paged(
                 q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale=softmax_scale, **more
@@ -214,7 +216,7 @@ def flash_attn_with_kvcache(
 def _refuse(**arguments: Any) -> None:
     """What flash-attn has and dsv4 has not; 0 and None switch it off there too."""
     for name, x in arguments.items():
-        if x is not None and (checks.is_tensor(x) or x != 0):
+        if x is not None and not (isinstance(x, numbers.Real) and x == 0):
             checks.fail(name, checks.describe(x), "None" if name == "alibi_slopes" else "0.0: dsv4 has no " + name)
 
 
@@ -257,6 +259,7 @@ def _varlen_paged(
         if x.shape[0] == 0:
             checks.fail(name, "no entries", "B + 1 entries")
     total, batch = q.shape[0], cu_q.shape[0] - 1
+    longest = min(longest, total)  # a generous bound must not cost memory
     counts = cu_q.diff()
     if checks.values_checked(cu_q):
         checks.cumulative("cu_seqlens_q", cu_q, total, "q")

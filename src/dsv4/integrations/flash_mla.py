@@ -83,7 +83,8 @@ def flash_mla_with_kvcache(
 
     With ``indices``: q [b, s_q, h_q, 512] attends, in one softmax, to the rows of k_cache that indices int32 [b, s_q,
     topk] lists and to those of extra_k_cache in extra_indices_in_kvcache; -1 = nothing there. topk_length and
-    extra_topk_length int32 [b]: only so many entries from the left count. This is :func:`dsv4.v4_attention`.
+    extra_topk_length int32 [b]: only so many entries from the left count. block_table and cache_seqlens are not looked
+    at. This is :func:`dsv4.v4_attention`.
 
     Without: dense, all ``cache_seqlens[n]`` rows of k_cache [blocks, rows, h_k, 512] (bf16 or fp16; key and value at
     once) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is

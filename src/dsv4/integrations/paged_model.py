@@ -68,8 +68,7 @@ class PagedModel:
         for kind, rate in config.compress_rates.items():
             if page_tokens % rate:
                 checks.fail("page_tokens", page_tokens, f"a multiple of {rate}, the ratio of {kind}")
-        if rows not in ("model", "fp8"):
-            checks.fail("rows", checks.describe(rows), "'model' or 'fp8'")
+        checks.one_of("rows", rows, ("model", "fp8"))
         if rows == "fp8" and (config.head_dim, config.qk_rope_head_dim) != (HEAD_DIM, ROPE):
             came = f"'fp8' with head dim {config.head_dim} and {config.qk_rope_head_dim} rotated dims"
             checks.fail("rows", came, f"'fp8' with head dim {HEAD_DIM} and {ROPE} rotated dims")
@@ -110,7 +109,10 @@ class PagedModel:
         A name that is not known yet begins a request. all_logits: [new tokens, vocabulary] of each. When it raises,
         every request is where it was.
         """
-        ids = {name: self._ids(name, tokens) for name, tokens in new.items()}
+        if not isinstance(new, Mapping):
+            checks.fail("new", checks.describe(new), "a mapping of names to tokens")
+        checks.flag("all_logits", all_logits)
+        ids = {name: self._ids(f"tokens of {name!r}", tokens) for name, tokens in new.items()}
         requests = self._room(ids)
         if not ids:
             return {}
@@ -146,7 +148,7 @@ class PagedModel:
 
     def drop(self, name: Hashable) -> None:
         """The request is over; its pages are free."""
-        if name not in self.requests:
+        if not isinstance(name, Hashable) or name not in self.requests:
             checks.fail("name", checks.describe(name), "the name of a request")
         request = self.requests.pop(name)
         self.token_pages.give(request.pages)
@@ -157,22 +159,40 @@ class PagedModel:
     ) -> list[list[int]]:
         """Greedy: the next new_tokens tokens of each prompt, or as many as it takes to the token ``stop``.
 
-        Prompts come in as room allows, beside those that decode.
+        Prompts come in as room allows, beside those that decode: one for which there are pages to its end.
         """
         checks.at_least(1, "new_tokens", new_tokens)
+        if stop is not None:
+            checks.at_least(0, "stop", stop, "None or a token number")
+        if not isinstance(prompts, Sequence) and not (checks.is_tensor(prompts) and prompts.ndim == 2):
+            checks.fail("prompts", checks.describe(prompts), "a list of prompts")
         left = {object(): self._ids(f"prompts[{n}]", x).tolist() for n, x in enumerate(prompts)}
+        ends = {}  # tokens of each in the end; nobody sees the last one
+        for n, (name, prompt) in enumerate(left.items()):
+            ends[name] = len(prompt) + new_tokens - 1
+            if ends[name] > self.context:
+                came = f"{len(prompt)} tokens, and {new_tokens} new ones"
+                checks.fail(f"prompts[{n}]", came, f"at most {self.context + 1} together in a request")
         said: dict[object, list[int]] = {name: [] for name in left}
         try:
             while left:
                 feed: dict[Hashable, list[int]] = {}
                 room = self.chunk
+                spare = len(self.token_pages.free) - sum(
+                    self._pages(ends[name]) - len(self.requests[name].pages) for name in left.keys() & self.requests
+                )
                 for name in sorted(left, key=lambda name: len(left[name])):  # those that decode first
-                    known = name in self.requests or len(self.requests.keys() | feed.keys()) < self.limit
-                    if known and room:
-                        feed[name] = left[name][:room]
-                        room -= len(feed[name])
+                    if not room:
+                        break
+                    if name not in self.requests:
+                        pages = self._pages(ends[name])
+                        if pages > spare or len(self.requests.keys() | feed.keys()) == self.limit:
+                            continue
+                        spare -= pages
+                    feed[name] = left[name][:room]
+                    room -= len(feed[name])
                 if not feed:
-                    checks.fail("prompts", "no place for one", "less requests of others; drop those that are over")
+                    checks.fail("prompts", "no place for one", "fewer requests of others; drop those that are over")
                 for name, logits in self.step(feed).items():
                     left[name] = left[name][len(feed[name]) :]
                     if not left[name]:  # the prompt is in
@@ -186,13 +206,19 @@ class PagedModel:
                 self.drop(name)
         return list(said.values())
 
-    def _ids(self, name: Any, x: Sequence[int] | Tensor) -> Tensor:
-        ids = torch.as_tensor(x)
-        vocabulary = self.model.config.vocab_size
-        if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int32, torch.int64):
-            checks.fail(f"tokens of {name!r}", checks.describe(ids), "one or more token numbers")
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def _ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
+        accepted = "one or more token numbers"
+        try:
+            ids = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):
+            checks.fail(name, checks.describe(x), accepted)
+        if not checks.is_tensor(ids) or ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int32, torch.int64):
+            checks.fail(name, checks.describe(x), accepted)
         if checks.values_checked(ids):
-            checks.in_range(f"tokens of {name!r}", ids, 0, vocabulary - 1)
+            checks.in_range(name, ids, 0, self.model.config.vocab_size - 1)
         return ids.to(self.device).long()
 
     def _room(self, ids: Mapping[Hashable, Tensor]) -> list[paging.Request]:

@@ -5,6 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import wrong  # noqa: E402
 from tiny_v4 import build  # noqa: E402
 
 import dsv4  # noqa: E402
@@ -152,6 +153,19 @@ def test_greedy_generation_is_that_of_transformers(model, ids):
     assert engine.generate([ids[2, :17]], 8, stop=stop) == [want[2][:until]]
 
 
+def test_prompts_wait_for_pages(model, ids):
+    """Six pages of 32 tokens; a prompt and what follows it need three, so that four prompts go through by twos."""
+    prompts = [ids[r, :62] for r in range(4)]
+    together = served(model, tokens=64, chunk=70)
+    assert len(together.token_pages.free) == 6
+    assert together.generate(prompts, 4) == served(model).generate(prompts, 4)
+    for some in ids[0, :100].split(50):  # four pages
+        together.step({"other": some})
+    with pytest.raises(ValueError, match="^prompts: got no place for one"):
+        together.generate(prompts, 4)
+    assert together.requests.keys() == {"other"}
+
+
 def test_eager_still_works_beside_it(model, ids, eager):
     served(model).step({"a": ids[0, :20]})
     model.set_attn_implementation("eager")
@@ -194,3 +208,27 @@ def test_what_it_cannot_do_it_says(model, ids):
     engine.step({"b": ids[0, :2]})
     with pytest.raises(ValueError, match="^prompts: got no place"):
         engine.generate([ids[0, :3]], 2)
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: got 98 tokens, and 4 new ones; accepted: at most 101"):
+        engine.generate([ids[0, :9], ids[0, :98]], 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_wrong_arguments(model):
+    wrong.each_in_turn("PagedModel", PagedModel, dict(model=model, context=200, rows="model", backend="cpu", **SMALL))
+    engine = served(model)
+
+    def step(tokens, new=None, all_logits=False):
+        try:
+            engine.step({"a": tokens} if new is None else new, all_logits=all_logits)
+        finally:
+            for name in list(engine.requests):
+                engine.drop(name)
+
+    wrong.each_in_turn("step", step, dict(tokens=[1, 2], new={"a": [1]}, all_logits=True),
+                       [("tokens", "*"), ("new", "dict")])  # fmt: skip
+    wrong.each_in_turn("step", step, dict(tokens=[1, 2]))
+    wrong.each_in_turn("generate", engine.generate, dict(prompts=[[1], [2]], new_tokens=2, stop=5),
+                       [("prompts", "empty list")])  # fmt: skip
+    for name in ({}, [1], "b", None):
+        with pytest.raises(ValueError, match="^name: got .*; accepted: the name of a request"):
+            engine.drop(name)
