@@ -178,6 +178,16 @@ def test_pages_of_plain_rows_wherever_they_lie(gap):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [8, 2, 1])
+def test_fp8_pages_at_any_address(more):
+    """Pages that start at multiples of 8 bytes, of 2, and at odd addresses: a row's last values are bf16."""
+    cache = dsv4.Fp8Cache(torch.zeros(20 * (3 * 584 + more), dtype=torch.uint8), 3, 3 * 584 + more)
+    cache.write(torch.arange(60), rows(60))
+    listed = numbers(2, 100, of=60)
+    compare(*run("latest", q=torch.randn(2, 8, 512).bfloat16(), window=cache, window_indices=listed))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "named"), kernels.V4_VARIANTS)
 def test_no_role_spills_and_the_page_of_figures_says_so(kind, named):
     line = kernels.v4_line(kind, named)
