@@ -257,4 +257,4 @@ def _stop(message: str) -> None:
 
 
 def main() -> None:
-    app()
+    app(prog_name="softsm")

@@ -190,6 +190,23 @@ def test_module_is_the_command() -> None:
     assert done.returncode == 2 and "accepted" in done.stderr
 
 
+@pytest.mark.parametrize("command, says", [
+    ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a"),
+    ("compile -o x --head-dim 100", "100: accepted: 64, 128, 256, 512"),
+    ("compile -o x --dtype fp32", "fp32: accepted: bf16, fp16"),
+    ("compile -o x --kind pages", "pages: accepted: dense, varlen, paged, v4"),
+    ("compile -o x --kind v4 --head-dim 64", "v4: accepted: with head dim 512 and bf16"),
+    ("compile -o x --page-size 0", "--page-size"),
+    ("kernels --arch sm_90a", "sm_90a: accepted: sm_100a"),
+    ("kernels --operation merge", "merge: accepted: fmha, v4"),
+    ("kernels --way tma", "tma: accepted: rows, pages, cells"),
+    ("kernels --head-dim 5", "5: accepted: 64, 128, 256, 512"),
+])  # fmt: skip
+def test_values_that_an_option_does_not_have(command, says) -> None:
+    result = run(*command.split())
+    assert result.code == 2 and says in result.err and "Traceback" not in result.err
+
+
 def test_version() -> None:
     assert run("--version").out == f"{dsv4.__version__}\n"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import dispatch, problem, v4_problem
+from dsv4 import checks, dispatch, problem, v4_problem
 from dsv4.caches import Fp8Cache
 from dsv4.problem import FmhaProblem
 from dsv4.v4_problem import V4Problem
@@ -34,18 +34,18 @@ def compile(  # noqa: A001 - the command's name
     head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16; default bf16")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="dense, varlen, paged, v4; default all")] = None,
-    page_size: Annotated[int, typer.Option(help="rows per page of the paged kernels")] = 64,
-    jobs: Annotated[int, typer.Option(help="processes")] = os.cpu_count() or 1,
+    page_size: Annotated[int, typer.Option(min=1, help="rows per page of the paged kernels")] = 64,
+    jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
 ) -> None:
     """Compile the kernels ahead of time into a directory; DSV4_AOT=DIR then launches from there, without a compiler."""
-    if arch not in CAPABILITIES:
-        raise typer.BadParameter(f"{arch}: accepted: {', '.join(CAPABILITIES)}")
-    kinds, dims = kind or KINDS, head_dim or (64, 128, 256, 512)
-    if unknown := set(kinds) - set(KINDS):
-        raise typer.BadParameter(f"{unknown.pop()}: accepted: {', '.join(KINDS)}")
-    wanted: list[tuple] = list(itertools.product(dims, dtype or ("bf16",), [k for k in kinds if k != "v4"], PHASES))
-    if "v4" in kinds and 512 in dims:
+    show.chosen("--arch", [arch], CAPABILITIES)
+    kinds, dims = show.chosen("--kind", kind, KINDS), show.chosen("--head-dim", head_dim, checks.HEAD_DIMS)
+    dtypes = show.chosen("--dtype", dtype or ["bf16"], DTYPES)
+    wanted: list[tuple] = list(itertools.product(dims, dtypes, [k for k in kinds if k != "v4"], PHASES))
+    if "v4" in kinds and 512 in dims and "bf16" in dtypes:
         wanted += [x for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
+    if not wanted:
+        raise typer.BadParameter("v4: accepted: with head dim 512 and bf16", param_hint="--kind")
     console = show.console()
     written: set[str] = set()
     with ProcessPoolExecutor(jobs) as pool:

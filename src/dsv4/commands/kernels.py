@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import problem
+from dsv4 import checks, problem
 
 from . import show
 from .compile import v4_small
 
-DIMS = (64, 128, 256, 512)
+DIMS = checks.HEAD_DIMS
 WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 COLUMNS = (
@@ -61,18 +61,19 @@ def kernels(
     write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
 ) -> None:
     """Registers, memory and spills of every variant, and the instruction budget of its main loop."""
-    if arch != "sm_100a":
-        raise typer.BadParameter(f"{arch}: accepted: sm_100a")
+    show.chosen("--arch", [arch], ["sm_100a"])
+    operations = show.chosen("--operation", operation, ("fmha", "v4"))
+    ways, dims = show.chosen("--way", way, WAYS), show.chosen("--head-dim", head_dim, DIMS)
     console = show.console()
     rows, v4_rows = [], []
-    for d, p_tmem in PATHS if "fmha" in (operation or ["fmha"]) else ():
-        for how in way or WAYS:
+    for d, p_tmem in PATHS if "fmha" in operations else ():
+        for how in ways:
             # Pages are read by a warp of their own: the P path makes no difference to it, so one is enough.
-            if d in (head_dim or DIMS) and (how == "rows" or p_tmem == (d < 512)):
+            if d in dims and (how == "rows" or p_tmem == (d < 512)):
                 line = variant_line(d, p_tmem, how)
                 console.print(line, soft_wrap=True, markup=False)
                 rows.append(line)
-    for variant in V4_VARIANTS if "v4" in (operation or ["v4"]) else ():
+    for variant in V4_VARIANTS if "v4" in operations else ():
         line = v4_line(*variant)
         console.print(line, soft_wrap=True, markup=False)
         v4_rows.append(line)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -12,11 +14,21 @@ from dsv4.suites import Case, Result, Where, run_cases, run_parallel
 
 # Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
 WIDE = 120
+T = TypeVar("T")
 
 
 def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else WIDE, highlight=False)
+
+
+def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> list[T]:
+    """The values of an option that may be given several times; all that are accepted if it is not given."""
+    known = list(accepted)
+    for value in values or ():
+        if value not in known:
+            raise typer.BadParameter(f"{value}: accepted: {', '.join(map(str, known))}", param_hint=option)
+    return list(values or known)
 
 
 def progress() -> Progress:
