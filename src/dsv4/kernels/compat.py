@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TRITON_VERSION", "TensorDescriptor", "async_copy", "cp_async", "fence_async_shared", "gl", "gluon", "mbarrier",
-    "reinterpret", "tma_load", "warpgroup_mma", "warpgroup_mma_wait",
+    "reinterpret", "reinterpret_as", "tma_load", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -25,14 +25,20 @@ if TRITON_VERSION < (3, 9):
     cp_async = async_copy.async_copy_global_to_shared
 
     @gluon.jit
-    def reinterpret(smem, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared-memory bytes seen with another shape and layout."""
-        return smem._reinterpret(smem.dtype, shape, layout)
+    def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared-memory bytes seen with another type, shape and layout."""
+        return smem._reinterpret(dtype, shape, layout)
 else:
     tma_load = tma.async_load
     cp_async = async_copy.async_load
 
     @gluon.jit
-    def reinterpret(smem, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared-memory bytes seen with another shape and layout."""
-        return smem.reinterpret(smem.dtype, shape, layout)
+    def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared-memory bytes seen with another type, shape and layout."""
+        return smem.reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def reinterpret(smem, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared-memory bytes seen with another shape and layout."""
+    return reinterpret_as(smem, smem.dtype, shape, layout)

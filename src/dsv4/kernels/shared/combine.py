@@ -19,7 +19,10 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
 
     SPLITS are added at a time, in an order that depends on SPLITS alone.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    if COLUMNS <= 128:
+        L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    else:  # every thread has all splits of its columns
+        L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))

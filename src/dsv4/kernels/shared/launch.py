@@ -97,15 +97,18 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
 def merge(p, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sink: Tensor, cu_q: Tensor, splits: int,
           total_q: int, tokens: int, strides_o: tuple, strides_l: tuple) -> None:  # fmt: skip
     """Launch the combine kernel. total_q: query tokens in all; tokens: of one sequence."""
+    kind = getattr(p, "kind", None)  # None: V4 attention, many rows and few splits
     # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
     at_a_time = 16 if p.deterministic or splits <= 16 else 64
     columns = 32 if splits > 16 else min(p.head_dim, 128)
+    if kind is None and splits <= 8 and not p.deterministic:
+        at_a_time, columns = (4 if splits <= 4 else 8), p.head_dim
     arguments = [
         part, part_lse, out, lse, sink, cu_q, splits, total_q * p.q_heads, tokens, p.q_heads, p.batch,
         int(p.lse is not None), *strides_o, *strides_l,
     ]  # fmt: skip
     grid = (total_q * p.q_heads, p.head_dim // columns)
-    varlen = getattr(p, "kind", "listed") == "varlen"
+    varlen = kind == "varlen"
     aot.launch(combine, grid, arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, COLUMNS=columns, num_warps=4)
 
 

@@ -9,7 +9,6 @@ from dsv4.kernels.compat import gl, gluon
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
 # How a tile of keys is read: loads.py says what each means.
 DENSE, ROWS, PAGES, CELLS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-LISTED = gl.constexpr(-1)  # rows picked by number, which the V4 kernels read in a way of their own
 
 
 @gluon.jit

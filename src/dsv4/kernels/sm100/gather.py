@@ -28,7 +28,7 @@ from dsv4.kernels.compat import (
     tma_load,
 )
 from dsv4.kernels.shared import loads
-from dsv4.kernels.shared.gather import FP8, LIST, NONE, TMA, share
+from dsv4.kernels.shared.gather import FP8, LIST, NONE, TMA, place_of, share
 from dsv4.kernels.shared.tiles import split_range
 
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
@@ -37,16 +37,6 @@ LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 byt
 LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of e4m3 per thread
 PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
-
-
-@gluon.jit
-def place_of(item, queries, heads):
-    """(query, first head, split) of an item; the head tiles of a query are neighbours: one finds in L2 what the other
-    read."""
-    head_tiles = (heads + 63) // 64
-    rest = item // head_tiles
-    split = rest // queries
-    return rest - split * queries, (item - rest * head_tiles) * 64, split
 
 
 @gluon.jit

@@ -50,7 +50,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.sm100.gather import gather_role, place_of
+from dsv4.kernels.shared.gather import place_of
+from dsv4.kernels.sm100.gather import gather_role
 
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)

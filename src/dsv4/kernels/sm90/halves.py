@@ -4,8 +4,7 @@ HALF: 0 or 1. Shared memory, barriers and tuples are those of wide.py, wide_kv.p
 """
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma
-from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import LISTED
+from dsv4.kernels.shared import loads
 from dsv4.kernels.sm90 import parts
 
 
@@ -49,11 +48,9 @@ def publish(p, m, a, p_smem, stat, p_ready, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr, SPLIT: gl.constexpr,
-             HOW: gl.constexpr):  # fmt: skip
+def end_half(o, m, l, q, stat, sum_ready, tile_row, common, HALF: gl.constexpr,
+             SPLIT: gl.constexpr):  # fmt: skip
     """Add up the row sums of both warpgroups, write this half of O."""
-    if HOW == LISTED:
-        o = softmax.turn_back(o, common[4][1], HALF * 256, 512)
     RS: gl.constexpr = m.type.layout
     stat.index(4 + HALF).store(l)
     mbarrier.arrive(sum_ready.index(HALF), count=1)

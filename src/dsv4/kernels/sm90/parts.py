@@ -6,8 +6,7 @@ Values travel together in tuples::
     strides   of q, out (in units of 8 elements) and lse: token, head of each
     problem   KV head, group, query heads, rows, T, S, window left and right, scale, whether the LSE is wanted
     work      first key, its tile range [begin, end) counted from there, row of the partial results
-    pages     row of the block table, page size, number of pages;
-              LISTED: biases of two blocks of 64 keys, 0 or -inf; (cosines, then sines of the angle; how many)
+    pages     row of the block table, page size, number of pages
     source    where K and V are: descriptors, (pointer, pages, strides) of each, and ``where`` of loads.fill
     common    tensors, strides, problem, work, pages
 """
@@ -15,7 +14,6 @@ Values travel together in tuples::
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.shared.tiles import (
-    LISTED,
     PAGES,
     ROWS,
     bad_pages,
@@ -91,37 +89,30 @@ def gather(mine, tensors, descriptors, k_rows, v_rows, table_ptr, scale, want_ls
 def sight(tile_row, problem, work, pages, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
     """What the 64 rows from tile_row on see: each row's keys; the keys that all of them see, which need no mask; and
     whether the block table names pages that are none, whose keys nobody sees."""
-    if HOW == LISTED:
-        seen = pages
-    else:
-        head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
-        first, tile_begin, tile_end, part_row = work
-        row = tile_row + gl.arange(0, 64, layout=RS)
-        row_first = first_key(row // group, tokens, keys, left)
-        row_end = end_key(row // group, tokens, keys, right)
-        token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
-        full_first = first_key(token_last, tokens, keys, left)
-        full_end = end_key(tile_row // group, tokens, keys, right)
-        bad = False
-        if HOW >= PAGES:
-            bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
-        seen = (row_first, row_end, full_first, full_end, bad)
-    return seen
+    head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
+    first, tile_begin, tile_end, part_row = work
+    row = tile_row + gl.arange(0, 64, layout=RS)
+    row_first = first_key(row // group, tokens, keys, left)
+    row_end = end_key(row // group, tokens, keys, right)
+    token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
+    full_first = first_key(token_last, tokens, keys, left)
+    full_end = end_key(tile_row // group, tokens, keys, right)
+    bad = False
+    if HOW >= PAGES:
+        bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
+    return row_first, row_end, full_first, full_end, bad
 
 
 @gluon.jit
 def mask(s, column, seen, problem, pages, HOW: gl.constexpr):
     """Scores [64, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
-    if HOW == LISTED:
-        s = s + seen[0].index((column // 64) % 2).load(gl.SliceLayout(0, L))[None, :]
-    else:
-        row_first, row_end, full_first, full_end, bad = seen
-        if (column < full_first) | (column + s.shape[1] > full_end):
-            s = softmax.see(s, column, row_first, row_end, L)
-        if HOW >= PAGES:
-            if bad:
-                s = see_pages(s, column, problem[5], pages, L)
+    row_first, row_end, full_first, full_end, bad = seen
+    if (column < full_first) | (column + s.shape[1] > full_end):
+        s = softmax.see(s, column, row_first, row_end, L)
+    if HOW >= PAGES:
+        if bad:
+            s = see_pages(s, column, problem[5], pages, L)
     return s
 
 

@@ -98,7 +98,7 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(2), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT, HOW)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(3), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT, HOW)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)
 
 
 @gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)

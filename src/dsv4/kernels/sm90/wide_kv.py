@@ -134,7 +134,7 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
                 publish(pb, m0, a0, p_smem, stat, p_ready, 0)
             pa = gl.convert_layout(pb, LA)
             phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT, HOW)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
 
 
 @gluon.jit
@@ -179,4 +179,4 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(1), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT, HOW)
+    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)

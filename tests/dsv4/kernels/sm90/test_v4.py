@@ -97,6 +97,26 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     compare((out, lse), reference.v4_attention(arguments["q"], window, listed))
 
 
+@pytest.mark.slow
+def test_fp8_values_come_out_exactly_beside_plain_rows():
+    """One row per query has weight 1: all e4m3 codes that are numbers, scales up to what bf16 holds; pages whose stride
+    is odd. The window is a plain tensor, so that blocks of both kinds meet in one query."""
+    codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8).repeat(2)[:448]
+    scales = [20, 100, 127, 134, 135, 180, 240]
+    cache = dsv4.Fp8Cache.pack(rows(8), rows_per_page=3, page_stride=3 * 584 + 1)
+    for i, scale in enumerate(scales):
+        page = cache.storage[i // 3 * cache.page_stride :]
+        page[i % 3 * 576 :][:448] = codes.roll(i)
+        page[3 * 576 + i % 3 * 8 :][:7] = scale
+    n = len(scales)
+    window, nothing = rows(5), torch.full((n, 1), -1, dtype=torch.int32)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order="latest", seed=SEED) as report:
+        out = dsv4.v4_attention(torch.zeros(n, 1, 512).bfloat16(), window, nothing, cache,
+                                torch.arange(n, dtype=torch.int32)[:, None], backend="softsm")  # fmt: skip
+    assert not report, str(report)
+    assert torch.equal(out[:, 0], cache.unpack()[:n])
+
+
 def test_what_it_does_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 128).bfloat16()
     with softsm.use("sm_90a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
