@@ -1,5 +1,6 @@
 """Plans: sized by capacities alone, refused for a problem they do not cover, without effect on the result."""
 
+import itertools
 import math
 
 import pytest
@@ -26,6 +27,43 @@ def test_a_plan_changes_nothing_but_the_speed():
 def test_warmup_runs_the_operation(function):
     made = dsv4.warmup(function, **CAPACITY)
     assert isinstance(made, dsv4.Plan) and made.operation == function.__name__
+
+
+def kinds_of(operation, **more):
+    """(k is v, causal, deterministic) of the calls that warmup makes."""
+    seen = set()
+
+    def spy(q, k, v, *tensors, **options):
+        seen.add((k.data_ptr() == v.data_ptr(), options["causal"], options["deterministic"]))
+        return operation(q, k, v, *tensors, **options)
+
+    spy.__name__ = operation.__name__
+    dsv4.warmup(spy, **CAPACITY | more)
+    return seen
+
+
+@pytest.mark.parametrize("operation", [dsv4.fmha, dsv4.fmha_varlen, dsv4.fmha_paged])
+def test_warmup_makes_every_kind_of_call(operation):
+    """Each of them may be another kernel: one that is missing would be compiled in the middle of serving."""
+    assert kinds_of(operation) == set(itertools.product((False, True), repeat=3))
+    assert {same for same, _, _ in kinds_of(operation, same_kv=False)} == {False}
+    assert {bits for _, _, bits in kinds_of(operation, deterministic=False)} == {False}
+
+
+def test_warmup_makes_every_kind_of_v4_call():
+    seen = []
+
+    def v4_attention(*tensors, **options):
+        seen.append((isinstance(tensors[1], dsv4.Fp8Cache), len(tensors), "compressed_block_table" in options))
+        return dsv4.v4_attention(*tensors, **options)
+
+    sizes = dict(batch=2, q_heads=4, kv_heads=1, head_dim=512, max_seqlen_k=80, device="cpu")
+    dsv4.warmup(v4_attention, **sizes)
+    forms = [(3, False), (5, False), (4, True)]  # window only, a list, a block table
+    assert set(seen) == {(fp8, *form) for fp8 in (False, True) for form in forms}
+    seen.clear()
+    dsv4.warmup(v4_attention, **sizes, fp8=True)
+    assert all(fp8 for fp8, _, _ in seen)
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,12 @@ def test_model_shapes(queries, heads, store):
     want, want_lse = reference.v4_attention(q[some], plain, window[some], plain, picked[some], sink=sink)
     assert float((out[some].double() - want).norm() / want.norm()) < 4e-3
     torch.testing.assert_close(lse[some].double(), want_lse.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_warmed_up_plan_has_room_for_deterministic_calls():
+    plan = dsv4.warmup(dsv4.v4_attention, batch=3, q_heads=64, kv_heads=1, head_dim=512, max_seqlen_k=640, fp8=False)
+    q = torch.randn(3, 64, 512, device="cuda").bfloat16()
+    rows = torch.randn(1000, 512, device="cuda").bfloat16()
+    window, listed = (torch.randint(0, 1000, (3, n), device="cuda").int() for n in (128, 512))
+    want = dsv4.v4_attention(q, rows, window, rows, listed, deterministic=True)
+    assert torch.equal(dsv4.v4_attention(q, rows, window, rows, listed, deterministic=True, plan=plan), want)

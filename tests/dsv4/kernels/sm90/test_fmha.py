@@ -9,8 +9,8 @@ import torch
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.kernels.shared import launch
-from dsv4.kernels.sm90 import fmha
+from dsv4.kernels.shared import combine, launch
+from dsv4.kernels.sm90 import fmha, rows, rows_loop, wide
 
 SEED = 7
 WHERE = suites.Where("softsm", "sm_90a")
@@ -83,8 +83,8 @@ def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
 
 
 def test_every_head_dim_has_a_configuration():
-    for d, rows in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
-        q = torch.empty(1, rows, 1, d, dtype=torch.bfloat16)
+    for d, tokens in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
+        q = torch.empty(1, tokens, 1, d, dtype=torch.bfloat16)
         c = fmha.tiling(dsv4.problem.dense(q, q, q))
         assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
 
@@ -198,3 +198,25 @@ def test_a_deterministic_tiling_does_not_depend_on_the_batch():
         rows = torch.empty(600, 1, d, dtype=torch.bfloat16)
         one, many = tilings(lambda n, r=rows: dsv4.problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
         assert one == many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_calls_of_a_size_that_was_warmed_up_compile_nothing(head_dim):
+    def compiled():
+        kernels = [rows.fmha_rows, rows_loop.fmha_rows_loop, wide.fmha_wide, combine.combine]
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    sizes = dict(batch=2, q_heads=4, kv_heads=2, head_dim=head_dim, max_seqlen_q=1, max_seqlen_k=64, device="cpu")
+    with softsm.use("sm_90a"):
+        plan = dsv4.warmup(dsv4.fmha_paged, backend="softsm", page_size=16, **sizes)
+        before = compiled()
+        q = torch.randn(2, 1, 4, head_dim).bfloat16()
+        k, v = (torch.randn(8, 16, 2, head_dim).bfloat16() for _ in "kv")
+        table = torch.arange(8, dtype=torch.int32).view(2, 4)
+        lengths = torch.tensor([50, 64], dtype=torch.int32)
+        for values in (k, v):
+            for causal, deterministic in ((False, False), (True, True)):
+                dsv4.fmha_paged(q, k, values, table, lengths, causal=causal, deterministic=deterministic, plan=plan,
+                                window=(30, -1), sink=torch.zeros(4), backend="softsm")  # fmt: skip
+        assert before > 0 and compiled() == before
