@@ -348,7 +348,9 @@ def quiet(R, Q, pool, S, rows, fmt, m):
 
 @compiled("void(i8, i8, i8, i8, i8, i8, u4, i8)")
 def collide(R, Q, pool, S, rows, fmt, m, pc):
-    """That store has been made. A lane whose value is not there wrote to the place of another, with another value."""
+    """That store has been made. A lane whose value is not there wrote to the place of another, with another value.
+    In global memory only: Triton has all lanes of a reduction store what they have to one word of shared memory, and
+    their sums may differ in the last bit."""
     if sget(S, S_RACES) == 0:
         return
     for k in range((fmt >> 4) & 15):
@@ -357,10 +359,9 @@ def collide(R, Q, pool, S, rows, fmt, m, pc):
             if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
                 a = sget(S, S_SCRATCH + lane) + (i8(k) << (fmt & 3))
                 at = a - sget(S, S_SHARED)
-                shared = at >= 0 and at < sget(S, S_SHARED_SIZE)
-                me = sget(S, S_SLOT) + 1
-                lanes = both(overwriter(S, m, lane), lane)
-                report(sget(S, S_RACES), WAW, 0 if shared else 1, at if shared else a, pc, me, 0, pc, lanes)
+                if at < 0 or at >= sget(S, S_SHARED_SIZE):
+                    lanes = both(overwriter(S, m, lane), lane)
+                    report(sget(S, S_RACES), WAW, 1, a, pc, sget(S, S_SLOT) + 1, 0, pc, lanes)
                 return
 
 

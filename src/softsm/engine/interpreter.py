@@ -188,7 +188,7 @@ _NOTE_STORE = '''        if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4
                 note(S, size, m, 1, i8(rx) | quiet(R, Q, pool, S, i8(rd), i8(rc), m), pc)
 '''
 # After it: which lane's value stays where several write one place is undefined. rx & 1: atomic or volatile.
-_NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST})) and not rx & ONE:
+_NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_ST})) and not rx & ONE:
             collide(R, Q, pool, S, i8(rd), i8(rc), m, pc)
 '''
 _NOTE_ATOMIC = '''        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
