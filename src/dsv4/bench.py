@@ -175,7 +175,7 @@ def contenders(
             finally:
                 launcher.use(None)
             if len(launcher.launched) != (2 if plan.num_splits > 1 else 1):
-                raise RuntimeError(f"{aot} has not all kernels of this case")
+                raise RuntimeError("the directory of --aot has not all kernels of this case")
             return out
 
         yield "dsv4 aot", from_files

@@ -1,4 +1,4 @@
-"""The gathering warpgroup of listed.py: Q of a query, then rows picked by number, block by block, into the ring.
+"""The gathering warps of listed.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
 tensors come by cp.async. Rows of an Fp8Cache come through registers, where e4m3 becomes bf16, except their last 64
