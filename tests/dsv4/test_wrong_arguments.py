@@ -56,7 +56,8 @@ CALLS = {
     "index_topk, positions": (dsv4.index_topk, INDEX | dict(positions=torch.tensor([0, 5, 9, 20]))),
     "index_topk, lengths": (dsv4.index_topk, INDEX | dict(lengths=ints(0, 1, 2, 3))),
     "plan": (dsv4.plan, dict(operation=dsv4.fmha, **SIZES)),
-    "warmup": (dsv4.warmup, dict(operation=dsv4.fmha, dtype=torch.float32, backend="cpu", **SIZES)),
+    "warmup": (dsv4.warmup, dict(
+        operation=dsv4.fmha, dtype=torch.float32, backend="cpu", page_size=4, same_kv=False, fp8=True, **SIZES)),
     "Fp8Cache": (Fp8Cache, dict(storage=torch.zeros(9000, dtype=torch.uint8), rows_per_page=4, page_stride=2336)),
     "Fp8Cache.empty": (Fp8Cache.empty, dict(pages=2, rows_per_page=4, page_stride=2336, device="cpu")),
     "Fp8Cache.pack": (Fp8Cache.pack, dict(rows=torch.randn(9, 512), rows_per_page=4, page_stride=2336)),
