@@ -4,6 +4,8 @@ from dsv4.kernels.compat import gl, gluon
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+# O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
+RESCALE_ABOVE = gl.constexpr(8.0)
 
 
 @gluon.jit

@@ -47,9 +47,6 @@ from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinter
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.shared.tiles import bad_pages, end_key, first_key, see_pages_by_bits, sequence, split_range
 
-# O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
-RESCALE_ABOVE = gl.constexpr(8.0)
-
 
 @gluon.jit
 def advance(slot, phase, SLOTS: gl.constexpr):
@@ -269,7 +266,7 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
                 top = gl.maximum(top, gl.max(x, 1))
         grown = top * scale
         # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
-        moves = (grown - m > RESCALE_ABOVE) | (j == 0)
+        moves = (grown - m > softmax.RESCALE_ABOVE) | (j == 0)
         m_new = gl.where(moves, gl.maximum(grown, m), m)
         alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
         if j > 0:

@@ -53,9 +53,6 @@ from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.gather import place_of
 from dsv4.kernels.sm100.gather import gather_role
 
-# O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
-RESCALE_ABOVE = gl.constexpr(8.0)
-
 
 @gluon.jit
 def begin(q_ready, job, turn):
@@ -115,7 +112,7 @@ def softmax_block(x, m, l, at, first, p, o, p_ready, pv_done):
     stage = at % 2
     grown = gl.max(x, 1)
     # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
-    moves = grown - m > RESCALE_ABOVE
+    moves = grown - m > softmax.RESCALE_ABOVE
     m_new = gl.where(moves, grown, m)
     alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
     if at > first:
