@@ -125,7 +125,7 @@ def test_no_slot_is_filled_before_all_have_seen_it(seed, same_kv):
     assert float((out.double() - want).norm() / want.norm()) < 4e-3
 
 
-@pytest.mark.parametrize("page, head_dim", [(16, 128), (5, 128), (16, 512)])
+@pytest.mark.parametrize("page, head_dim", [(16, 128), (5, 128), pytest.param(16, 512, marks=pytest.mark.slow)])
 def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, monkeypatch):
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
     monkeypatch.setattr(dsv4.checks, "values_checked", lambda x: False)
