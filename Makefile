@@ -32,7 +32,7 @@ test-gpu: setup
 test-triton36: $(VENV36)/.installed
 	$(VENV36)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TRITON36_TESTS)
 
-# Mutated kernels under the checkers; make test runs 20 s of it. FUZZ: seconds and seed.
+# Mutated kernels under the checkers; make test runs 12 s of it. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0
 fuzz: setup
 	$(VENV)/bin/python tests/softsm/fuzz/mutants.py $(FUZZ) --record tests/softsm/fuzz/record.json
