@@ -41,14 +41,9 @@ from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgro
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.gather import NONE
 from dsv4.kernels.sm90.gather import arrivals, gather_role
+from dsv4.kernels.sm90.halves import zero
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def zero(x):
-    """0 for any integer, but the compiler cannot know."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

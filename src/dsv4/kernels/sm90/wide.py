@@ -37,7 +37,7 @@ from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mm
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.shared.tiles import PAGES, ROWS
 from dsv4.kernels.sm90 import parts, wide_kv
-from dsv4.kernels.sm90.halves import begin_half, end_half, publish, scores
+from dsv4.kernels.sm90.halves import LA, LO, RO, RS, begin_half, end_half, publish, scores
 
 
 @gluon.jit
@@ -65,18 +65,13 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
-        s = scores(q, kv, ready, 0, phase, step, LS)
+        s = scores(q, kv, ready, 0, phase, step)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         s = parts.mask(s, first + step * 128, seen, problem, pages, HOW)
         p, m0, a0 = softmax.step(s, m, scale)
@@ -109,18 +104,13 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
-        s = scores(q, kv, ready, 2, phase, step, LS)
+        s = scores(q, kv, ready, 2, phase, step)
         mbarrier.wait(p_ready.index(0), phase)
         m0 = stat.index(0).load(RS)
         a0 = stat.index(2).load(RS)

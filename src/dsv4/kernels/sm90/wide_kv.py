@@ -39,7 +39,7 @@ before which left waited for O_L += P1 V1_L.
 from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.sm90 import parts
-from dsv4.kernels.sm90.halves import begin_half, end_half, publish, scores
+from dsv4.kernels.sm90.halves import LA, LO, RO, RS, begin_half, end_half, publish, scores
 
 
 @gluon.jit
@@ -82,17 +82,12 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
     if step_begin < step_end:
-        s = scores(q, kv, ready, 0, 0, step_begin, LS)
+        s = scores(q, kv, ready, 0, 0, step_begin)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         mbarrier.arrive(free.index(0), count=1)
         mbarrier.arrive(free.index(1), count=1)
@@ -113,7 +108,7 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
             mbarrier.wait(ready.index(3), 0)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             mbarrier.arrive(free.index(2), count=1)
-            s = scores(q, kv, ready, 2, 1, step, LS, more)
+            s = scores(q, kv, ready, 2, 1, step, more)
             mbarrier.wait(p_ready.index(1), phase)
             m = stat.index(1).load(RS)
             a1 = stat.index(3).load(RS)
@@ -145,12 +140,7 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN, RS)
+    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
     o = gl.zeros([64, 256], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
@@ -162,7 +152,7 @@ def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, 
         o = o * gl.convert_layout(a0, RO)[:, None]
         mbarrier.wait(ready.index(3), 0)
         o = warpgroup_mma(p_smem.index(0), kv.index(3), o, is_async=True)
-        s = scores(q, kv, ready, 0, 1, step, LS)
+        s = scores(q, kv, ready, 0, 1, step)
         o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
         mbarrier.arrive(free.index(3), count=1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
