@@ -39,8 +39,12 @@ def checking(
         from softsm.checks.products import Tap
 
         report.tap = Tap()
-    with options(order=order, seed=seed, checks=Checks(report, races, strict)):
-        yield report
+    checks = Checks(report, races, strict)
+    with options(order=order, seed=seed, checks=checks):
+        try:
+            yield report
+        finally:
+            checks.last.clear()  # it knows a machine, which knows its options, which know `checks`
 
 
 def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:

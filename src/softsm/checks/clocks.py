@@ -36,7 +36,7 @@ class Location:
     __slots__ = ("clocks",)
 
     def __init__(self) -> None:
-        self.clocks: dict[object, np.ndarray] = {}  # None (gpu), id(cluster) or id(cta) -> clock
+        self.clocks: dict[object, np.ndarray] = {}  # key of `reached` -> clock
 
 
 def rank(scope: str) -> int:
@@ -45,4 +45,4 @@ def rank(scope: str) -> int:
 
 def reached(w, scope: str) -> list:
     """Keys of a Location that an access of this scope writes, or reads."""
-    return [id(w.cta), id(w.cta.cluster), None][: rank(scope) + 1]
+    return [w.cta.ctaid, ("cluster", w.cta.cluster[0].ctaid), None][: rank(scope) + 1]

@@ -94,7 +94,7 @@ class Products:
         a = np.concatenate([logical_a(tcgen05, p, cta) for cta in ctas])
         b = tcgen05.operand_b(p, ctas)
         effects()
-        place = self.places.setdefault((id(ctas[0]), p.column, p.lane), [-1, 0])
+        place = self.places.setdefault((ctas[0].ctaid, p.column, p.lane), [-1, 0])
         if not p.add or place[0] < 0:
             place[0], place[1] = place[0] + 1, 0
         else:
@@ -135,7 +135,7 @@ class Products:
             b = tensor_core.shared_rows(
                 cta.shared, pg.SHARED_START, part.b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma"
             )
-            place = self.places.setdefault((id(cta), part.warp.index, tuple(part.d_rows)), [-1, 0])
+            place = self.places.setdefault((cta.ctaid, part.warp.index, tuple(part.d_rows)), [-1, 0])
             if not part.add or place[0] < 0:
                 place[0], place[1] = place[0] + 1, 0
             else:
@@ -162,7 +162,7 @@ class Products:
 
     def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:
         """mma.sync, which is done at once. A tile begins where all of C is zero."""
-        place = self.places.setdefault((id(w), rows), [-1, 0])
+        place = self.places.setdefault((w.cta.ctaid, w.index, rows), [-1, 0])
         if not add or place[0] < 0:
             place[0], place[1] = place[0] + 1, 0
         else:

@@ -71,7 +71,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         self.clocks: dict[int, np.ndarray] = {}  # all that live long and hold bits of operations
         self.addresses: dict[int, int] = {}  # and where they are
         self.global_shadows = self.shadow_global()
-        self.locations: dict[object, Location] = {}  # strong accesses, by address
+        self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
         self.products = None  # where operands are looked at
         self.before = None  # the grid launched before, where this one may begin before that has ended
         checks = machine.options.checks
@@ -113,6 +113,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         cta.outstanding = []  # numbers of operations that must be over when it ends
         cta.exit_hooks.append(self.ended)
         cta.touched_by, cta.used_by = {}, []  # by peers: slot -> (epoch, pc, warp), and numbers of operations
+        cta.locations = {}  # as self.locations, of its shared memory
         for w in cta.warps:
             slot = cta.slot0 + w.index
             w.clock = self.new_clock()
@@ -140,9 +141,16 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         cta.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
+        gone += [clock for place in cta.locations.values() for clock in place.clocks.values()]
         for clock in [*gone, *(w.clock for w in cta.warps)]:
             self.clocks.pop(id(clock), None)
             self.addresses.pop(id(clock), None)
+
+    def close(self) -> None:
+        """The launch is over; a dependent one may still ask which global memory it touched."""
+        self.clocks, self.addresses, self.agents, self.operations, self.locations = {}, {}, {}, {}, {}
+        self.products = self.performing = self.before = None
+        self.tmem.clear()
 
     def unfinished(self, cta) -> None:
         """The CTA ends: operations whose completion none of its cluster's warps has seen."""
@@ -264,12 +272,14 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             source, target = (self.tensor, self.sent) if before else (self.sent, self.tensor)
             w.clock[target] |= w.clock[source]
 
-    def strong(self, w, address, order: str, scope: str, *, read: bool, write: bool) -> None:
-        """An atomic, volatile or otherwise strong access: a release passes on what the warp has seen, to those whose
-        acquire at the same place is within its scope; relaxed ones do so only beside fences."""
-        place = self.locations.get(address)
+    def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
+        """An atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's shared memory: a
+        release passes on what the warp has seen, to those whose acquire at the same place is within its scope; relaxed
+        ones do so only beside fences."""
+        places = self.locations if cta is None else cta.locations
+        place = places.get(address)
         if place is None:
-            place = self.locations[address] = Location()
+            place = places[address] = Location()
         if order == "volatile":
             order = "relaxed" if self.strict else "acq_rel"
         if read and order in ("acquire", "acq_rel"):

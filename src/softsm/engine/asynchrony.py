@@ -125,9 +125,7 @@ class AsyncEngine:
                 break
         self.perform(chosen)
 
-    def drain(self) -> list[AsyncOp]:
-        """Complete everything that is left; returns what it was."""
-        left = list(self.pending.values())
-        for op in left:
+    def drain(self) -> None:
+        """Complete everything that is left."""
+        for op in list(self.pending.values()):
             self.perform(op)
-        return left

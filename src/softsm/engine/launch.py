@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import functools
-import gc
 import os
 import struct
 import sys
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,23 +65,6 @@ def options(**changes):
 
 def current_options() -> Options:
     return _options.get()
-
-
-COLLECT_EVERY = 5.0  # seconds
-_collected = time.monotonic()
-
-
-def collect_now_and_then() -> None:
-    """Free the machines of earlier launches. Their parts refer to each other and hold large arrays; Python's collector,
-    which counts objects and not bytes, would let many gigabytes of them stand, and the C library keeps what was freed
-    between small objects."""
-    global _collected
-    if time.monotonic() - _collected > COLLECT_EVERY:
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-        if trim is not None:
-            trim(0)
-        _collected = time.monotonic()
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,14 +155,15 @@ class Kernel:
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:
-            collect_now_and_then()
             try:
                 machine.run()
-                self.keep_few_files()
             except Fault as fault:
                 if chosen.checks is not None:  # what stops the kernel is a finding too
                     chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1], raised=True))
                 raise
+            finally:
+                machine.close()
+                self.keep_few_files()
         return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:

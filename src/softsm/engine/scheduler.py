@@ -18,6 +18,9 @@ from softsm.errors import Deadlock, Fault, StepBudget
 
 QUANTUM = 20_000
 TURN = 512
+# What a warp and a CTA keep when their cluster is over; the checker's clocks stay comparable.
+KEPT_OF_WARPS = ("cta", "index", "pc", "spins", "clock", "copies", "issued", "suspected", "predicates")
+KEPT_OF_CTAS = ("machine", "ctaid", "rank", "sm", "threads", "shared")
 
 
 class Fragment:
@@ -77,6 +80,12 @@ class Warp:
     def fault(self, code: str, message: str) -> Fault:
         return Fault(code, f"{message}; at {self.where()}")
 
+    def forget(self) -> None:
+        """See Cta.forget."""
+        left = {name: x for name, x in self.__dict__.items() if name in KEPT_OF_WARPS}
+        self.__dict__.clear()
+        self.__dict__.update(left, fragments=[])
+
 
 class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
@@ -118,6 +127,16 @@ class Cta(Waitable):
             raise Fault("out-of-bounds", f"{what} of {size} bytes at shared offset {offset:#x}; CTA {self.ctaid} has "
                         f"[{pg.SHARED_START:#x}, {len(self.shared):#x})")
 
+    def forget(self) -> None:
+        """The cluster is over, or the launch. A CTA and its warps refer to each other and hold large arrays; the
+        garbage collector, which counts objects and not bytes, would let gigabytes of them stand. What is in flight, and
+        what is told of an operation later, needs only who issued it and the bytes of shared memory."""
+        for w in self.warps:
+            w.forget()
+        left = {name: x for name, x in self.__dict__.items() if name in KEPT_OF_CTAS}
+        self.__dict__.clear()
+        self.__dict__.update(left, cluster=[], warps=[], barriers={}, named_barriers={})
+
     def __str__(self) -> str:
         return f"CTA {self.ctaid}"
 
@@ -152,7 +171,6 @@ class Machine:
         self.timed_out_at = -1
         self.live: list[Cta] = []
         self.output: list[str] = []
-        self.left_in_flight: list[AsyncOp] = []
         self.current: Warp | None = None
         self.checker = None
         self.exits = 0  # warps that have exited
@@ -257,7 +275,7 @@ class Machine:
                 raise StepBudget(f"{used}; last at {warp.where()}")
             if warp.spins > 1 and self.all_spinning():
                 self.nothing_changes()
-        self.left_in_flight += engine.drain()
+        engine.drain()
 
     def awaited(self) -> set[int]:
         return {id(f.blocked.on) for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None}
@@ -396,14 +414,30 @@ class Machine:
             hook(warp)
         cta.wake()
         self.writes += 1
-        if cta.live == 0 and all(c.live == 0 for c in cta.cluster):
-            for c in cta.cluster:
+        cluster = cta.cluster
+        if cta.live == 0 and all(c.live == 0 for c in cluster):
+            for c in cluster:
                 self.kernel.cta_exit(self, c)
                 if self.checker is not None:
                     self.checker.leave(c)
                 self.live.remove(c)
                 c.sm.resident -= 1
+            for c in cluster:
+                c.forget()
             self.admit()
+
+    def close(self) -> None:
+        """The launch is over, or has failed: nothing in here is part of a circle any more."""
+        for cta in self.live:
+            cta.forget()
+        self.live, self.current = [], None
+        self.ready.clear()
+        self.engine.pending.clear()
+        for sm in self.sms:
+            sm.tmem = None
+        if self.checker is not None:
+            self.checker.close()
+            self.checker = self.engine.checker = None
 
     # ---- when nothing moves ------------------------------------------------------------------------------------
 

@@ -167,12 +167,10 @@ def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = Fa
 def do_synchronise(w, mask, o):
     bank = w.R if o.space == ln.SHARED else w.Q
     for address in {int(bank[o.row, lane]) + o.offset for lane in range(32) if mask >> lane & 1}:
-        if o.space == ln.SHARED:
-            cta, at = w.cta.resolve_shared(address & pg.ALL)
-            key = (id(cta), at)
-        else:
-            key = address
-        w.machine.checker.strong(w, key, o.order, o.scope, read=o.read, write=o.write)
+        cta = None
+        if o.space == ln.SHARED or pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
+            cta, address = w.cta.resolve_shared(address & pg.ALL)
+        w.machine.checker.strong(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
     return SEEN
 
 

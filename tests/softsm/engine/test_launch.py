@@ -1,5 +1,7 @@
 """Launching: arguments, limits, memory safety, module variables."""
 
+import contextlib
+import gc
 import weakref
 
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 import torch
 
 import softsm
-from softsm.engine import launch
+from softsm.checks import races
+from softsm.engine import launch, scheduler
 from softsm.errors import Fault, PtxError
 
 COPY = """
@@ -121,13 +124,42 @@ def test_printf_of_hexadecimal_floats():
     assert text == "0x0p+0 -0x0p+0 0x1p+0 -0x1.8p+0 0x0.0000000000001p-1022 inf nan   0x1p+0|-0X1.8P+0"
 
 
-def test_machines_of_earlier_launches_do_not_pile_up(monkeypatch):
-    """They refer to themselves and hold large arrays, which Python's collector does not count."""
-    monkeypatch.setattr(launch, "COLLECT_EVERY", 0.0)
-    x = np.zeros(32, np.uint32)
-    earlier = weakref.ref(softsm.load(COPY).launch(1, 32, [x, x, 0]))
-    softsm.load(COPY).launch(1, 32, [x, x, 0])
-    assert earlier() is None
+IN_FLIGHT = """.version 8.0\n.target sm_90a\n.address_size 64
+.visible .entry k(.param .u64 x)
+{ .reg .b32 %r<4>; .reg .b64 %rd<4>; .shared .align 16 .b8 own[16]; .shared .align 8 .b8 bar[8];
+  ld.param.u64 %rd1, [x]; mov.u32 %r1, own; mov.u32 %r2, bar;
+  mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16;
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 16, [%r2];
+  cp.async.ca.shared.global [%r1], [%rd1], 16; cp.async.commit_group; WAIT ret;
+}"""
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("end", ["", "cp.async.wait_all;", "trap;"])
+def test_a_launch_leaves_nothing_to_the_garbage_collector(no_collector, monkeypatch, checked, end):
+    """Machines, CTAs and warps hold large arrays, which Python's collector does not count."""
+    made = []
+    for kind in (scheduler.Machine, scheduler.Warp, *((races.Checker,) if checked else ())):
+        def init(self, *arguments, plain=kind.__init__):
+            made.append(weakref.ref(self))
+            plain(self, *arguments)
+
+        monkeypatch.setattr(kind, "__init__", init)
+    kernel = softsm.load(IN_FLIGHT.replace("WAIT", end))
+    with softsm.checking() if checked else contextlib.nullcontext():
+        for _ in range(2):
+            with contextlib.suppress(Fault):
+                kernel.launch(12, 1, [np.zeros(16, np.uint32)])
+    assert len(made) > 2 and not [x() for x in made if x() is not None]
 
 
 def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
@@ -141,16 +173,13 @@ def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
     assert len(kernel.spare_files) == 3
 
 
-def test_the_shadow_of_a_cta_goes_with_it():
+def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
     """The checker remembers asynchronous operations, and they their CTAs: not with megabytes for each of these."""
-    ptx = """.version 8.0\n.target sm_90a\n.address_size 64
-.visible .entry k(.param .u64 x)
-{ .reg .b32 %r<4>; .reg .b64 %rd<4>; .shared .align 16 .b8 own[16];
-  ld.param.u64 %rd1, [x]; mov.u32 %r1, own;
-  cp.async.ca.shared.global [%r1], [%rd1], 16; cp.async.wait_all; ret;
-}"""
-    with softsm.checking() as report:
-        machine = softsm.load(ptx).launch(40, 1, [np.zeros(16, np.uint32)])
-    assert not report, str(report)
-    ctas = {op.warp.cta for op in machine.checker.operations.values()}
-    assert len(ctas) == 40 and all(cta.shadow is None for cta in ctas)
+    kept = []
+    plain = races.Checker.close
+    monkeypatch.setattr(races.Checker, "close", lambda self: (kept.extend(self.operations.values()), plain(self)))
+    with softsm.checking():
+        softsm.load(IN_FLIGHT.replace("WAIT", "cp.async.wait_all;")).launch(40, 1, [np.zeros(16, np.uint32)])
+    ctas = {op.warp.cta for op in kept}
+    assert len(ctas) == 40
+    assert not any(hasattr(cta, "shadow") or hasattr(op.warp, "R") for op in kept for cta in (op.warp.cta,))
