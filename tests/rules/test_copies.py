@@ -332,8 +332,45 @@ def test_a_cta_lives_until_its_peers_are_done_with_its_shared_memory(use, strict
 
 
 def test_waiting_for_the_peers_last_arrival_is_enough():
-    body = WRITE + SYNC + PEER_USES["load"] + "bar.sync 0;\n" + PEER_USES["arrival"] + t.wait("bar", 0)
-    assert not findings(pair(body), [X, OUT], **TWO)
+    body = WRITE + SYNC + PEER_USES["load"] + "bar.sync 0;\n" + PEER_USES["arrival"]
+    assert not findings(pair(body + t.wait("bar", 0, ".acquire.cluster")), [X, OUT], **TWO)
+    assert not findings(pair(body + t.wait("bar", 0)), [X, OUT], strict=False, **TWO)
+
+
+def handed_over(arrive=".release.cluster", wait=".acquire.cluster", before="", after=""):
+    """CTA 1 writes into CTA 0's shared memory and arrives there; CTA 0 waits and reads."""
+    there = "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, 0;\nmapa.shared::cluster.u32 %r52, %r40, 0;\n"
+    there += f"st.shared::cluster.u32 [%r52], %r0;\nbar.sync 0;\n{before}"
+    there += f"@%p0 mbarrier.arrive{arrive}.shared::cluster.b64 _, [%r53];\n"
+    here = t.wait("bar", 0, wait) + after + "ld.shared.u32 %r42, [%r40];\n"
+    ranks = "setp.eq.u32 %p5, %r50, 0;\nsetp.ne.u32 %p6, %r50, 0;\n"
+    return pair(FULL + SYNC + ranks + t.only("%p6", there) + t.only("%p5", here) + SYNC)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("narrow", ["arrive", "wait"])
+def test_an_arrival_from_another_cta_requires_cluster_scope_on_both_sides(narrow, strict):
+    order = {"arrive": ".release.cta", "wait": ".acquire.cta"}[narrow]
+    holds(lambda keep: handed_over() if keep else handed_over(**{narrow: order}), args=[X, OUT], strict=strict, **TWO)
+
+
+def test_an_arrival_without_a_scope_reaches_the_cluster_by_default():
+    """PTX says that it means .cta; Triton writes it so between CTAs."""
+    for narrow in ("arrive", "wait"):
+        holds(lambda keep: handed_over() if keep else handed_over(**{narrow: ""}), args=[X, OUT], **TWO)  # noqa: B023
+    assert not findings(handed_over(arrive="", wait=""), [X, OUT], strict=False, **TWO)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_fences_of_the_cluster_stand_in_for_a_release_and_an_acquire(strict):
+    relaxed = dict(arrive=".relaxed.cluster", wait=".relaxed.cluster")
+    fence = "fence.acq_rel.{};\n"
+    for narrow in ("before", "after"):
+        def make(keep):
+            scopes = {"before": "cluster", "after": "cluster"} | ({} if keep else {narrow: "cta"})  # noqa: B023
+            return handed_over(**relaxed, **{where: fence.format(scope) for where, scope in scopes.items()})
+
+        holds(make, args=[X, OUT], strict=strict, **TWO)
 
 
 def test_commits_of_a_thread_arrive_in_order_by_default():

@@ -13,8 +13,7 @@ class BarrierChecks:
     """The part of the checker that knows mbarriers."""
 
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
-        self.clock_of(barrier)
-        barrier.home = cta
+        self.clock_of(barrier).home = barrier.home = cta
         slot = w.cta.slot0 + w.index
         barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
         w.initialised.append(barrier)

@@ -13,21 +13,33 @@ SCOPES = ("cta", "cluster", "gpu")
 
 
 class SyncClock:
-    """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits."""
+    """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
+    mbarrier; what threads of other CTAs tell is kept apart, for waits of cluster scope."""
 
-    __slots__ = ("checker", "gathering", "published")
+    __slots__ = ("checker", "far", "gathering", "home", "published")
 
     def __init__(self, checker: Checker):
-        self.checker = checker
+        self.checker, self.home, self.far = checker, None, None
         self.gathering, self.published = checker.new_clock(), checker.new_clock()
 
-    def gather(self, relaxed: bool = False) -> None:
+    def gather(self, relaxed: bool = False, scope: str = "") -> None:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
-        self.checker.join(self.gathering, self.checker.publisher(relaxed))
+        checker = self.checker
+        if checker.performing is not None or self.home is None or checker.machine.current.cta is self.home:
+            checker.join(self.gathering, checker.publisher(relaxed))
+        elif checker.spans_cluster(scope):
+            if self.far is None:
+                self.far = SyncClock(checker)
+            checker.join(self.far.gathering, checker.publisher(relaxed, SCOPES[1:]))
 
     def complete(self) -> None:
         self.checker.join(self.published, self.gathering)
         self.gathering[:] = 0
+        if self.far is not None:
+            self.far.complete()
+
+    def parts(self) -> list[np.ndarray]:
+        return [self.gathering, self.published, *(self.far.parts() if self.far is not None else ())]
 
 
 class Location:

@@ -140,7 +140,7 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         self.free.append(cta.slot0)
         cta.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
-        gone = [x for t in things if t.clock is not None for x in (t.clock.gathering, t.clock.published)]
+        gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock for place in cta.locations.values() for clock in place.clocks.values()]
         for clock in [*gone, *(w.clock for w in cta.warps)]:
             self.clocks.pop(id(clock), None)
@@ -222,8 +222,13 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         self.tick(w)
         return copy
 
-    def publisher(self, relaxed: bool = False) -> np.ndarray:
-        """What the current arrival publishes; a relaxed one only what a fence released before."""
+    def spans_cluster(self, scope: str) -> bool:
+        """Does an mbarrier operation of this scope reach other CTAs? '' is .cta by the letter; Triton means the cluster
+        where it arrives at a peer."""
+        return scope == "cluster" or not (scope or self.strict)
+
+    def publisher(self, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> np.ndarray:
+        """What the current arrival publishes; a relaxed one only what a fence of these scopes released before."""
         op = self.performing
         if op is not None:
             return op.publishes
@@ -231,8 +236,9 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
         if not relaxed:
             return self.snapshot(w)
         sent = np.zeros_like(w.clock)
-        for clock in w.released.values():
-            self.join(sent, clock)
+        for scope, clock in w.released.items():
+            if scope in fences or scope not in SCOPES:  # .sys
+                self.join(sent, clock)
         return sent
 
     def clock_of(self, thing) -> SyncClock:
@@ -241,9 +247,21 @@ class Checker(MapChecks, TensorChecks, BarrierChecks, GridChecks, Findings):
             clock = thing.clock = SyncClock(self)
         return clock
 
-    def acquire(self, w, thing) -> None:
+    def acquire(self, w, thing, scope: str = "cluster") -> None:
         if thing.clock is not None:
             self.join(w.clock, thing.clock.published)
+            if thing.clock.far is not None and self.spans_cluster(scope):
+                self.join(w.clock, thing.clock.far.published)
+
+    def waits_relaxed(self, w, barrier, scope: str) -> None:
+        """A relaxed wait tells nothing, but a fence that follows takes in what it found, as far as both reach."""
+        near, far = barrier.clock, barrier.clock.far
+        for fenced in SCOPES:
+            if fenced not in w.acquirable:
+                w.acquirable[fenced] = np.zeros_like(w.clock)
+            self.join(w.acquirable[fenced], near.published)
+            if far is not None and fenced != "cta" and self.spans_cluster(scope):
+                self.join(w.acquirable[fenced], far.published)
 
     def fence_async(self, w, wide: bool) -> None:
         """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now

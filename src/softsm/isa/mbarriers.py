@@ -8,6 +8,7 @@ answers at once.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
@@ -189,6 +190,7 @@ def _arrive(asm, ins, flags, space):
         drop=ins.modifiers[0] == "arrive_drop",
         no_complete="noComplete" in flags,
         relaxed="relaxed" in flags,
+        scope="".join(flags & _SCOPES),
     )
 
 
@@ -218,6 +220,7 @@ def _wait(asm, ins, flags, space):
         what=asm.src(what, "u" if parity else "q"),
         parity=parity,
         relaxed="relaxed" in flags,
+        scope="".join(flags & _SCOPES),
     )
 
 
@@ -289,20 +292,21 @@ def do_arrive(w, mask, o):
     on = lanes(mask)
     if len(on) > 1:
         totals = _together(w, on, o)
-        if o.state is None and o.tx is None and not (o.drop or o.no_complete or o.relaxed):
+        if o.state is None and o.tx is None and not (o.drop or o.no_complete):
             for address, count in totals.items():
-                located(w, arrived_at(w, address).arrive, count, who)
+                located(w, partial(arrived_at(w, address).arrive, relaxed=o.relaxed, scope=o.scope), count, who)
             return
         for address, count in totals.items():
             located(w, barrier_at(w, address).check_arrivals, count, who)
     for lane in on:
         barrier = arrived_at(w, shared_address(w, o.at, lane))
         count = 1 if o.count is None else int(w.R[o.count, lane])
+        how = dict(drop=o.drop, relaxed=o.relaxed, scope=o.scope)
         try:
             if o.tx is not None:
-                token = barrier.arrive_expect_tx(int(w.R[o.tx, lane]), count, who, drop=o.drop, relaxed=o.relaxed)
+                token = barrier.arrive_expect_tx(int(w.R[o.tx, lane]), count, who, **how)
             else:
-                token = barrier.arrive(count, who, drop=o.drop, no_complete=o.no_complete, relaxed=o.relaxed)
+                token = barrier.arrive(count, who, no_complete=o.no_complete, **how)
         except Fault as error:
             raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
         if o.state is not None:
@@ -363,8 +367,10 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
                 waits.add(barrier)
             elif w.machine.checker is not None:
                 barrier.waited = barrier.phase - 1
-                if not o.relaxed:
-                    w.machine.checker.acquire(w, barrier)
+                if o.relaxed:
+                    w.machine.checker.waits_relaxed(w, barrier, o.scope)
+                else:
+                    w.machine.checker.acquire(w, barrier, o.scope)
         if passed:
             bits |= mask if whole else 1 << lane
     return bits, waits.pop() if len(waits) == 1 else None

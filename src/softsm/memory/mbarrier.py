@@ -69,10 +69,12 @@ class Mbarrier(Waitable):
     # -- arrivals and bytes ------------------------------------------------------------------------------------
 
     def arrive(
-        self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False, relaxed: bool = False
-    ) -> int:
+        self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False, relaxed: bool = False,
+        scope: str = ""
+    ) -> int:  # fmt: skip
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
-        expected count of the phases that follow; `no_complete` promises that the phase will not end here."""
+        expected count of the phases that follow; `no_complete` promises that the phase will not end here.
+        `relaxed` and `scope` are for the race checker."""
         self.check_arrivals(count, who)
         token = self.token()
         self._note("drop" if drop else "arrive", count, who)
@@ -84,7 +86,7 @@ class Mbarrier(Waitable):
                 "barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})"
             )
         if self.clock is not None:
-            self.clock.gather(relaxed)
+            self.clock.gather(relaxed, scope)
         self._settle()
         return token
 
@@ -107,14 +109,15 @@ class Mbarrier(Waitable):
         self._add_tx(-nbytes, "complete_tx", nbytes, who)
 
     def arrive_expect_tx(
-        self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False, relaxed: bool = False
-    ) -> int:
+        self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False, relaxed: bool = False,
+        scope: str = ""
+    ) -> int:  # fmt: skip
         """expect_tx, then arrive, as one step: the phase cannot end in between."""
         token = self.token()
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
         self.tx += nbytes
         self._note("expect_tx", nbytes, who)
-        self.arrive(count, who, drop=drop, relaxed=relaxed)
+        self.arrive(count, who, drop=drop, relaxed=relaxed, scope=scope)
         return token
 
     def increment_pending(self, count: int, who: object = "") -> None:
