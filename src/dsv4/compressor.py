@@ -95,10 +95,9 @@ def compress(
     windows = total // m - first  # finished by these tokens
     # Tokens at the front that belong to the finished window before `first` (CSA only).
     before = m if overlap and first > 0 else 0
-    rows = _pool(new_kv, new_gate, windows, before, m, d, overlap)
-    rows = rows * torch.rsqrt(_tree_sum(rows * rows) / d + eps) * norm_weight.to(compute)
-    if cos_sin is not None:
-        rows = _rope(rows, cos_sin, torch.arange(first, first + windows, device=kv.device) * m)
+    value, logit = _slots(new_kv, new_gate, windows, before, m, d, overlap)
+    positions = torch.arange(first, first + windows, device=kv.device) * m
+    rows = pooled(value, logit, norm_weight, eps, cos_sin, positions)
     drop = (
         before + (windows - (1 if overlap else 0)) * m if windows else 0
     )  # CSA keeps the last finished window
@@ -106,10 +105,23 @@ def compress(
     return rows.to(dtype or kv.dtype), after
 
 
-def _pool(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool) -> Tensor:
-    """[..., tokens, width] -> [..., windows, d]; the first window starts at token `before`."""
+def pooled(
+    value: Tensor, logit: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor | None, positions: Tensor
+) -> Tensor:
+    """Slots [..., n, slots, d] and their gates -> rows [..., n, d], normed, and rotated at positions [n]."""
+    d = value.shape[-1]
+    weight = (logit - logit.amax(-2, keepdim=True)).exp()
+    rows = _tree_sum((weight * value).mT)[..., 0] / _tree_sum(weight.mT)[..., 0]
+    rows = rows * torch.rsqrt(_tree_sum(rows * rows) / d + eps) * norm_weight.to(rows.dtype)
+    return rows if cos_sin is None else _rope(rows, cos_sin, positions)
 
-    def slots(x: Tensor, missing: float) -> Tensor:  # [..., windows, slots, d]
+
+def _slots(
+    kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool
+) -> tuple[Tensor, Tensor]:
+    """[..., tokens, width] -> [..., windows, slots, d] of both; the first window starts at token `before`."""
+
+    def slots(x: Tensor, missing: float) -> Tensor:
         own = x[..., before : before + windows * m, :].unflatten(-2, (windows, m))
         if not overlap:
             return own
@@ -121,10 +133,9 @@ def _pool(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, o
         return torch.cat([torch.cat([earlier, a[..., :-1, :, :]], -3), b], -2)
 
     if windows == 0:
-        return kv.new_zeros(*kv.shape[:-2], 0, d)
-    value, logit = slots(kv, 0.0), slots(gate, float("-inf"))
-    weight = (logit - logit.amax(-2, keepdim=True)).exp()
-    return _tree_sum((weight * value).mT)[..., 0] / _tree_sum(weight.mT)[..., 0]
+        none = kv.new_zeros(*kv.shape[:-2], 0, 2 * m if overlap else m, d)
+        return none, none
+    return slots(kv, 0.0), slots(gate, float("-inf"))
 
 
 def _tree_sum(x: Tensor) -> Tensor:

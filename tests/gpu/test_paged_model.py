@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(suites.gpu_arch() not in suites.ARCHS, reason="needs a GPU that dsv4 has kernels for"),
 ]
 # Every expert and every compressed row takes part: a choice that rounding turns would be no error of the attention.
-CERTAIN = dict(head_dim=512, rope=64, num_experts_per_tok=4, index_topk=64)
+CERTAIN = dict(head_dim=512, rope=64, num_experts_per_tok=4, index_topk=64, experts_implementation="batched_mm")
 
 
 def relative(a, b):
@@ -24,22 +24,23 @@ def relative(a, b):
 
 
 @torch.no_grad()
-def served(model, ids, rows):
+def served(model, ids, rows, graphs=False):
     """Logits [3, 150, vocabulary] of three requests, in chunks and single tokens side by side."""
-    engine = PagedModel(model, tokens=640, requests=4, chunk=200, page_tokens=32, rows=rows)
+    engine = PagedModel(model, tokens=640, requests=4, chunk=200, page_tokens=32, rows=rows, graphs=graphs)
     done, got = [0, 0, 0], [[], [], []]
-    for counts in [(100, 7, 0), (1, 90, 40), (30, 1, 1)] + [(1, 1, 1)] * 3 + [(16, 49, 106)]:
+    for counts in [(100, 7, 0), (1, 90, 40), (24, 1, 1)] + [(1, 1, 1)] * 9 + [(16, 43, 100)]:
         feed = {r: ids[r, done[r] : done[r] + n] for r, n in enumerate(counts) if n}
         for r, logits in engine.step(feed, all_logits=True).items():
             got[r].append(logits)
             done[r] += len(logits)
     assert done == [150, 150, 150]
+    assert bool(engine.decoders) == graphs
     return torch.stack([torch.cat(x) for x in got])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", ["model", "fp8"])
-def test_requests_side_by_side(rows, device="cuda", dtype=torch.bfloat16):
+@pytest.mark.parametrize("rows, graphs", [("model", True), ("fp8", True), ("fp8", False)])
+def test_requests_side_by_side(rows, graphs, device="cuda", dtype=torch.bfloat16):
     exact, model = build(**CERTAIN), build(**CERTAIN).to(device, dtype)
     exact.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
     ids = torch.randint(0, 512, (3, 150), generator=torch.Generator().manual_seed(1))
@@ -47,5 +48,5 @@ def test_requests_side_by_side(rows, device="cuda", dtype=torch.bfloat16):
     eager = relative(model(ids.to(device), use_cache=False).logits, want)
     # What the row format costs in exact arithmetic, and what bf16 costs the model's own attention.
     unavoidable = relative(served(exact, ids, rows), want) + eager
-    error = relative(served(model, ids, rows), want)
+    error = relative(served(model, ids, rows, graphs), want)
     assert error <= 1.5 * unavoidable, (error, unavoidable)

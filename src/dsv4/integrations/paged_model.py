@@ -6,9 +6,12 @@
     logits = served.step({"a": [7], "c": prompt_c})           # a decodes, c begins, b waits
     served.drop("b")
 
-The model's weights, norms, projections and experts are used as they are; every attention layer is compress, index_topk
-and one v4_attention call for all tokens of the step, over pages of rows that belong to the requests (paging.py).
-The tokens of a step are laid end to end, so the requests need not be at the same place and nothing is padded.
+The model's weights, projections and experts are used as they are; every attention layer compresses, chooses and attends
+for all tokens of the step at once, over pages of rows that belong to the requests (step.py, paging.py). The tokens of a
+step are laid end to end, so the requests need not be at the same place and nothing is padded.
+
+A step of one token per request is the same work whatever the lengths: on a GPU it is captured in a CUDA graph, one for
+every power of two of requests, and replayed.
 
 A request gives the logits that it would give alone and in one piece, up to rounding: what a token sees depends on its
 own request alone.
@@ -19,18 +22,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4 import checks
 from dsv4.caches import HEAD_DIM, ROPE
-from dsv4.compressor import CompressState, compress
-from dsv4.indexer import index_topk
 from dsv4.integrations import paging
+from dsv4.integrations.step import CSA, HCA, Step
 from dsv4.integrations.transformers import note_layers
+from dsv4.plan import plan
 from dsv4.v4 import v4_attention
-
-CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 class PagedModel:
@@ -43,6 +45,8 @@ class PagedModel:
     rows         "model": rows in the dtype of the model; "fp8": :class:`dsv4.Fp8Cache`, head dim 512 (the indexer's
                  keys stay in the model's dtype)
     page_tokens  tokens that a page stands for, a multiple of both compression ratios
+    graphs       decode steps by CUDA graphs; default: on a GPU, unless the model's experts_implementation is "eager",
+                 which asks the device for shapes
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class PagedModel:
         page_tokens: int = 256,
         window_page: int = 64,
         backend: str = "auto",
+        graphs: bool | None = None,
     ):
         note_layers()
         layers = _layers(model)
@@ -75,30 +80,39 @@ class PagedModel:
         checks.head_dim("model.config.head_dim", config.head_dim)
         self.backend = checks.backend(backend)
         self.model, self.chunk, self.limit = model, chunk, requests
-        self.page_tokens, self.window_page, self.window = page_tokens, window_page, config.sliding_window
         self.device = layers[0].sinks.device
         if any(layer.sinks.device != self.device for layer in layers):
             checks.fail("model", "a model on several devices", "a model on one device")
+        self.graphs = _graphs(graphs, self.device, config)
         pages = -(-tokens // page_tokens) + requests  # the last page of a request may be part full
-        each = -(-(self.window - 1) // window_page) + 1  # pages that a window touches
-        window_pages = requests * (each + 1) + -(-chunk // window_page)
         self.context = min(pages * page_tokens, config.max_position_embeddings)
         if context is not None:
             self.context = min(self.context, checks.at_least(1, "context", context))
-        self.token_pages, self.window_pages = paging.Pages(pages), paging.Pages(window_pages)
+        per_request = -(-self.context // page_tokens)
+        window = config.sliding_window
+        self.places = paging.Places(requests, pages, page_tokens, per_request, window, window_page, chunk)
         self.requests: dict[Hashable, paging.Request] = {}
-        dtype, fp8 = layers[0].kv_proj.weight.dtype, rows == "fp8"
-        self.pools: list[dict[str, Any]] = []
-        for layer in layers:
-            pool = {"window": paging.pool(window_pages, window_page, layer.head_dim, fp8, dtype, self.device)}
-            if layer.compressor is not None:
-                count = page_tokens // layer.compressor.compress_rate
-                pool["compressed"] = paging.pool(pages, count, layer.head_dim, fp8, dtype, self.device)
-                if layer.layer_type == CSA:
-                    width = layer.compressor.indexer.head_dim
-                    pool["index"] = paging.pool(pages, count, width, False, dtype, self.device)
-            self.pools.append(pool)
+        self.ratios = {kind: config.compress_rates[kind] for kind in (CSA, HCA) if kind in config.layer_types}
+        self.pools = [self._pools(layer, rows == "fp8") for layer in layers]
         self.tables = {kind: _rope_table(model, kind, self.context) for kind in ("main", "compress")}
+        self.decoders: dict[int, Decoder] = {}  # by the number of requests they take
+        self.graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def _pools(self, layer: Any, fp8: bool) -> dict[str, Any]:
+        """Rows and states of one layer."""
+        places, dtype, device = self.places, layer.kv_proj.weight.dtype, self.device
+        count = places.window_page_count
+        pools: dict[str, Any] = {"sink": layer.sinks.detach().float()}
+        pools["window"] = paging.pool(count, places.window_page, layer.head_dim, fp8, dtype, device)
+        if layer.compressor is not None:
+            rate, sparse = layer.compressor.compress_rate, layer.layer_type == CSA
+            parts = {"compressed": layer.compressor} | ({"index": layer.compressor.indexer} if sparse else {})
+            for name, part in parts.items():
+                size = places.page_count, places.page_tokens // rate, part.head_dim
+                pools[name] = paging.pool(*size, fp8 and name == "compressed", dtype, device)
+                lines, width = (self.limit + 1) * rate * (1 + sparse), part.head_dim * (1 + sparse)
+                pools[f"{name} states"] = tuple(torch.zeros(lines, width, device=device) for _ in "kg")
+        return pools
 
     @torch.no_grad()
     def step(
@@ -113,47 +127,95 @@ class PagedModel:
             checks.fail("new", checks.describe(new), "a mapping of names to tokens")
         checks.flag("all_logits", all_logits)
         ids = {name: self._ids(f"tokens of {name!r}", tokens) for name, tokens in new.items()}
-        requests = self._room(ids)
         if not ids:
             return {}
+        logits = self._step(ids, all_logits)
+        return dict(zip(ids, logits.split([len(x) for x in ids.values()]) if all_logits else logits))
+
+    def _step(self, ids: Mapping[Hashable, Tensor], all_logits: bool = False) -> Tensor:
+        """Logits [requests or tokens, vocabulary]."""
+        self._room(ids)
         counts = [len(x) for x in ids.values()]
+        places = self.places
+        requests = [self.requests.get(name) or paging.Request(places.lines.take(1)[0]) for name in ids]
         held = [(len(request.pages), len(request.window)) for request in requests]
         try:
             for request, count in zip(requests, counts):
-                tokens, window = request.needs(count, self.page_tokens, self.window_page)
-                request.pages += self.token_pages.take(tokens)
-                request.window += self.window_pages.take(window)
-            batch = Batch(self, requests, counts)
-            ends = batch.starts[1:].long() - 1
-            logits = self.model(
-                torch.cat(list(ids.values()))[None],
-                position_ids=batch.positions[None],
-                past_key_values=batch,
-                attention_mask={"sliding_attention": None},  # made here, not by the model
-                use_cache=True,
-                logits_to_keep=0 if all_logits else ends,
-            ).logits[0]
+                places.extend(request, count)
+            tokens = _end_to_end(list(ids.values()))
+            if self.graphs and max(counts) == 1:
+                logits = self._decoder(len(requests)).run(tokens, requests)
+            else:
+                logits = self._run(tokens, requests, counts, all_logits)
         except BaseException:
-            for request, (tokens, window) in zip(requests, held):
-                self.token_pages.give(request.pages[tokens:])
-                self.window_pages.give(request.window[window:])
-                del request.pages[tokens:], request.window[window:]
+            for name, request, (pages, window) in zip(ids, requests, held):
+                if name in self.requests:
+                    places.shrink(request, pages, window)
+                else:
+                    places.leave(request)
             raise
-        for name, request, count, states in zip(ids, requests, counts, batch.states):
+        for name, request, count in zip(ids, requests, counts):
             self.requests[name] = request
             request.tokens += count
-            request.states.update(states)
-            self.window_pages.give(request.behind(self.window, self.window_page))
-        return dict(zip(ids, logits.split(counts) if all_logits else logits))
+            places.pass_by(request)
+        return logits
+
+    def _run(self, tokens: Tensor, requests: list[paging.Request], counts: list[int], all_logits: bool) -> Tensor:
+        """Any step."""
+        places, total = self.places, sum(counts)
+        begins = np.array([request.tokens for request in requests])
+        ends = begins + counts
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        lines = np.array([request.line for request in requests])
+        owner = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(total) - starts[owner] + begins[owner]
+        arrays = dict(positions=positions, starts=starts, lines=lines, tables=places.tables[lines],
+                      windows=places.windows[lines])  # fmt: skip
+        for kind, ratio in self.ratios.items():
+            ring = ratio * (1 + (kind == CSA))
+            rows = ends // ratio - begins // ratio
+            arrays[f"{kind} owners"] = whose = np.repeat(np.arange(len(counts)), rows)
+            within = np.arange(rows.sum()) - (np.cumsum(rows) - rows)[whose]
+            arrays[f"{kind} numbers"] = begins[whose] // ratio + within
+            arrays[f"{kind} kept"] = np.flatnonzero(positions >= ends[owner] - ring)
+        sent = paging.Upload(self.device, **{name: x.shape for name, x in arrays.items()})
+        for name, x in sent.begin().items():
+            x[...] = arrays[name]
+        sent.send()
+        at = sent.device
+        made = {
+            kind: (at[f"{kind} owners"].long(), at[f"{kind} numbers"].long(), at[f"{kind} kept"].long())
+            for kind in self.ratios
+        }
+        step = Step(self, at["positions"].long(), at["starts"], at["lines"].long(), at["tables"], at["windows"],
+                    counts, ends.tolist(), made)  # fmt: skip
+        logits = self._forward(tokens.to(self.device), step, 0 if all_logits else at["starts"][1:].long() - 1)
+        step.commit()
+        return logits
+
+    def _forward(self, tokens: Tensor, step: Step, keep: int | Tensor) -> Tensor:
+        return self.model(
+            tokens[None],
+            position_ids=step.positions[None],
+            past_key_values=step,
+            attention_mask={"sliding_attention": None},  # made by the step, not by the model
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits[0]
+
+    def _decoder(self, requests: int) -> Decoder:
+        size = min(1 << (requests - 1).bit_length(), self.limit)
+        if size not in self.decoders:
+            self.decoders[size] = Decoder(self, size)
+        return self.decoders[size]
 
     def drop(self, name: Hashable) -> None:
         """The request is over; its pages are free."""
         if not isinstance(name, Hashable) or name not in self.requests:
             checks.fail("name", checks.describe(name), "the name of a request")
-        request = self.requests.pop(name)
-        self.token_pages.give(request.pages)
-        self.window_pages.give(request.window)
+        self.places.leave(self.requests.pop(name))
 
+    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int] | Tensor], new_tokens: int, *, stop: int | None = None
     ) -> list[list[int]]:
@@ -178,7 +240,7 @@ class PagedModel:
             while left:
                 feed: dict[Hashable, list[int]] = {}
                 room = self.chunk
-                spare = len(self.token_pages.free) - sum(
+                spare = len(self.places.pages.free) - sum(
                     self._pages(ends[name]) - len(self.requests[name].pages) for name in left.keys() & self.requests
                 )
                 for name in sorted(left, key=lambda name: len(left[name])):  # those that decode first
@@ -193,10 +255,11 @@ class PagedModel:
                     room -= len(feed[name])
                 if not feed:
                     checks.fail("prompts", "no place for one", "fewer requests of others; drop those that are over")
-                for name, logits in self.step(feed).items():
+                said_next = self._step({name: torch.tensor(x) for name, x in feed.items()}).argmax(-1).tolist()
+                for name, token in zip(feed, said_next):
                     left[name] = left[name][len(feed[name]) :]
                     if not left[name]:  # the prompt is in
-                        left[name] = [int(logits.argmax())]
+                        left[name] = [token]
                         said[name] += left[name]
                         if len(said[name]) == new_tokens or left[name] == [stop]:
                             self.drop(name)
@@ -207,7 +270,7 @@ class PagedModel:
         return list(said.values())
 
     def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
+        return -(-tokens // self.places.page_tokens)
 
     def _ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
         accepted = "one or more token numbers"
@@ -219,124 +282,106 @@ class PagedModel:
             checks.fail(name, checks.describe(x), accepted)
         if checks.values_checked(ids):
             checks.in_range(name, ids, 0, self.model.config.vocab_size - 1)
-        return ids.to(self.device).long()
+        return ids.long()
 
-    def _room(self, ids: Mapping[Hashable, Tensor]) -> list[paging.Request]:
-        """The requests of a step, if there is room for it; else ValueError."""
+    def _room(self, ids: Mapping[Hashable, Tensor]) -> None:
+        """ValueError unless there is room for these tokens."""
         total = sum(map(len, ids.values()))
         if total > self.chunk:
             checks.fail("new", f"{total} tokens", f"at most {self.chunk} in a step, the chunk of this PagedModel")
         if len(self.requests.keys() | ids.keys()) > self.limit:
             came = f"{len(ids.keys() - self.requests.keys())} requests more than the {len(self.requests)} there are"
             checks.fail("new", came, f"at most {self.limit} at a time; drop those that are over")
-        found = [self.requests.get(name) or paging.Request() for name in ids]
-        missing = -len(self.token_pages.free)
-        for (name, new), request in zip(ids.items(), found):
-            if request.tokens + len(new) > self.context:
-                came = f"token {request.tokens + len(new)} of {name!r}"
-                checks.fail("new", came, f"at most {self.context} tokens in a request")
-            missing += request.needs(len(new), self.page_tokens, self.window_page)[0]
+        missing = -len(self.places.pages.free)
+        for name, new in ids.items():
+            request = self.requests.get(name)
+            end = len(new) + (request.tokens if request else 0)
+            if end > self.context:
+                checks.fail("new", f"token {end} of {name!r}", f"at most {self.context} tokens in a request")
+            missing += self._pages(end) - (len(request.pages) if request else 0)
         if missing > 0:
             checks.fail("new", f"tokens that need {missing} pages more than are free", "less, or drop a request")
-        return found
 
 
-class Batch:
-    """The tokens of one step. transformers takes it for its cache, and hands it to every attention layer."""
+class Decoder:
+    """A step of one token for each of up to ``size`` requests, as a CUDA graph. Places that are not taken feed token 0
+    to the line and the pages that nobody has.
+    """
 
-    def __init__(self, owner: PagedModel, requests: list[paging.Request], counts: list[int]):
-        self.owner, self.requests, device = owner, requests, owner.device
-        starts = [0]
-        for count in counts:
-            starts.append(starts[-1] + count)
-        self.slices = [slice(*pair) for pair in zip(starts, starts[1:])]
-        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)
-        begins = [request.tokens for request in requests]
-        self.positions = torch.cat(
-            [torch.arange(begin, begin + count, device=device) for begin, count in zip(begins, counts)]
-        )
-        self.ends = [begin + count for begin, count in zip(begins, counts)]
-        self.states: list[dict[Hashable, CompressState]] = [{} for _ in requests]
-        self.table = paging.table([request.pages for request in requests], device)
-        # Window rows, as numbers of the pool: of each token, and of the window up to it.
-        page, line = owner.window_page, paging.table([request.window for request in requests], device)
-        of = torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts, device=device))
-        first = torch.tensor([request.first for request in requests], device=device)[of, None]
-        seen = self.positions[:, None] - torch.arange(owner.window, device=device)  # [N, window]
-        place = seen.clamp_min(0) - first * page
-        rows = line[of[:, None], (place // page).clamp_min(0)] * page + place % page
-        self.window_rows = torch.where(seen >= 0, rows, -1).int()
-        self.window_slots = rows[:, 0].long()
+    def __init__(self, owner: PagedModel, size: int):
+        self.owner, self.size, places, device = owner, size, owner.places, owner.device
+        tables, windows = (size, places.tables.shape[1]), (size, places.windows.shape[1])
+        self.sent = paging.Upload(device, ids=(size,), positions=(size,), lines=(size,), tables=tables, windows=windows)
+        config = owner.model.config
+        widths = {"sliding_attention": 0, CSA: config.index_topk}
+        if HCA in owner.ratios:
+            widths[HCA] = -(-owner.context // owner.ratios[HCA])
+        self.plans = {
+            kind: plan(v4_attention, batch=size, q_heads=config.num_attention_heads, kv_heads=1,
+                       head_dim=config.head_dim, max_seqlen_k=places.window + width, device=device, deterministic=False)
+            for kind, width in widths.items()
+        }  # fmt: skip
+        self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
 
-    def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:
-        """DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
-        x, pools = hidden[0], self.owner.pools[layer.layer_idx]
-        cos_sin = self.owner.tables[layer.rope_layer_type]
-        n = x.shape[0]
-        low = layer.q_a_norm(layer.q_a_proj(x))
-        q = _rope(layer.q_b_norm(layer.q_b_proj(low).view(n, layer.num_heads, -1)), cos_sin, self.positions)
-        row = _rope(layer.kv_norm(layer.kv_proj(x)), cos_sin, self.positions)
-        paging.write(pools["window"], self.window_slots, row)
-        options: dict[str, Any] = {}
-        if layer.compressor is not None:
-            rate = layer.compressor.compress_rate
-            self._compress(layer, layer.compressor, x, "compressed", cos_sin)
-            if layer.layer_type == CSA:
-                self._compress(layer, layer.compressor.indexer, x, "index", cos_sin)
-                options["compressed_indices"] = self._choose(layer.compressor.indexer, x, low, pools["index"], cos_sin)
-            else:
-                options["compressed_block_table"] = self.table
-                options["compressed_lengths"] = ((self.positions + 1) // rate).int()
-                options["request_starts"] = self.starts
-            options["compressed"] = pools["compressed"]
-        out = v4_attention(
-            q, pools["window"], self.window_rows, sink=layer.sinks.float(), softmax_scale=layer.scaling,
-            inverse_rope=(cos_sin, self.positions), backend=self.owner.backend, **options,
-        )  # fmt: skip
-        grouped = layer.o_a_proj(out.reshape(1, n, layer.config.o_groups, -1)).flatten(2)
-        return layer.o_b_proj(grouped)
+    def run(self, tokens: Tensor, requests: list[paging.Request]) -> Tensor:
+        """Logits [requests, vocabulary]."""
+        count, places, host = len(requests), self.owner.places, self.sent.begin()
+        lines = np.full(self.size, self.owner.limit)
+        lines[:count] = [request.line for request in requests]
+        host["positions"][:count] = [request.tokens for request in requests]
+        host["positions"][count:] = 0
+        host["lines"][:], host["tables"][:], host["windows"][:] = lines, places.tables[lines], places.windows[lines]
+        host["ids"][count:] = 0
+        if tokens.device.type == "cpu":
+            host["ids"][:count] = tokens.numpy()
+        self.sent.send()
+        if tokens.device.type != "cpu":
+            self.sent.device["ids"][:count] = tokens
+        if self.owner.device.type == "cpu":
+            return self._logits()[:count]
+        if self.graph is None:
+            self._capture()
+        assert self.graph is not None and self.logits is not None
+        self.graph.replay()
+        return self.logits[:count].clone()
 
-    def _compress(self, layer: Any, part: Any, x: Tensor, name: str, cos_sin: Tensor) -> None:
-        """The rows that these tokens finish, into the pool; the states stay here until the step has succeeded."""
-        kv, gate = part.kv_proj(x), part.gate_proj(x)
-        key, rate = (layer.layer_idx, name), part.compress_rate
-        for r, (request, some) in enumerate(zip(self.requests, self.slices)):
-            rows, self.states[r][key] = compress(
-                kv[some], gate[some], part.position_bias, part.kv_norm.weight, cos_sin=cos_sin,
-                state=request.states.get(key), eps=part.kv_norm.variance_epsilon,
-            )  # fmt: skip
-            first = request.tokens // rate
-            numbers = torch.arange(first, first + len(rows), device=x.device)
-            per_page = self.owner.page_tokens // rate
-            target = self.owner.pools[layer.layer_idx][name]
-            paging.write(target, paging.slots(self.table[r].long(), numbers, per_page), rows)
+    def step(self) -> Step:
+        """For what was sent last."""
+        at = self.sent.device
+        return Step(self.owner, at["positions"].long(), self.starts, at["lines"].long(), at["tables"], at["windows"],
+                    [1] * self.size, [self.owner.context] * self.size, plans=self.plans)  # fmt: skip
 
-    def _choose(self, indexer: Any, x: Tensor, low: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
-        """The rows of the compressed pool that each token reads, int32 [N, k]."""
-        n, rate = x.shape[0], indexer.compress_rate
-        q = _rope(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
-        weights = indexer.scorer.weights_proj(x)
-        per_page = self.owner.page_tokens // rate
-        width = min(indexer.index_topk, max(self.ends) // rate)
-        chosen = []
-        for r, some in enumerate(self.slices):
-            line = self.table[r].long()
-            rows = paging.slots(line, torch.arange(self.ends[r] // rate, device=x.device), per_page)
-            keys = pool.view(-1, pool.shape[-1])[rows]
-            local = index_topk(q[some], keys, weights[some], width, positions=self.positions[some], ratio=rate)
-            assert isinstance(local, Tensor)
-            there = paging.slots(line, local.clamp_min(0).long(), per_page)
-            chosen.append(torch.where(local >= 0, there, -1).int())
-        return torch.cat(chosen)
+    def _logits(self) -> Tensor:
+        return self.owner._forward(self.sent.device["ids"].long(), self.step(), 0)
+
+    def _capture(self) -> None:
+        """Once without a graph, which compiles what must be. That a step is then done again changes nothing: it writes
+        the same rows, and reads of the states only tokens before it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._logits()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=self.owner.graph_memory):
+            self.logits = self._logits()
 
 
-def _rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """Turn the interleaved pairs of the last dims of x [N, ..., D]; in fp32, rounded once."""
-    r = cos_sin.shape[1]
-    cos, sin = cos_sin[positions].reshape(-1, *(1,) * (x.ndim - 2), r).chunk(2, -1)
-    even, odd = x[..., -r:].float().unflatten(-1, (r // 2, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([x[..., :-r], turned.to(x.dtype)], -1)
+def _end_to_end(tokens: list[Tensor]) -> Tensor:
+    """On the CPU if all are there."""
+    device = next((x.device for x in tokens if x.device.type != "cpu"), None)
+    return torch.cat(tokens if device is None else [x.to(device) for x in tokens])
+
+
+def _graphs(graphs: bool | None, device: torch.device, config: Any) -> bool:
+    fixed = getattr(config, "_experts_implementation", None) != "eager"
+    if graphs is None:
+        return fixed and device.type == "cuda"
+    if checks.flag("graphs", graphs) and device.type == "cuda" and not fixed:
+        checks.fail("graphs", "True for a model with experts_implementation='eager'", "a model with another one")
+    return graphs
 
 
 def _rope_table(model: Any, kind: str, positions: int) -> Tensor:

@@ -9,7 +9,7 @@ import wrong  # noqa: E402
 from tiny_v4 import build  # noqa: E402
 
 import dsv4  # noqa: E402
-from dsv4.integrations import paged_model, paging  # noqa: E402
+from dsv4.integrations import paging, step  # noqa: E402
 from dsv4.integrations.paged_model import PagedModel  # noqa: E402
 
 # Logits have a standard deviation near 1; eager one-shot and eager cached differ by about 1e-5.
@@ -38,10 +38,14 @@ def served(model, **options):
     """Every pool full of NaN: a row that nobody has written must not be seen."""
     made = PagedModel(model, **SMALL | options)
     for pools in made.pools:
-        for pool in pools.values():
-            (pool.storage if isinstance(pool, dsv4.Fp8Cache) else pool).fill_(
-                255 if isinstance(pool, dsv4.Fp8Cache) else float("nan")
-            )
+        for name, pool in pools.items():
+            if isinstance(pool, dsv4.Fp8Cache):
+                pool.storage.fill_(255)
+            elif isinstance(pool, tuple):  # the states of a compressor
+                for state in pool:
+                    state.fill_(float("nan"))
+            elif name != "sink":
+                pool.fill_(float("nan"))
     return made
 
 
@@ -56,13 +60,26 @@ def test_one_request_at_once(model, ids, eager, length):
     same(got, eager[0, :length])
 
 
-@pytest.mark.parametrize("prompt", [1, 26])
-def test_token_by_token(model, ids, eager, prompt):
+@pytest.mark.parametrize("prompt, graphs", [(1, False), (26, True)])
+def test_token_by_token(model, ids, eager, prompt, graphs):
     """Past boundaries of the window, of both kinds of compressed rows and of pages."""
-    engine = served(model)
+    engine = served(model, graphs=graphs)
     same(engine.step({"a": ids[0, :prompt].tolist()})["a"], eager[0, prompt - 1])
     for t in range(prompt, prompt + 20):
         same(engine.step({"a": [int(ids[0, t])]})["a"], eager[0, t])
+
+
+def test_steps_of_fixed_shapes(model, ids, eager):
+    """What a CUDA graph is made of, on a CPU: requests at different places, and fewer of them than the graph takes."""
+    engine = served(model, graphs=True, requests=5)
+    done = [0, 13, 31, 94]
+    engine.step({r: ids[r, :n] for r, n in enumerate(done) if n})
+    for here in [(1, 2, 3), (0, 1, 2, 3), (3,)] + [(2, 0, 3), (1, 0)] * 6:
+        got = engine.step({r: ids[r, done[r]].reshape(1) for r in here})
+        for r in here:
+            same(got[r], eager[r, done[r]])
+            done[r] += 1
+    assert sorted(engine.decoders) == [1, 2, 4]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -86,19 +103,19 @@ def test_requests_side_by_side_in_chunks(model, ids, eager, seed):
 
 def test_pages_come_back_and_are_used_again(model, ids, eager):
     engine = served(model, tokens=120, requests=2)
-    free = len(engine.token_pages.free), len(engine.window_pages.free)
+    free = len(engine.places.pages.free), len(engine.places.window_pages.free)
     for r in (0, 1, 2, 3):  # more than there is room for at a time
         same(engine.step({r: ids[r, :100]})[r], eager[r, 99])
         same(engine.step({r: ids[r, 100:]})[r], eager[r, 109])
         engine.drop(r)
-    assert (len(engine.token_pages.free), len(engine.window_pages.free)) == free
+    assert (len(engine.places.pages.free), len(engine.places.window_pages.free)) == free
 
 
 def test_a_step_that_fails_leaves_everything_as_it_was(model, ids, eager, monkeypatch):
     engine = served(model)
     engine.step({"a": ids[0, :21]})
-    free = sorted(engine.token_pages.free), sorted(engine.window_pages.free)
-    real, calls = paged_model.v4_attention, []
+    free = sorted(engine.places.pages.free), sorted(engine.places.window_pages.free)
+    real, calls = step.v4_attention, []
 
     def failing(*args, **options):
         calls.append(0)
@@ -106,10 +123,10 @@ def test_a_step_that_fails_leaves_everything_as_it_was(model, ids, eager, monkey
             raise RuntimeError("out of memory")
         return real(*args, **options)
 
-    monkeypatch.setattr(paged_model, "v4_attention", failing)
+    monkeypatch.setattr(step, "v4_attention", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step({"a": ids[0, 21:70], "b": ids[1, :60]})
-    assert (sorted(engine.token_pages.free), sorted(engine.window_pages.free)) == free
+    assert (sorted(engine.places.pages.free), sorted(engine.places.window_pages.free)) == free
     assert list(engine.requests) == ["a"] and engine.requests["a"].tokens == 21
     got = engine.step({"b": ids[1, :60], "a": ids[0, 21:70]}, all_logits=True)
     same(got["a"], eager[0, 21:70])
@@ -157,7 +174,7 @@ def test_prompts_wait_for_pages(model, ids):
     """Six pages of 32 tokens; a prompt and what follows it need three, so that four prompts go through by twos."""
     prompts = [ids[r, :62] for r in range(4)]
     together = served(model, tokens=64, chunk=70)
-    assert len(together.token_pages.free) == 6
+    assert len(together.places.pages.free) == 6
     assert together.generate(prompts, 4) == served(model).generate(prompts, 4)
     for some in ids[0, :100].split(50):  # four pages
         together.step({"other": some})

@@ -1,0 +1,214 @@
+"""DeepSeek-V4 end to end on a GPU: a random model with the attention of V4-Flash, few layers and small experts.
+
+    python benchmarks/model.py [text]          # only parts whose name contains the text
+
+Decode: batches of requests, each with so many tokens behind it, one token each per step. Their rows are random and were
+never computed: nothing here depends on what they hold. Three ways through the same model:
+
+    graph      dsv4.integrations.paged_model, a step is one CUDA graph
+    no graph   the same step, launched operation by operation
+    eager      transformers' own attention and cache
+
+Time of a step: median of events around it, tokens fed from the host as a server does. Attention of a layer (the whole
+DeepseekV4Attention: projections, norms, window, compressor, indexer, attention): a CUDA graph of that layer alone, with
+an empty L2; for eager, events around the layer within a step. Prefill: one prompt in chunks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dsv4 import suites
+from dsv4.bench import time_call
+from dsv4.integrations import paging
+from dsv4.integrations.paged_model import PagedModel
+from dsv4.integrations.step import CSA, HCA
+
+SWA = "sliding_attention"
+LAYERS = [SWA, CSA, HCA, CSA, HCA]  # V4-Flash has 2 + 21 + 20
+BATCHES = {4096: (1, 32, 128), 65536: (1, 32, 128)}
+PROMPT, CHUNK = 16384, 2048
+
+
+def build():
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=8192, hidden_size=4096, moe_intermediate_size=256, num_hidden_layers=len(LAYERS),
+        num_attention_heads=64, head_dim=512, q_lora_rank=1024, qk_rope_head_dim=64, num_experts_per_tok=2,
+        n_routed_experts=8, max_position_embeddings=1 << 20, layer_types=LAYERS,
+        compress_rates={CSA: 4, HCA: 128}, sliding_window=128, o_groups=8, o_lora_rank=1024, index_n_heads=64,
+        index_head_dim=128, index_topk=512, attn_implementation="eager", experts_implementation="grouped_mm",
+        rope_parameters={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536,
+                         "beta_fast": 32, "beta_slow": 1},
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, x in model.named_buffers():
+            if name.endswith("tid2eid"):
+                x.random_(0, 8)
+    return model.bfloat16()
+
+
+def resumed(model, batch: int, tokens: int, graphs: bool) -> PagedModel:
+    """An engine whose requests have so many tokens behind them."""
+    room = batch * (tokens + 512)
+    served = PagedModel(model, tokens=room, requests=batch, chunk=max(batch, 128), context=tokens + 512, rows="fp8",
+                        graphs=graphs)  # fmt: skip
+    for pools in served.pools:
+        if "index" in pools:  # equal scores would be a case of their own
+            pools["index"].normal_()
+    for r in range(batch):
+        request = paging.Request(served.places.lines.take(1)[0])
+        # Pages of the window that the next token sees, and all token pages.
+        request.first = max(0, tokens - served.places.window + 1) // served.places.window_page
+        served.places.extend(request, tokens)
+        request.tokens = tokens
+        served.requests[r] = request
+    return served
+
+
+def median_ms(step: Callable[[], object], repeats: int = 12) -> float:
+    times = []
+    for n in range(repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        if n >= 3:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def paged(model, batch: int, tokens: int, graphs: bool) -> tuple[float, dict[str, float]]:
+    """(ms of a step, us of the attention of a layer by kind)"""
+    served = resumed(model, batch, tokens, graphs)
+    ms = median_ms(lambda: served.step({r: [1] for r in range(batch)}), 12 if graphs else 5)
+    if not graphs:
+        return ms, {}
+    step = next(iter(served.decoders.values())).step()
+    hidden = torch.randn(1, batch, 4096, device="cuda", dtype=torch.bfloat16)
+    layers = {kind: model.model.layers[LAYERS.index(kind)].self_attn for kind in (SWA, CSA, HCA)}
+    return ms, {
+        kind: time_call(lambda layer=layer: step.dsv4_attention(layer, hidden), 15) for kind, layer in layers.items()
+    }
+
+
+@torch.no_grad()
+def eager(model, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    for layer, kind in zip(cache.layers, LAYERS):
+        fill(layer, kind, batch, tokens)
+    ids = torch.ones(batch, 1, dtype=torch.long, device="cuda")
+    seen: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    hooks = []
+    for layer, kind in zip(model.model.layers, LAYERS):
+        def before(*_, kind=kind, **__):
+            seen.append((kind, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            seen[-1][1].record()
+
+        hooks.append(layer.self_attn.register_forward_pre_hook(before))
+        hooks.append(layer.self_attn.register_forward_hook(lambda *_: seen[-1][2].record()))
+    try:
+        ms = median_ms(lambda: model(ids, past_key_values=cache, use_cache=True), 3)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recent = seen[-len(LAYERS) :]
+    return ms, {kind: 1e3 * begin.elapsed_time(end) for kind, begin, end in recent}
+
+
+def fill(layer, kind: str, batch: int, tokens: int) -> None:
+    """The state of a cache layer of transformers after so many tokens, a multiple of 128."""
+    def rows(n, width):
+        return torch.randn(batch, n, width, device="cuda", dtype=torch.bfloat16)
+
+    keys = rows(127, 512)[:, None]
+    layer.lazy_initialization(keys, keys)
+    layer.keys = layer.values = keys
+    layer.cumulative_length = tokens
+    if kind == SWA:
+        return
+    rate = 4 if kind == CSA else 128
+    for name in layer.compressed_kv:
+        width = 512 if name == "compressor" else 128
+        layer.compressed_kv[name], layer.entry_count[name] = rows(tokens // rate, width), tokens // rate
+        if kind == CSA:
+            layer.overlap_kv[name], layer.overlap_gate[name] = rows(4, width), rows(4, width)
+
+
+@torch.no_grad()
+def prefill(model) -> Iterator[tuple[str, float]]:
+    """(way, seconds for a prompt)"""
+    from transformers import DynamicCache
+
+    prompt = torch.randint(0, 8192, (PROMPT,))
+    served = PagedModel(model, tokens=PROMPT, requests=1, chunk=CHUNK, rows="fp8")
+
+    def ours():
+        for chunk in prompt.split(CHUNK):
+            served.step({"a": chunk})
+        served.drop("a")
+
+    yield "dsv4", median_ms(ours, 2) / 1e3
+
+    def theirs():
+        cache = DynamicCache(config=model.config)
+        for chunk in prompt.cuda().split(CHUNK):
+            model(chunk[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    yield "eager", median_ms(theirs, 1) / 1e3
+
+
+def main() -> int:
+    if suites.gpu_arch() not in suites.ARCHS:
+        print("benchmarks/model.py needs a GPU that dsv4 has kernels for; dsv4 doctor says what this machine can run")
+        return 1
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    model = build()
+    console = Console(width=120)
+    table = Table("decode", "way", "ms / step", "tokens / s", "us / layer: SWA", "CSA", "HCA",
+                  title=f"{torch.cuda.get_device_name()}, {len(LAYERS)} layers, FP8 rows")  # fmt: skip
+    for tokens, batches in BATCHES.items():
+        for batch in batches:
+            name = f"decode {batch} x {tokens}"
+            if wanted not in name:
+                continue
+            ways = {
+                "graph": lambda b=batch, t=tokens: paged(model, b, t, True),
+                "no graph": lambda b=batch, t=tokens: paged(model, b, t, False),
+                "eager": lambda b=batch, t=tokens: eager(model, b, t),
+            }
+            for way, measure in ways.items():
+                try:
+                    ms, layers = measure()
+                except torch.OutOfMemoryError:
+                    table.add_row(name, way, "out of memory")
+                    continue
+                finally:
+                    torch.cuda.empty_cache()
+                each = [f"{layers[kind]:.0f}" if kind in layers else "" for kind in (SWA, CSA, HCA)]
+                table.add_row(name, way, f"{ms:.2f}", f"{1e3 * batch / ms:.0f}", *each)
+    console.print(table)
+    if wanted in "prefill":
+        table = Table(f"prefill {PROMPT} in chunks of {CHUNK}", "s", "tokens / s")
+        for way, seconds in prefill(model):
+            table.add_row(way, f"{seconds:.3f}", f"{PROMPT / seconds:.0f}")
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

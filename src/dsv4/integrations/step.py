@@ -1,0 +1,172 @@
+"""One step of a model with paged caches: what its attention layers do for all tokens of all requests at once.
+
+The tokens are laid end to end, request after request. Everything that a layer needs to know about places is computed
+once per step, on the device, from a few numbers (paging.Upload): no layer waits for the device, and no shape depends on
+a value that only the device knows. A step of one token per request has the same shapes whatever the lengths: it can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.compressor import pooled
+from dsv4.indexer import index_topk
+from dsv4.integrations import paging, parts
+from dsv4.plan import Plan
+from dsv4.v4 import v4_attention
+from dsv4.v4_problem import Pool
+
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+class Rows:
+    """The rows that the compressors of one kind make in a step, from tokens of the step and of their states.
+
+    The state of a request are its last `ring` tokens, token t at place t % ring of its line.
+    """
+
+    def __init__(
+        self, step: Step, ratio: int, overlap: bool, owners: Tensor, numbers: Tensor, kept: Tensor | None = None
+    ):
+        """owners, numbers [W]: the requests of the rows, and which rows of these; kept [K]: the tokens that go into
+        the states when the step has succeeded; None = all of them, at once."""
+        self.overlap, self.kept = overlap, kept
+        ring = ratio * (1 + overlap)
+        self.slot = step.positions % ratio  # of each token in its window
+        self.visible = ((step.positions + 1) // ratio).int()  # rows that each token sees
+        tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio, device=numbers.device)
+        begins = step.begins[owners][:, None]
+        # In the state, or tokens of the step; before the first window there is none, and some token has no weight.
+        self.missing = (tokens < 0)[..., None]
+        self.old = (tokens < begins)[..., None] & ~self.missing
+        self.in_state = step.lines[owners][:, None] * ring + tokens % ring  # [W, slots]
+        self.in_step = (step.starts[owners].long()[:, None] + tokens - begins).clamp(0, len(step.positions) - 1)
+        all_places = step.lines[step.owner] * ring + step.positions % ring
+        self.places = all_places if kept is None else all_places[kept]
+        self.rope = numbers * ratio
+        # Rows that are not finished go to the page that nobody has.
+        per_page = step.page_tokens // ratio
+        page = step.table[owners, numbers // per_page].long()
+        finished = tokens[:, -1] < step.ends[owners]
+        self.targets = torch.where(finished, page * per_page + numbers % per_page, step.spare_page * per_page)
+
+
+class Step:
+    """The tokens of one step. transformers takes it for its cache, and hands it to every attention layer.
+
+    positions int64 [N]: token numbers in their sequences; starts int32 [R + 1]: first token of each request; lines
+    int64 [R]; table, windows int32 [R, ...]: page numbers of the requests.
+    made: for each kind of compressor (requests, numbers, kept) as in Rows; None: every request has one token.
+    counts: tokens of each request; longest: tokens up to which compressed rows of each may be there.
+    """
+
+    def __init__(
+        self, model: Any, positions: Tensor, starts: Tensor, lines: Tensor, table: Tensor, windows: Tensor,
+        counts: list[int], longest: list[int], made: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
+        plans: dict[str, Plan] | None = None,
+    ):  # fmt: skip
+        places, device, n = model.places, positions.device, len(positions)
+        self.model, self.plans = model, plans or {}
+        self.positions, self.starts, self.lines, self.table = positions, starts, lines, table
+        self.page_tokens, self.spare_page = places.page_tokens, places.spare_page
+        self.slices = [slice(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))]
+        self.longest = longest
+        if made is None:
+            self.owner = torch.arange(n, device=device)
+            self.begins, self.ends = positions, positions + 1
+        else:
+            self.owner = torch.searchsorted(starts, torch.arange(n, device=device, dtype=torch.int32), right=True) - 1
+            self.begins = positions[starts[:-1].long()]
+            self.ends = positions[starts[1:].long() - 1] + 1
+        # Window rows, as numbers of the pool: of each token, and of the window up to it.
+        page = places.window_page
+        seen = positions[:, None] - torch.arange(places.window, device=device)  # [N, window]
+        pages = windows[self.owner[:, None], (seen // page) % windows.shape[1]]
+        rows = pages * page + (seen % page).int()
+        self.window_rows = torch.where(seen >= 0, rows, -1)
+        self.window_slots = rows[:, 0].long()
+        self.rows = {}
+        for kind, ratio in model.ratios.items():
+            which = (self.owner, positions // ratio) if made is None else made[kind]
+            self.rows[kind] = Rows(self, ratio, kind == CSA, *which)
+        self.late: list[tuple[Tensor, Tensor, Tensor]] = []  # states to be written when the step has succeeded
+
+    def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:
+        """DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
+        x, pools = hidden[0], self.model.pools[layer.layer_idx]
+        cos_sin = self.model.tables[layer.rope_layer_type]
+        n = x.shape[0]
+        low = parts.norm(layer.q_a_proj(x), layer.q_a_norm)
+        q = parts.turned(layer.q_b_proj(low).view(n, layer.num_heads, -1), cos_sin, self.positions, layer.q_b_norm.eps)
+        parts.store(pools["window"], self.window_slots, layer.kv_proj(x), layer.kv_norm, cos_sin, self.positions)
+        options: dict[str, Any] = {}
+        if layer.compressor is not None:
+            rows = self.rows[layer.layer_type]
+            self._compress(layer.compressor, rows, x, pools["compressed"], pools["compressed states"], cos_sin)
+            if layer.layer_type == CSA:
+                indexer = layer.compressor.indexer
+                self._compress(indexer, rows, x, pools["index"], pools["index states"], cos_sin)
+                options["compressed_indices"] = self._choose(indexer, x, low, pools["index"], cos_sin)
+            else:
+                options["compressed_block_table"] = self.table
+                options["compressed_lengths"] = rows.visible
+                options["request_starts"] = self.starts
+            options["compressed"] = pools["compressed"]
+        out = v4_attention(
+            q, pools["window"], self.window_rows, sink=pools["sink"], softmax_scale=layer.scaling,
+            inverse_rope=(cos_sin, self.positions), backend=self.model.backend,
+            plan=self.plans.get(layer.layer_type), **options,
+        )  # fmt: skip
+        grouped = layer.o_a_proj(out.reshape(1, n, layer.config.o_groups, -1)).flatten(2)
+        return layer.o_b_proj(grouped)
+
+    def _compress(
+        self, part: Any, rows: Rows, x: Tensor, pool: Pool, states: tuple[Tensor, Tensor], cos_sin: Tensor
+    ) -> None:
+        """The rows that these tokens finish, into the pool."""
+        kv, gate = part.kv_proj(x).float(), part.gate_proj(x).float() + part.position_bias.float()[rows.slot]
+        value, logit = (
+            torch.where(rows.old, state[rows.in_state], new[rows.in_step]) for state, new in zip(states, (kv, gate))
+        )  # [W, slots, width]
+        logit = logit.masked_fill(rows.missing, float("-inf"))
+        if rows.overlap:
+            value, logit = (_halves(s) for s in (value, logit))
+        made = pooled(value, logit, part.kv_norm.weight, part.kv_norm.variance_epsilon, cos_sin, rows.rope)
+        paging.write(pool, rows.targets, made)
+        for state, new in zip(states, (kv, gate)):
+            if rows.kept is None:  # a token takes the place of one that no row to come is made of
+                state.index_copy_(0, rows.places, new)
+            else:
+                self.late.append((state, rows.places, new[rows.kept]))
+
+    def _choose(self, indexer: Any, x: Tensor, low: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
+        """The rows of the compressed pool that each token reads, int32 [N, k]."""
+        n, rate = x.shape[0], indexer.compress_rate
+        q = parts.turned(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
+        weights = indexer.scorer.weights_proj(x)
+        per_page, width = self.page_tokens // rate, indexer.index_topk
+        chosen = []
+        for r, (some, longest) in enumerate(zip(self.slices, self.longest)):
+            rows = torch.arange(longest // rate, device=x.device)
+            rows = self.table[r].long()[rows // per_page] * per_page + rows % per_page
+            keys = pool.view(-1, pool.shape[-1])[rows]
+            local = index_topk(q[some], keys, weights[some], width, positions=self.positions[some], ratio=rate)
+            assert isinstance(local, Tensor)
+            chosen.append(torch.where(local >= 0, rows[local.clamp_min(0).long()].int(), -1) if len(rows) else local)
+        return torch.cat(chosen)
+
+    def commit(self) -> None:
+        """The step has succeeded: the states move on."""
+        for state, places, rows in self.late:
+            state.index_copy_(0, places, rows)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """[W, 2m, 2d] -> [W, 2m, d]: the first half of the m tokens of the window before, the second of its own."""
+    m, d = x.shape[1] // 2, x.shape[2] // 2
+    return torch.cat([x[:, :m, :d], x[:, m:, d:]], 1)
