@@ -52,6 +52,19 @@ def test_warps_that_share_words_but_no_bytes_need_no_barrier():
     holds(make, args=ARGS)
 
 
+def test_warps_may_store_one_value_in_one_statement():
+    """A compiler may repeat a statement in both ways of a branch; two statements are a race though the values agree."""
+
+    def make(keep):
+        odd = "and.b32 %r41, %r1, 1;\nsetp.eq.u32 %p5, %r41, 1;\nmov.u32 %r40, a;\n"
+        ways = f"@%p5 bra ODD;\n.loc 1 7 3\nst.shared.u32 [%r40], 5;\nbra.uni END;\nODD:\n.loc 1 {7 if keep else 9} 3\n"
+        body = odd + ways + "st.shared.u32 [%r40], 5;\nEND:\n" + t.out("5", "%rd2", "0")
+        return plain(body).replace(".visible", '.file 1 "kernel.py"\n.visible')
+
+    holds(make, args=ARGS)
+    holds(make, args=ARGS, strict=False)
+
+
 def test_a_named_barrier_orders_its_arrivals_before_its_waits():
     """Warps 0 and 1 produce and arrive; warps 2 and 3 wait. Two barriers of 64 threads do not order them."""
 

@@ -31,6 +31,10 @@ class Findings:
                 continue
             if kind == sh.UNINITIALISED and not self.strict and replicas.masked_atomic(self.machine.program, pc):
                 continue
+            if kind == sh.SAME:
+                if agent < sh.ASYNC and self.one_statement(pc, other_pc):
+                    continue
+                kind = sh.WAW
             memory = "global" if place else "shared"
             where = f"{memory} bytes {address:#x} to {address + 3:#x}"
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
@@ -62,6 +66,12 @@ class Findings:
                     self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
                     continue
             self.report.add(found)
+
+    def one_statement(self, pc: int, other: int) -> bool:
+        """Did the compiler make both instructions of one place of the source? It repeats the end of a branch, or the
+        first turn of a loop; warps on both ways that store one value are like warps in one instruction."""
+        here, there = (self.machine.program.instructions[k].loc for k in (pc, other))
+        return here is not None and here == there
 
     def confined(self, load: int, store: int) -> bool:
         known = self.confined_pairs.get((load, store))

@@ -68,6 +68,7 @@ FIXED = 10  # fields before the readers
 GLOBAL_RECORD = 12
 OPS = 16384  # asynchronous operations told apart; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
+SAME = 5  # WAW, but the value was there already
 MAX_RACES = 64
 RACE_FIELDS = 8
 
@@ -131,6 +132,14 @@ def written(at, touched, theirs, epoch, older):
     if touched & theirs & 15:
         return i8(load32(at + older))
     return -1
+
+
+@compiled("i8(i8, i8)")
+def behind_write(touched, write):
+    """What an access that is not ordered behind a write is called."""
+    if not write:
+        return RAW
+    return SAME if touched & QUIET else WAW
 
 
 @compiled("i8(i8, i8, i8, i8, i8, i8)")
@@ -208,7 +217,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
             and not ordered(agent, when, me, clock, known, newest)
             and not (touched & QUIET and i8(load32(at + 8)) == pc)
         ):
-            report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+            report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
     mine = at + 4 * (FIXED + 2 * index)
     if not write:
         before = i8(load32(mine + 4))
@@ -284,7 +293,7 @@ def global_record(at, address, touched, write, pc, lane, clock, known, me, newes
             and not ordered(agent, when, me, clock, known, newest)
             and not (touched & QUIET and i8(load32(at + 8)) == pc)
         ):
-            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
+            report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         global_reader(at, me, now, pc, i8(READ_SEVERAL) if touched & STRONG else 0)
         return

@@ -26,6 +26,7 @@ from softsm.checks.shadow import (
     WAR,
     WAW,
     WHOLE_WARP,
+    behind_write,
     both,
     complete,
     global_reader,
@@ -64,7 +65,7 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
                 and not ordered(agent, when, me, clock, known, newest)
                 and not (touched & QUIET and i8(load32(at + 8)) == pc)
             ):
-                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+                report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
         if not write:
             store32(at + 24, u4(me))
             store32(at + 28, u4(now))
