@@ -1,22 +1,25 @@
 """attn_implementation="dsv4_dense" against "eager": tiny random Llama, Gemma 4 (head dim 512) and gpt-oss (sinks)."""
 
+from functools import cache
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+import exact  # noqa: E402
 from tiny_dense import KINDS, build  # noqa: E402
 
 import dsv4.integrations.transformers_dense as integration  # noqa: E402
-
-TOLERANCE = 1e-4  # logits near 1; eager one-shot and eager cached differ by about 1e-6
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
     integration.register()
     integration.register()  # twice is once
-    return build(request.param)
+    made = build(request.param)
+    made.kind = request.param
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,15 @@ def logits(model, implementation, ids, steps=None, **options):
     return torch.cat(out, 1)
 
 
-def same(a, b):
+@cache
+def allowed(kind):
+    return exact.allowed(build(kind), torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(2)))
+
+
+def same(model, a, b):
     assert a.isfinite().all() and b.std() > 0.1
     difference = (a - b).abs().max().item()
-    assert difference < TOLERANCE, difference
+    assert difference <= allowed(model.kind), difference
 
 
 def test_head_dim_512_is_really_there():
@@ -51,12 +59,12 @@ def test_head_dim_512_is_really_there():
 
 @pytest.mark.parametrize("length", [1, 7, 9, 40])
 def test_one_shot(model, ids, length):
-    same(logits(model, "dsv4_dense", ids[:, :length]), logits(model, "eager", ids[:, :length]))
+    same(model, logits(model, "dsv4_dense", ids[:, :length]), logits(model, "eager", ids[:, :length]))
 
 
 def test_cached(model, ids):
     steps = [13, 1, 1, 4, 1, 15, 2, 3]
-    same(logits(model, "dsv4_dense", ids, steps), logits(model, "eager", ids))
+    same(model, logits(model, "dsv4_dense", ids, steps), logits(model, "eager", ids))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -64,11 +72,11 @@ def test_padding(model, ids, side):
     some, mask = ids[:, :30], torch.ones(2, 30, dtype=torch.long)
     mask[1, slice(0, 11) if side == "left" else slice(19, 30)] = 0
     got, want = (logits(model, i, some, attention_mask=mask) for i in ("dsv4_dense", "eager"))
-    same(got[mask.bool()], want[mask.bool()])  # what stands at padding means nothing
+    same(model, got[mask.bool()], want[mask.bool()])  # what stands at padding means nothing
     if side == "left":
         steps = [20, 1, 4, 1, 4]
         got = logits(model, "dsv4_dense", some, steps, attention_mask=mask)
-        same(got[mask.bool()], want[mask.bool()])
+        same(model, got[mask.bool()], want[mask.bool()])
 
 
 def test_greedy_generate(model, ids):
