@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from dsv4 import dispatch
 from dsv4.cli import app
 from dsv4.commands import support
+from softsm.cli import app as softsm_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -72,9 +73,10 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_commands_in_the_readme_exist() -> None:
-    known = {command.name for command in app.registered_commands}
-    named = set(re.findall(r"^dsv4 (\w+)", SHELL, flags=re.M))
-    assert named and named <= known
+    for program, its in (("dsv4", app), ("softsm", softsm_app)):
+        known = {command.name or command.callback.__name__ for command in its.registered_commands}
+        named = set(re.findall(rf"^{program} (\w+)", SHELL, flags=re.M))
+        assert named and named <= known
     targets = set(re.findall(r"^make (\w+)", SHELL, flags=re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.M) for target in targets)

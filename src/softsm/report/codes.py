@@ -177,6 +177,23 @@ CODES: dict[str, tuple[str, str]] = {
         "An .aligned or .sync instruction is reached by a part of the warp only.",
         "Move it out of the divergent branch, or elect one thread after it.",
     ),
+    "branch-index": (
+        "A jump through a table by an index that the table does not have.",
+        "Compare the index of brx.idx with the number of its targets.",
+    ),
+    "recursion": ("A device function calls itself.", "Write a loop: functions have one frame each here."),
+    "cluster-rank": ("mapa names a CTA that the cluster does not have.", "Use ranks below %cluster_nctarank."),
+    "unsupported": (
+        "An operation with operands that softsm has no semantics for.",
+        "docs/isa.md lists what there is.",
+    ),
+    "address": ("A variable has no address in this place.", "See the name; that is a fault of softsm."),
+    "special-register": (
+        "A predefined register without a value here.",
+        "Use another one.",
+    ),
+    "copy": ("An asynchronous copy could not be done.", "See the message: it names the operand and the instruction."),
+    "internal": ("softsm met a state it does not know.", "That is a fault of softsm; report it with the PTX."),
     "step-budget": ("The launch used up its budget of instructions.", "Look for a loop that does not end."),
     "trap": ("The program executed trap.", "Its own check failed; see the line."),
     "assert": ("A device-side assertion failed.", "See the message."),

@@ -1,4 +1,4 @@
-"""A share of `make fuzz`: 20 s of mutants with a fixed seed, in a process of its own so that a crash is seen as one."""
+"""A share of `make fuzz`: 12 s of mutants with a fixed seed, in a process of its own so that a crash is seen as one."""
 
 from __future__ import annotations
 
