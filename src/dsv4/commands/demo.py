@@ -92,7 +92,8 @@ def _amount(amount: Any | None) -> str:
 
 
 def machine() -> str:
-    cpu = f"a CPU ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    cpu = f"a CPU ({threads} thread{'s' * (threads > 1)})"
     return f"{torch.cuda.get_device_name()} and {cpu}" if torch.cuda.is_available() else cpu
 
 

@@ -84,7 +84,7 @@ def software() -> Iterator[Finding]:
         if torch.version.cuda
         else "CPU build: no GPU even if there is one"
     )
-    yield Finding("torch", torch.__version__, True, f"{build}; {torch.get_num_threads()} threads")
+    yield Finding("torch", torch.__version__, True, f"{build}; threads: {torch.get_num_threads()}")
     yield triton()
     for package in ("numba", "ml_dtypes"):
         found = version(package)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from softsm.engine import program as pg
+from softsm.engine.async_registers import AsyncRegisters, owners_of
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
 from softsm.ptx.ast import (
@@ -53,18 +54,9 @@ def micro_numbers() -> dict[str, int]:
     return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
 
 
-def owners_of(function: Function) -> dict[str, str]:
-    """Registers that products of the function work on -> the first register of the accumulator."""
-    owners: dict[str, str] = {}
-    for item in function.body:
-        if isinstance(item, Instruction) and item.opcode == "wgmma" and item.modifiers[:1] == ("mma_async",):
-            names = [x.name for v in item.operands[:2] if isinstance(v, Vector) for x in v.items if isinstance(x, Reg)]
-            owners.update((name, owners.get(name, names[0])) for name in names)
-    return owners
-
-
-class Assembler:
+class Assembler(AsyncRegisters):
     def __init__(self, module: Module, function: Function, numbers: dict[str, int], checking: bool = False):
+        super().__init__()
         self.module, self.function, self.numbers = module, function, numbers
         self.checking = checking  # the program is for the race checker
         self.records: list[list[int]] = []
@@ -82,16 +74,6 @@ class Assembler:
         self.branch_tables: list[tuple[int, list[str]]] = []
         self.ins: Instruction | None = None
         self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
-        self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
-        self.tmem_flush = None  # macro function, set by the tensor-memory chapter
-        self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
-        # checking: registers of wgmmas not yet waited for, and those they were copied to -> row of the wgmma
-        self.wgmma_pending: dict[tuple[str, int], int] = {}
-        self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
-        self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
-        self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its accumulator
-        self.wgmma_looked: set[str] = set()  # checking: of these, looked at since the last label, jump or wgmma
-        self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
         self.entries: dict[str, int] = {}  # .func name -> pc
         self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
         self.read: set[str] = set()  # names, of the current instruction
@@ -361,84 +343,7 @@ class Assembler:
         start = len(self.records)
         self.guard(ins)
         lowering(self, ins)
-        if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
-            self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
-        if self.wgmma_busy and ins.opcode != "wgmma":
-            self.settle_products(start, ins.opcode == "mov")
-        if self.checking:  # it looks before anything is settled: what is inserted last comes first
-            self.follow_registers(ins, start)
-
-    def settle_products(self, start: int, move: bool) -> None:
-        """Registers of a wgmma are touched before its wait. ptxas waits there by itself, once for all its registers."""
-        for row in self.touched & self.wgmma_busy.keys():
-            used = self.wgmma_busy.get(row)
-            if used is None:
-                continue
-            from softsm.isa.wgmma import do_settle
-
-            self.insert_macro(start, do_settle, rows=np.array(sorted(number for _, number in used)), move=move)
-            for settled in used & self.wgmma_busy.keys():
-                self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
-
-    def follow_registers(self, ins: Instruction, start: int) -> None:
-        """For the checkers: what type each register was written as, and uses of registers that a wgmma works on."""
-        if ins.guard is not None:
-            self.read.add(ins.guard.name)
-        if self.current_function.entry:
-            self.flow.append((ins, self.read, self.written))
-        operands = ins.operands
-        if operands and isinstance(operands[0], Reg) and ("R", self.rows.get(operands[0].name, -1)) in self.touched:
-            kind = ins.modifiers[-1] if ins.modifiers else ""
-            if ins.opcode == "cvt" and len(ins.modifiers) > 1:
-                kind = ins.modifiers[-2]
-            elif ins.opcode == "mov" and kind == "b32" and len(operands) > 1:
-                source = operands[1]
-                if isinstance(source, Reg):
-                    kind = self.produced.get(("R", self.rows.get(source.name, -1)), "")
-                elif isinstance(source, Imm) and source.kind == "f32":
-                    kind = "f32"
-            self.produced["R", self.rows[operands[0].name]] = kind
-        if ins.opcode in ("wgmma", "bra", "brx"):
-            self.wgmma_looked.clear()
-        if ins.opcode == "wgmma":
-            return
-        if self.wgmma_dirty is not None:
-            self.wgmma_dirty |= self.touched
-        early = sorted({self.wgmma_pending[x] for x in self.touched & self.wgmma_pending.keys()})
-        if early:
-            from softsm.isa.wgmma import do_early_use
-
-            sources = {("R", self.rows.get(name, -1)) for name in self.read}
-            copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending.keys())
-            self.insert_macro(start, do_early_use, rows=np.array(early), copy=copy)
-            for name in self.written if copy else ():
-                self.wgmma_pending.setdefault(("R", self.rows.get(name, -1)), early[0])
-        elif self.wgmma_owners:
-            self.look_back(ins, start)
-
-    def look_back(self, ins: Instruction, start: int) -> None:
-        """Registers of a wgmma that stands behind in the text, and may be before in a loop: the first use of them in
-        each stretch of the program asks whether it is over."""
-        mine = (self.read | self.written) & self.wgmma_owners.keys()
-        fresh = {name for name in mine if self.wgmma_owners[name] not in self.wgmma_looked}
-        if fresh and not (ins.opcode == "mov" and self.read & mine):
-            from softsm.isa.wgmma import do_early_use
-
-            self.insert_macro(start, do_early_use, rows=np.array([self.rows[name] for name in fresh]), copy=False)
-            self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
-
-    def insert_macro(self, at: int, function, **operands) -> None:
-        self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
-        self.records.insert(at, [pg.OP_MACRO, 0, len(self.macros) - 1, 0, 0, 0, 0, 0])
-        self.instructions.insert(at, self.ins)
-        self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
-
-    def flush_tensor_loads(self, at: int, use: str = "") -> None:
-        """tcgen05.ld delivers its registers at their first use ('use', or 'move'), or at wait::ld; at a jump at the
-        latest."""
-        if self.tmem_pending and self.tmem_flush is not None:
-            self.insert_macro(at, self.tmem_flush, use=use)
-        self.tmem_pending.clear()
+        self.touches_registers(ins, start)
 
     def body(self, function: Function) -> None:
         self.registers, self.current_function = function.registers, function
