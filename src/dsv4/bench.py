@@ -7,6 +7,7 @@ data, medians. `python -m dsv4 bench` prints the table.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dsv4
+from dsv4 import problem
 from dsv4.kernels import aot as launcher
+from dsv4.kernels.sm90 import fmha as hopper
 
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
@@ -167,18 +170,23 @@ def contenders(
     yield "dsv4", lambda: dsv4.fmha(q, k, v, causal=case.causal, plan=plan, out=out)
     if aot is not None:
 
-        def from_files() -> Tensor:
+        def from_files(pair: str) -> Tensor:
+            before = os.environ.get("DSV4_PAIR", "0")
             launcher.launched.clear()
             launcher.use(aot)
+            os.environ["DSV4_PAIR"] = pair
             try:
                 dsv4.fmha(q, k, v, causal=case.causal, plan=plan, out=out)
             finally:
+                os.environ["DSV4_PAIR"] = before
                 launcher.use(None)
             if len(launcher.launched) != (2 if plan.num_splits > 1 else 1):
                 raise RuntimeError("the directory of --aot has not all kernels of this case")
             return out
 
-        yield "dsv4 aot", from_files
+        yield "dsv4 aot", lambda: from_files("0")
+        if torch.cuda.get_device_capability() == (9, 0) and hopper.pairs(problem.dense(q, k, v)):
+            yield "dsv4 aot, two CTAs", lambda: from_files("1")
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, tokens, D]
     grouped = case.q_heads != case.kv_heads
 

@@ -61,6 +61,7 @@ def compile(  # noqa: A001 - the command's name
 
 def _compile_one(wanted: tuple, page_size: int, out: Path, arch: str) -> list[Path]:
     from dsv4.kernels import aot
+    from dsv4.kernels.compat import TRITON_VERSION
 
     paths: dict[str, Path] = {}
     found = problems(*wanted, page_size) if len(wanted) == 4 else v4_problems(*wanted)
@@ -68,6 +69,8 @@ def _compile_one(wanted: tuple, page_size: int, out: Path, arch: str) -> list[Pa
         module = dispatch.kernel_module(p.operation, CAPABILITIES[arch])
         with aot.collecting() as launches:
             module.forward(p)
+            if isinstance(p, FmhaProblem) and arch == "sm_90a" and TRITON_VERSION >= (3, 9) and module.pairs(p):
+                module.forward(p, pair=True)  # taken with DSV4_PAIR=1
         for kernel, arguments, constants in launches:
             types = [aot.argument_type(x) for x in arguments]
             name = aot.variant(kernel.__name__, types, constants, arch)

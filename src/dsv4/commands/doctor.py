@@ -25,7 +25,9 @@ from . import show
 
 EXTRAS = {"transformers": "hf", "matplotlib": "plot", "perfetto": "trace"}
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
-SETTINGS = ("SOFTSM", "DSV4_CHECK", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+SETTINGS = (
+    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_PAIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,16 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants
             loaded(str(_directory), name, arguments[0].device.index).launch(grid, arguments)
             launched.append(name)
             return
+    if constants.get("num_ctas", 1) > 1 and _before_clusters():
+        raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
+                           "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
     kernel[grid](*arguments, **constants)
+
+
+def _before_clusters() -> bool:
+    from dsv4.kernels.compat import TRITON_VERSION
+
+    return TRITON_VERSION < (3, 9)
 
 
 def _arch(x: Any) -> str:
@@ -200,6 +209,7 @@ class Loaded:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         blocks = [*grid, 1, 1][:3]
+        blocks[0] *= self.record["clusters"]  # the grid counts clusters, whose size is in the cubin
         self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],
                    stream, pointers, None)  # fmt: skip
 

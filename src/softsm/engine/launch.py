@@ -129,7 +129,7 @@ class Kernel:
                **changes) -> Machine:
         """Run the grid to its end. Returns the machine, for those who want to look into it."""
         chosen = replace(current_options(), arch=self.module.target, **changes)
-        if chosen.checks is not None and not self.checking:
+        if chosen.checks is not None and chosen.checks.races and not self.checking:
             return self.checked.launch(grid, block, args, shared=shared, cluster=cluster, memory=memory, **changes)
         grid, block = triple(grid, "grid"), triple(block, "block")
         cluster = triple(self.function.directives.get("reqnctapercluster", cluster), "cluster")

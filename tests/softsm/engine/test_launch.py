@@ -183,3 +183,12 @@ def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
     ctas = {op.warp.cta for op in kept}
     assert len(ctas) == 40
     assert not any(hasattr(cta, "shadow") or hasattr(op.warp, "R") for op in kept for cta in (op.warp.cta,))
+
+
+def test_where_races_are_not_looked_for_what_only_orders_does_nothing():
+    body = COPY.replace("ld.global.b32 %r3", "fence.mbarrier_init.release.cluster; fence.acq_rel.gpu; "
+                        "griddepcontrol.wait; ld.acquire.gpu.global.b32 %r3")  # fmt: skip
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    with softsm.checking(races=False) as report:
+        softsm.load(body).launch(1, 32, [x, y, 0])
+    assert np.array_equal(x, y) and not report

@@ -12,13 +12,13 @@ from triton.runtime import driver
 
 from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.shared import cluster
 from dsv4.kernels.shared.combine import clear_rest, combine
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.plan import choose_splits, deterministic_cut
 from dsv4.problem import FmhaProblem
 
-BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 MULTIPROCESSORS = 132  # assumed where kernels are only compiled
 
@@ -27,12 +27,17 @@ MULTIPROCESSORS = 132  # assumed where kernels are only compiled
 class Tiling:
     """Compile-time choices of one launch."""
 
-    rows: int  # query rows per CTA
+    rows: int  # query rows per CTA, or per cluster of CTAs
     keys: int  # per step
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
     dense_as_rows: bool = False  # dense and varlen problems share a variant
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.options.get("num_ctas", 1)
 
 
 def batch_reason(p: FmhaProblem) -> str | None:
@@ -57,8 +62,8 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     q = rows_aligned(p.q)
     k = _addressable(p.k)
     v = k if same(p.k, p.v) else _addressable(p.v)
-    k_desc = _descriptor(k, box)
-    v_desc = k_desc if v is k else _descriptor(v, box)
+    k_desc = _descriptor(k, box, c.ctas)
+    v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
     out = p.out if is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
     placeholder = unread(p.q.device)
     sink = p.sink if p.sink is not None else no_sink(p.q_heads, p.q.device)
@@ -140,7 +145,7 @@ def _splits(p: FmhaProblem, c: Tiling, row_tiles: int) -> tuple[int, int]:
         return max(splits, 1), each // c.keys
     if p.num_splits > 0:
         return p.num_splits, 0
-    return choose_splits(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device), longest), 0
+    return choose_splits(row_tiles * p.kv_heads * p.batch * c.ctas, multiprocessors(p.q.device), longest), 0
 
 
 def partials(p, splits: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -192,9 +197,10 @@ def _addressable(x: Tensor) -> Tensor:
     return x
 
 
-def _descriptor(x: Tensor, box: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, box: int, ctas: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=cluster.alike(ctas, 4))
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], BOX)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], layout)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -24,6 +24,7 @@ from dsv4.kernels.compat import (
     reinterpret,
     tma_load,
 )
+from dsv4.kernels.shared import cluster
 from dsv4.kernels.shared.tiles import CELLS, DENSE, PAGES, ROWS
 
 __all__ = ["CELLS", "DENSE", "PAGES", "ROWS"]
@@ -57,7 +58,7 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
     outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // BOX_ROWS
-    BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    BOX: gl.constexpr = desc.layout
     boxes = reinterpret(tile, [BOXES * (D // 64), 1, BOX_ROWS, 1, 64], BOX)
     for i in gl.static_range(BOXES):
         row = first_row + i * BOX_ROWS
@@ -67,7 +68,11 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
             outer = gl.load(table_ptr + page, mask=row < keys, other=-1)
             row = row - page * page_size
         for panel in gl.static_range(D // 64):
-            tma_load(desc, [outer, k_start + row, head, column + panel * 64], ready, boxes.index(panel * BOXES + i))
+            place = [outer, k_start + row, head, column + panel * 64]
+            if gl.num_ctas() == 1:
+                tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
+            else:
+                tma_load(desc, place, ready, boxes.index(panel * BOXES + i), multicast=True)
 
 
 @gluon.jit
@@ -82,7 +87,7 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
     """
     outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
     NBYTES: gl.constexpr = BN * D * 2
-    foreign = False
+    foreign: gl.constexpr = False
     if HOW != DENSE:
         foreign = (first_row < seen_first) | (first_row + BN > landed_end)
     if foreign:
@@ -94,7 +99,7 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
     else:
-        mbarrier.expect(ready, NBYTES)
+        cluster.expect(ready, NBYTES)
         issue(desc, tile, ready, where, first_row, column, BN, D, HOW)
     return landed_phase
 
@@ -159,7 +164,7 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
     or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
     issued, before they have landed.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     for c in gl.static_range(C // AT_A_TIME):
@@ -179,7 +184,7 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 def store_rows(out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
                N: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))

@@ -5,27 +5,42 @@ head dim   problems                                    kernel
 =========  ==========================================  ===================
 64 - 256   all but the next                            rows.py
 64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
-512        all                                         wide.py, wide_kv.py
+512        all but the next                            wide.py, wide_kv.py
+512        with DSV4_PAIR=1: dense, k is not v, more   pair.py
+           than 64 rows
 =========  ==========================================  ===================
+
+pair.py halves what crosses the L2, but that is not the limit on an H200, where wide_kv.py is the faster one
+(benchmarks/NOTES.md, version 7). So it is taken only where the environment asks for it.
 """
 
+import os
 from dataclasses import replace
 
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split, multiprocessors, same
+from dsv4.kernels.sm90.pair import fmha_pair
 from dsv4.kernels.sm90.rows import fmha_rows
 from dsv4.kernels.sm90.rows_loop import fmha_rows_loop
 from dsv4.kernels.sm90.wide import fmha_wide
 from dsv4.problem import FmhaProblem
 
 
-def tiling(p: FmhaProblem) -> Tiling:
-    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling."""
+def tiling(p: FmhaProblem, pair: bool | None = None) -> Tiling:
+    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling.
+
+    pair: whether pair.py is taken where it serves the problem; None: as DSV4_PAIR says.
+    """
     rows = p.max_seqlen_q * p.group  # of the longest sequence
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
         producer = 40 if same(p.k, p.v) else 24 if p.kind == "dense" else 32
-        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer))
+        one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer))
+        pair = os.environ.get("DSV4_PAIR", "0") == "1" if pair is None else pair
+        if pair and pairs(p):
+            # Right keeps the addresses of the leader's barriers too: with 232 registers it loses 2 to 5 %.
+            return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2))
+        return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     many = p.kind == "dense" and tiles >= 4 * multiprocessors(p.q.device)
     large = many and p.num_splits <= 1 and not p.deterministic
@@ -48,6 +63,11 @@ def tiling(p: FmhaProblem) -> Tiling:
     return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
 
 
+def pairs(p: FmhaProblem) -> bool:
+    """Whether pair.py serves the problem."""
+    return p.head_dim == 512 and p.kind == "dense" and not same(p.k, p.v) and p.max_seqlen_q * p.group > 64
+
+
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:
     return Tiling(64 * consumers, keys, keys, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=consumers,
                                                    CONSUMER_REGS=regs, PRODUCER_REGS=producer, **options))  # fmt: skip
@@ -58,6 +78,7 @@ def supports(p: FmhaProblem) -> str | None:
     return batch_reason(p)
 
 
-def forward(p: FmhaProblem) -> None:
-    c = tiling(p)
-    forward_split(p, fmha_wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows, c)
+def forward(p: FmhaProblem, pair: bool | None = None) -> None:
+    c = tiling(p, pair)
+    wide = fmha_pair if c.ctas == 2 else fmha_wide
+    forward_split(p, wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows, c)

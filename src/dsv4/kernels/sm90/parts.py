@@ -86,15 +86,16 @@ def gather(mine, tensors, descriptors, k_rows, v_rows, table_ptr, scale, want_ls
 
 
 @gluon.jit
-def sight(tile_row, problem, work, pages, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
-    """What the 64 rows from tile_row on see: each row's keys; the keys that all of them see, which need no mask; and
+def sight(tile_row, problem, work, pages, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr,
+          RS: gl.constexpr):  # fmt: skip
+    """What the M rows from tile_row on see: each row's keys; the keys that all of them see, which need no mask; and
     whether the block table names pages that are none, whose keys nobody sees."""
     head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
     first, tile_begin, tile_end, part_row = work
-    row = tile_row + gl.arange(0, 64, layout=RS)
+    row = tile_row + gl.arange(0, M, layout=RS)
     row_first = first_key(row // group, tokens, keys, left)
     row_end = end_key(row // group, tokens, keys, right)
-    token_last = gl.minimum((tile_row + 63) // group, tokens - 1)
+    token_last = gl.minimum((tile_row + M - 1) // group, tokens - 1)
     full_first = first_key(token_last, tokens, keys, left)
     full_end = end_key(tile_row // group, tokens, keys, right)
     bad = False
@@ -105,7 +106,7 @@ def sight(tile_row, problem, work, pages, BN: gl.constexpr, HOW: gl.constexpr, R
 
 @gluon.jit
 def mask(s, column, seen, problem, pages, HOW: gl.constexpr):
-    """Scores [64, BN] of keys from ``column`` on: -inf where a row does not see one."""
+    """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
     row_first, row_end, full_first, full_end, bad = seen
     if (column < full_first) | (column + s.shape[1] > full_end):
@@ -118,7 +119,7 @@ def mask(s, column, seen, problem, pages, HOW: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
-    """Normalise O [64, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
+    """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
     tensors, strides, problem, work, pages = common
     q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
     stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
@@ -127,12 +128,13 @@ def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
+    M: gl.constexpr = o.shape[0]
     C: gl.constexpr = o.shape[1]
-    row = tile_row + gl.arange(0, 64, layout=RS)
+    row = tile_row + gl.arange(0, M, layout=RS)
     q_head = head * group + row % group
     token = row // group
     if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
-        factor, lse = softmax.finish(m, l, gl.full([64], -float("inf"), gl.float32, RS))
+        factor, lse = softmax.finish(m, l, gl.full([M], -float("inf"), gl.float32, RS))
         part = (part_row + token.to(gl.int64)) * q_heads + q_head
         if COLUMN == 0:
             gl.store(part_lse_ptr + part, lse, mask=row < rows)
@@ -149,4 +151,4 @@ def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr
                      mask=(row < rows) & (want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
         smem.store(o.to(smem.dtype))
-        loads.store_rows(out_ptr, smem, tile_row, rows, head, group, stride_ot, stride_oh, COLUMN, 64, C)
+        loads.store_rows(out_ptr, smem, tile_row, rows, head, group, stride_ot, stride_oh, COLUMN, M, C)

@@ -118,7 +118,7 @@ def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT:
 
     loads.load_rows(tensors[0], q, tile_row, rows, head, group, stride_qt, stride_qh, 0, 64, D, D, SIGN)
     fence_async_shared()
-    seen = parts.sight(tile_row, problem, work, pages, BN, HOW, RS)
+    seen = parts.sight(tile_row, problem, work, pages, 64, BN, HOW, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)

@@ -35,9 +35,16 @@ O_L += P1 V1_L.
 
 from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
-from dsv4.kernels.shared.tiles import PAGES, ROWS
 from dsv4.kernels.sm90 import parts, wide_kv
-from dsv4.kernels.sm90.halves import LA, LO, RO, RS, begin_half, end_half, publish, scores
+from dsv4.kernels.sm90.halves import (
+    begin_half,
+    end_half,
+    half_layout,
+    make_room,
+    publish,
+    score_layout,
+    scores,
+)
 
 
 @gluon.jit
@@ -58,17 +65,22 @@ def load_role(source, ring, landed, q_asked, work, HOW: gl.constexpr):
 
 
 @gluon.jit
-def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
-              HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def left_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
+    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
     seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
-    o = gl.zeros([64, 256], gl.float32, LO)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
-    l = gl.full([64], 0.0, gl.float32, RS)
+    M: gl.constexpr = q.shape[1]
+    LO: gl.constexpr = half_layout(gl.num_ctas())
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
+    o = gl.zeros([M, 256], gl.float32, LO)
+    m = gl.full([M], -float("inf"), gl.float32, RS)
+    l = gl.full([M], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
         s = scores(q, kv, ready, 0, phase, step)
@@ -97,20 +109,27 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
 
 
 @gluon.jit
-def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
-               HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def right_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
+    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
     seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
-    o = gl.zeros([64, 256], gl.float32, LO)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
-    l = gl.full([64], 0.0, gl.float32, RS)
+    M: gl.constexpr = q.shape[1]
+    LO: gl.constexpr = half_layout(gl.num_ctas())
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
+    o = gl.zeros([M, 256], gl.float32, LO)
+    m = gl.full([M], -float("inf"), gl.float32, RS)
+    l = gl.full([M], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
         s = scores(q, kv, ready, 2, phase, step)
+        # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
+        o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
         mbarrier.wait(p_ready.index(0), phase)
         m0 = stat.index(0).load(RS)
         a0 = stat.index(2).load(RS)
@@ -145,32 +164,7 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
                                        kv_heads, group, left, right, num_splits, tiles_per_split,
                                        k_desc.block_shape[1], 64, 128, HOW)  # fmt: skip
     if tile_row < rows:
-        HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], k_desc.dtype)
-        P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], k_desc.dtype)
-        BAR: gl.constexpr = mbarrier.MBarrierLayout()
-        q = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 256], HALF)
-        kv = gl.allocate_shared_memory(k_desc.dtype, [4, 64, 256], HALF)
-        p_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 64], P)
-        stat = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        q_asked = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-        free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-        p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        landed = q_ready
-        if HOW == ROWS or HOW == PAGES:  # else nobody uses it: see rows.make_ring
-            landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-            mbarrier.init(landed, count=1)
-        mbarrier.init(q_asked, count=2)
-        mbarrier.init(q_ready, count=2)
-        for i in gl.static_range(4):
-            mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=1)
-        for i in gl.static_range(2):
-            mbarrier.init(p_ready.index(i), count=1)
-            mbarrier.init(sum_ready.index(i), count=1)
-        ring = (kv, ready, free)
+        room, ring, landed = make_room(k_desc.dtype, HOW)
         common, source = parts.gather(
             mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
             (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
@@ -179,17 +173,13 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
             HOW)  # fmt: skip
         if SAME_KV:
             gl.warp_specialize([
-                (left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, HOW,
-                             SIGN)),
-                (right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT, HOW,
-                              SIGN)),
-                (load_role, (source, ring, landed, q_asked, common[3], HOW)),
+                (left_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
+                (right_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
+                (load_role, (source, ring, landed, room[3], common[3], HOW)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (wide_kv.left_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common,
-                                     SPLIT, HOW, SIGN)),
-                (wide_kv.right_role, (q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common,
-                                      SPLIT, HOW, SIGN)),
-                (wide_kv.load_role, (source, ring, landed, q_asked, common[3], HOW)),
+                (wide_kv.left_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
+                (wide_kv.right_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, room[3], common[3], HOW)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

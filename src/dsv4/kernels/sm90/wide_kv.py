@@ -39,7 +39,7 @@ before which left waited for O_L += P1 V1_L.
 from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import loads, softmax
 from dsv4.kernels.sm90 import parts
-from dsv4.kernels.sm90.halves import LA, LO, RO, RS, begin_half, end_half, publish, scores
+from dsv4.kernels.sm90.halves import begin_half, end_half, half_layout, publish, score_layout, scores
 
 
 @gluon.jit
@@ -75,17 +75,22 @@ def load_role(source, ring, landed, q_asked, work, HOW: gl.constexpr):
 
 
 @gluon.jit
-def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
-              HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def left_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
+    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
     seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
-    o = gl.zeros([64, 256], gl.float32, LO)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
-    l = gl.full([64], 0.0, gl.float32, RS)
+    M: gl.constexpr = q.shape[1]
+    LO: gl.constexpr = half_layout(gl.num_ctas())
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
+    o = gl.zeros([M, 256], gl.float32, LO)
+    m = gl.full([M], -float("inf"), gl.float32, RS)
+    l = gl.full([M], 0.0, gl.float32, RS)
     if step_begin < step_end:
         s = scores(q, kv, ready, 0, 0, step_begin)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -133,17 +138,22 @@ def left_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, r
 
 
 @gluon.jit
-def right_role(q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready, tile_row, ring, common, SPLIT: gl.constexpr,
-               HOW: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+def right_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
+    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
     kv, ready, free = ring
     tensors, strides, problem, work, pages = common
     first, step_begin, step_end, part_row = work
     scale = problem[8]
     seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
-    o = gl.zeros([64, 256], gl.float32, LO)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
-    l = gl.full([64], 0.0, gl.float32, RS)
+    M: gl.constexpr = q.shape[1]
+    LO: gl.constexpr = half_layout(gl.num_ctas())
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
+    o = gl.zeros([M, 256], gl.float32, LO)
+    m = gl.full([M], -float("inf"), gl.float32, RS)
+    l = gl.full([M], 0.0, gl.float32, RS)
     phase = 0
     for step in range(step_begin, step_end):
         mbarrier.wait(p_ready.index(0), phase)
