@@ -137,13 +137,8 @@ def pool(pages: int, rows: int, width: int, fp8: bool, dtype: torch.dtype, devic
 
 
 def write(target: Pool, slots: Tensor, rows: Tensor) -> None:
-    """Rows [n, width] to the row numbers slots [n]."""
-    if rows.is_cuda:
-        from dsv4.kernels.shared.normed import normed
-
-        with torch.cuda.device(rows.device):
-            normed(rows.contiguous(), to=target, slots=slots)
-    elif isinstance(target, Fp8Cache):
+    """Rows [n, width] to the row numbers slots [n], on a CPU."""
+    if isinstance(target, Fp8Cache):
         target.write(slots, rows)
     else:
         target.view(-1, target.shape[-1])[slots] = rows.to(target.dtype)

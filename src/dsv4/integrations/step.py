@@ -1,4 +1,4 @@
-"""One step of a model with paged caches: what its attention layers do for all tokens of all requests at once.
+"""One step of a model with paged caches: what its layers do for all tokens of all requests at once.
 
 The tokens are laid end to end, request after request. Everything that a layer needs to know about places is computed
 once per step, on the device, from a few numbers (paging.Upload): no layer waits for the device, and no shape depends on
@@ -39,21 +39,26 @@ class Rows:
         ring = ratio * (1 + overlap)
         self.slot = step.positions % ratio  # of each token in its window
         self.visible = ((step.positions + 1) // ratio).int()  # rows that each token sees
-        tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio, device=numbers.device)
-        begins = step.begins[owners][:, None]
-        # In the state, or tokens of the step; before the first window there is none, and some token has no weight.
-        self.missing = (tokens < 0)[..., None]
-        self.old = (tokens < begins)[..., None] & ~self.missing
-        self.in_state = step.lines[owners][:, None] * ring + tokens % ring  # [W, slots]
-        self.in_step = (step.starts[owners].long()[:, None] + tokens - begins).clamp(0, len(step.positions) - 1)
-        all_places = step.lines[step.owner] * ring + step.positions % ring
-        self.places = all_places if kept is None else all_places[kept]
-        self.rope = numbers * ratio
-        # Rows that are not finished go to the page that nobody has.
+        self.places = step.lines[step.owner] * ring + step.positions % ring  # of each token in the states
+        # For each row: its number, and of its request the line, the tokens before the step, the first token in it.
+        self.numbers, self.lines, self.begins = numbers, step.lines[owners], step.begins[owners]
+        self.starts = step.starts[owners].long()
         per_page = step.page_tokens // ratio
         page = step.table[owners, numbers // per_page].long()
-        finished = tokens[:, -1] < step.ends[owners]
-        self.targets = torch.where(finished, page * per_page + numbers % per_page, step.spare_page * per_page)
+        finished = (numbers + 1) * ratio <= step.ends[owners]
+        self.targets = torch.where(finished, page * per_page + numbers % per_page, -1)
+        self.rope = numbers * ratio
+        if numbers.is_cuda:
+            return
+        # Without the kernel, the slots of a row as numbers: in the state, or tokens of the step. Before the first
+        # window there is none, and some token has no weight. Unfinished rows go to the page that nobody has.
+        tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio)  # [W, slots]
+        begins = self.begins[:, None]
+        self.missing = (tokens < 0)[..., None]
+        self.old = (tokens < begins)[..., None] & ~self.missing
+        self.in_state = self.lines[:, None] * ring + tokens % ring
+        self.in_step = (self.starts[:, None] + tokens - begins).clamp(0, len(step.positions) - 1)
+        self.targets = torch.where(finished, self.targets, step.spare_page * per_page)
 
 
 class Step:
@@ -95,6 +100,17 @@ class Step:
             which = (self.owner, positions // ratio) if made is None else made[kind]
             self.rows[kind] = Rows(self, ratio, kind == CSA, *which)
         self.late: list[tuple[Tensor, Tensor, Tensor]] = []  # states to be written when the step has succeeded
+        self.dsv4_layer = self._layer if positions.is_cuda and parts.streams_fit(model.model) else None
+
+    def _layer(self, layer: Any, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        """DeepseekV4DecoderLayer.forward: streams [1, N, H, hidden] -> the same, with fewer and larger kernels."""
+        streams = hidden[0]
+        weights, x = parts.collapse(streams, layer.attn_hc)
+        y = self.dsv4_attention(layer.self_attn, parts.norm(x, layer.input_layernorm)[None])
+        streams = parts.spread(streams, y[0], weights)
+        weights, x = parts.collapse(streams, layer.ffn_hc)
+        y = layer.mlp(parts.norm(x, layer.post_attention_layernorm)[None], input_ids=input_ids)
+        return parts.spread(streams, y[0], weights)[None]
 
     def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:
         """DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
@@ -128,21 +144,29 @@ class Step:
     def _compress(
         self, part: Any, rows: Rows, x: Tensor, pool: Pool, states: tuple[Tensor, Tensor], cos_sin: Tensor
     ) -> None:
-        """The rows that these tokens finish, into the pool."""
-        kv, gate = part.kv_proj(x).float(), part.gate_proj(x).float() + part.position_bias.float()[rows.slot]
-        value, logit = (
-            torch.where(rows.old, state[rows.in_state], new[rows.in_step]) for state, new in zip(states, (kv, gate))
-        )  # [W, slots, width]
-        logit = logit.masked_fill(rows.missing, float("-inf"))
-        if rows.overlap:
-            value, logit = (_halves(s) for s in (value, logit))
-        made = pooled(value, logit, part.kv_norm.weight, part.kv_norm.variance_epsilon, cos_sin, rows.rope)
-        paging.write(pool, rows.targets, made)
-        for state, new in zip(states, (kv, gate)):
-            if rows.kept is None:  # a token takes the place of one that no row to come is made of
-                state.index_copy_(0, rows.places, new)
+        """The rows that these tokens finish, into the pool; and the tokens into the states, when it is time."""
+        kv, gate, kept = part.kv_proj(x), part.gate_proj(x), rows.kept
+        if x.is_cuda:
+            parts.compress(pool, states, kv, gate, part, cos_sin, rows, self.positions)
+            if kept is not None:
+                kv, gate = kv[kept].float(), gate[kept].float() + part.position_bias.float()[rows.slot[kept]]
+        else:
+            kv, gate = kv.float(), gate.float() + part.position_bias.float()[rows.slot]
+            value, logit = (
+                torch.where(rows.old, state[rows.in_state], new[rows.in_step]) for state, new in zip(states, (kv, gate))
+            )  # [W, slots, width]
+            logit = logit.masked_fill(rows.missing, float("-inf"))
+            if rows.overlap:
+                value, logit = (_halves(s) for s in (value, logit))
+            made = pooled(value, logit, part.kv_norm.weight, part.kv_norm.variance_epsilon, cos_sin, rows.rope)
+            paging.write(pool, rows.targets, made)
+            if kept is None:  # a token takes the place of one that no row to come is made of
+                for state, new in zip(states, (kv, gate)):
+                    state.index_copy_(0, rows.places, new)
             else:
-                self.late.append((state, rows.places, new[rows.kept]))
+                kv, gate = kv[kept], gate[kept]
+        if kept is not None:
+            self.late += [(state, rows.places[kept], new) for state, new in zip(states, (kv, gate))]
 
     def _choose(self, indexer: Any, x: Tensor, low: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
         """The rows of the compressed pool that each token reads, int32 [N, k]."""

@@ -10,7 +10,7 @@ query, made once per forward pass and shared by all layers; the lists of compres
 of the top-k) stays its own, so the logits are those of attn_implementation="eager" up to rounding.
 
 Two things are not in the arguments of an attention function: the positions, and the indexer's choice. register() wraps
-the forward of two classes to note them; for other attn_implementations the wrappers only pass through.
+the forward of classes of the model to note them; for other attn_implementations the wrappers only pass through.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def register(name: str = NAME, *, backend: str = "auto") -> None:
 
 
 def note_layers() -> None:
-    """Wrap the forward of two classes: what the attention function must know is noted. Twice is once."""
+    """Wrap the forward of three classes: what the attention function must know is noted, and a cache of dsv4's own may
+    bring a layer along. Twice is once."""
     try:
         from transformers.models.deepseek_v4 import modeling_deepseek_v4 as model
     except ImportError as missing:
@@ -78,6 +79,7 @@ def note_layers() -> None:
         raise ImportError(needed) from missing
     _wrap(model.DeepseekV4Attention, _attention_forward)
     _wrap(model.DeepseekV4Indexer, _indexer_forward)
+    _wrap(model.DeepseekV4DecoderLayer, _layer_forward)
 
 
 def window_lists(
@@ -194,6 +196,16 @@ def _wrap(cls: type, make: Callable) -> None:
         wrapper: Any = functools.wraps(original)(make(original))
         wrapper._dsv4 = True
         cls.forward = wrapper  # type: ignore[attr-defined]
+
+
+def _layer_forward(original: Callable) -> Callable:
+    def forward(self, hidden_states, *args, **kwargs):
+        whole = getattr(kwargs.get("past_key_values"), "dsv4_layer", None)
+        if whole is not None:
+            return whole(self, hidden_states, kwargs.get("input_ids"))
+        return original(self, hidden_states, *args, **kwargs)
+
+    return forward
 
 
 def _attention_forward(original: Callable) -> Callable:

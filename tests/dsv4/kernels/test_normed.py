@@ -13,7 +13,7 @@ EPS = 1e-6
 TABLE = rope_table(64)  # [64, 64]
 
 
-@pytest.fixture(params=["sm_90a", "sm_100a"], autouse=True)
+@pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)], autouse=True)
 def machine(request):
     with softsm.use(request.param), softsm.checking(races=True) as report:
         yield
