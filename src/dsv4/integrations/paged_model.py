@@ -29,6 +29,7 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4.caches import HEAD_DIM, ROPE
 from dsv4.integrations import paging
+from dsv4.integrations.serving import Serving
 from dsv4.integrations.step import CSA, HCA, Step
 from dsv4.integrations.transformers import note_layers
 from dsv4.plan import plan
@@ -126,7 +127,7 @@ class PagedModel:
         if not isinstance(new, Mapping):
             checks.fail("new", checks.describe(new), "a mapping of names to tokens")
         checks.flag("all_logits", all_logits)
-        ids = {name: self._ids(f"tokens of {name!r}", tokens) for name, tokens in new.items()}
+        ids = {name: self.token_ids(f"tokens of {name!r}", tokens) for name, tokens in new.items()}
         if not ids:
             return {}
         logits = self._step(ids, all_logits)
@@ -215,64 +216,39 @@ class PagedModel:
             checks.fail("name", checks.describe(name), "the name of a request")
         self.places.leave(self.requests.pop(name))
 
-    @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int] | Tensor], new_tokens: int, *, stop: int | None = None
     ) -> list[list[int]]:
         """Greedy: the next new_tokens tokens of each prompt, or as many as it takes to the token ``stop``.
 
-        Prompts come in as room allows, beside those that decode: one for which there are pages to its end.
+        Prompts come in as room allows, beside those that decode (serving.py).
         """
-        checks.at_least(1, "new_tokens", new_tokens)
-        if stop is not None:
-            checks.at_least(0, "stop", stop, "None or a token number")
         if not isinstance(prompts, Sequence) and not (checks.is_tensor(prompts) and prompts.ndim == 2):
             checks.fail("prompts", checks.describe(prompts), "a list of prompts")
-        left = {object(): self._ids(f"prompts[{n}]", x).tolist() for n, x in enumerate(prompts)}
-        ends = {}  # tokens of each in the end; nobody sees the last one
-        for n, (name, prompt) in enumerate(left.items()):
-            ends[name] = len(prompt) + new_tokens - 1
-            if ends[name] > self.context:
-                came = f"{len(prompt)} tokens, and {new_tokens} new ones"
-                checks.fail(f"prompts[{n}]", came, f"at most {self.context + 1} together in a request")
-        said: dict[object, list[int]] = {name: [] for name in left}
+        serving, jobs = Serving(self), []
+        for n, prompt in enumerate(prompts):
+            jobs.append(serving.submit(prompt, new_tokens, stop=stop, name=object(), argument=f"prompts[{n}]"))
         try:
-            while left:
-                feed: dict[Hashable, list[int]] = {}
-                room = self.chunk
-                spare = len(self.places.pages.free) - sum(
-                    self._pages(ends[name]) - len(self.requests[name].pages) for name in left.keys() & self.requests
-                )
-                for name in sorted(left, key=lambda name: len(left[name])):  # those that decode first
-                    if not room:
-                        break
-                    if name not in self.requests:
-                        pages = self._pages(ends[name])
-                        if pages > spare or len(self.requests.keys() | feed.keys()) == self.limit:
-                            continue
-                        spare -= pages
-                    feed[name] = left[name][:room]
-                    room -= len(feed[name])
-                if not feed:
+            while serving:
+                serving.step()
+                if not serving.fed:
                     checks.fail("prompts", "no place for one", "fewer requests of others; drop those that are over")
-                said_next = self._step({name: torch.tensor(x) for name, x in feed.items()}).argmax(-1).tolist()
-                for name, token in zip(feed, said_next):
-                    left[name] = left[name][len(feed[name]) :]
-                    if not left[name]:  # the prompt is in
-                        left[name] = [token]
-                        said[name] += left[name]
-                        if len(said[name]) == new_tokens or left[name] == [stop]:
-                            self.drop(name)
-                            del left[name]
         finally:
-            for name in left.keys() & self.requests.keys():
-                self.drop(name)
-        return list(said.values())
+            for job in list(serving.jobs):
+                serving.cancel(job)
+        return [job.said for job in jobs]
 
-    def _pages(self, tokens: int) -> int:
+    @torch.no_grad()
+    def next_tokens(self, new: Mapping[Hashable, Tensor]) -> list[int]:
+        """A step -> the likeliest next token of each request."""
+        return self._step(new).argmax(-1).tolist()
+
+    def pages_for(self, tokens: int) -> int:
+        """Token pages of a request with so many tokens."""
         return -(-tokens // self.places.page_tokens)
 
-    def _ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
+    def token_ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
+        """Checked, int64 [n], where they are."""
         accepted = "one or more token numbers"
         try:
             ids = torch.as_tensor(x)
@@ -298,7 +274,7 @@ class PagedModel:
             end = len(new) + (request.tokens if request else 0)
             if end > self.context:
                 checks.fail("new", f"token {end} of {name!r}", f"at most {self.context} tokens in a request")
-            missing += self._pages(end) - (len(request.pages) if request else 0)
+            missing += self.pages_for(end) - (len(request.pages) if request else 0)
         if missing > 0:
             checks.fail("new", f"tokens that need {missing} pages more than are free", "less, or drop a request")
 

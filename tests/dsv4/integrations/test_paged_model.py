@@ -14,6 +14,7 @@ from tiny_v4 import build  # noqa: E402
 import dsv4  # noqa: E402
 from dsv4.integrations import paging, step  # noqa: E402
 from dsv4.integrations.paged_model import PagedModel  # noqa: E402
+from dsv4.integrations.serving import Serving  # noqa: E402
 
 SMALL = dict(tokens=640, requests=4, chunk=160, page_tokens=32, window_page=8)
 
@@ -168,13 +169,13 @@ def test_greedy_generation_is_that_of_transformers(model, ids):
     """Five prompts through two places, with a chunk that the longest does not fit into."""
     prompts = [ids[0, :50], ids[1, :1], ids[2, :17], ids[3, :33], ids[0, 60:64]]
     model.set_attn_implementation("eager")
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     want = [model.generate(p[None], **options)[0, len(p) :].tolist() for p in prompts]
     engine = served(model, requests=2, chunk=20)
-    assert engine.generate(prompts, 8) == want and not engine.requests
+    assert engine.generate(prompts, 6) == want and not engine.requests
     stop = want[2][4]
     until = want[2].index(stop) + 1
-    assert engine.generate([ids[2, :17]], 8, stop=stop) == [want[2][:until]]
+    assert engine.generate([ids[2, :17]], 6, stop=stop) == [want[2][:until]]
 
 
 def test_prompts_wait_for_pages(model, ids):
@@ -188,6 +189,28 @@ def test_prompts_wait_for_pages(model, ids):
     with pytest.raises(ValueError, match="^prompts: got no place for one"):
         together.generate(prompts, 4)
     assert together.requests.keys() == {"other"}
+
+
+def test_jobs_come_and_go(model, ids):
+    """tutorials/serve.py shows more of it."""
+    engine = served(model, tokens=64, chunk=70)
+    serving = Serving(engine)
+    first = serving.submit(ids[0, :62], 3)
+    assert serving.step() == [first] and serving.fed == [(first, 62)]
+    second, third = serving.submit(ids[1, :90], 3, name="b"), serving.submit(ids[2, :5], 3)
+    assert serving.step() == [first]  # beside it goes as much of the second as fits
+    assert serving.fed == [(first, 1), (second, 69)]
+    for name in ("b", []):
+        with pytest.raises(ValueError, match="^name: got "):
+            serving.submit([1], 3, name=name)
+    serving.cancel(second)
+    assert "b" not in engine.requests and second.done and serving.step() == [first, third]
+    while serving:
+        serving.step()
+    assert [len(job.said) for job in (first, second, third)] == [3, 0, 3] and not engine.requests
+    with pytest.raises(ValueError, match="^job: got "):
+        serving.cancel(second)
+    assert serving.step() == []
 
 
 def test_eager_still_works_beside_it(model, ids, eager):
@@ -251,6 +274,7 @@ def test_wrong_arguments(model):
     wrong.each_in_turn("step", step, dict(tokens=[1, 2], new={"a": [1]}, all_logits=True),
                        [("tokens", "*"), ("new", "dict")])  # fmt: skip
     wrong.each_in_turn("step", step, dict(tokens=[1, 2]))
+    wrong.each_in_turn("submit", Serving(engine).submit, dict(prompt=[1, 2], new_tokens=2, stop=5))
     wrong.each_in_turn("generate", engine.generate, dict(prompts=[[1], [2]], new_tokens=2, stop=5),
                        [("prompts", "empty list")])  # fmt: skip
     for name in ({}, [1], "b", None):

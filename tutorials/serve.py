@@ -1,0 +1,85 @@
+"""Serving DeepSeek-V4: requests that come and go, on a random model that fits into a second of CPU time.
+
+    python tutorials/serve.py
+
+A step of a server is one pass of the model over tokens of many requests. Which tokens, is the whole art:
+
+- A request that decodes gives one token per step, and wants every step. So the decoders go first.
+- A prompt is as many tokens as it is; in one piece it would make the decoders wait. So it goes in by chunks, beside
+  them, into what is left of the step (`chunk`).
+- Rows live in pages. A window page holds 8 tokens here and goes back when the window (16 tokens) has passed it; a
+  token page holds the compressed rows of 32 tokens and stays until the request is over. A prompt is let in when there
+  are token pages for it and for what it will say; until then it waits, and nobody who came later overtakes it.
+
+Watch the columns: `c` comes while `a` decodes, and `a` goes on token by token. `d` must wait until `b` and `c` have
+given their pages back. In the end all pages are free, and every request has said what it says when it is alone.
+"""
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from dsv4.integrations.paged_model import PagedModel
+from dsv4.integrations.serving import Serving
+
+ARRIVALS = {0: {"a": (45, 12), "b": (10, 6)}, 2: {"c": (70, 4)}, 3: {"d": (60, 5)}}  # step: name: (prompt, new tokens)
+
+
+def tiny() -> DeepseekV4ForCausalLM:
+    """One layer of each kind."""
+    torch.manual_seed(0)
+    kinds = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+    config = DeepseekV4Config(
+        vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        head_dim=64, q_lora_rank=32, qk_rope_head_dim=16, num_experts_per_tok=2, n_routed_experts=4,
+        max_position_embeddings=1024, layer_types=["sliding_attention", *kinds], compress_rates=kinds,
+        sliding_window=16, o_groups=2, o_lora_rank=32, index_n_heads=16, index_head_dim=32, index_topk=8,
+        hc_sinkhorn_iters=2, initializer_range=0.08,
+    )  # fmt: skip
+    return DeepseekV4ForCausalLM(config).eval()
+
+
+def engine(model: DeepseekV4ForCausalLM) -> PagedModel:
+    return PagedModel(model, tokens=64, requests=4, chunk=24, page_tokens=32, window_page=8)
+
+
+def serve(model: DeepseekV4ForCausalLM, prompts: dict[str, list[int]], out: Console) -> dict[str, list[int]]:
+    """What each request said."""
+    served = engine(model)
+    serving, jobs, step = Serving(served), {}, 0
+    free = len(served.places.pages.free), len(served.places.window_pages.free)
+    table = Table("step", "comes", *prompts, "token pages free", "window pages free", title=f"chunk of {served.chunk}")
+    while serving or step <= max(ARRIVALS):
+        comes = ARRIVALS.get(step, {})
+        for name, (_, new_tokens) in comes.items():
+            jobs[name] = serving.submit(prompts[name], new_tokens, name=name)
+        spoke = {job.name: job for job in serving.step()}
+        cells = {name: "waits" for name, job in jobs.items() if not job.done}
+        for job, count in serving.fed:
+            decodes = len(job.said) > (job.name in spoke)  # had said something before
+            cells[job.name] = "1 token" if decodes else f"prompt: {count}"
+            if job.name in spoke:
+                cells[job.name] += f" -> {job.said[-1]}" + (", over" if job.done else "")
+        pages = f"{len(served.places.pages.free)}", f"{len(served.places.window_pages.free)}"
+        table.add_row(str(step), " ".join(comes), *(cells.get(name, "") for name in prompts), *pages)
+        step += 1
+    out.print(table)
+    assert not served.requests and free == (len(served.places.pages.free), len(served.places.window_pages.free))
+    return {name: job.said for name, job in jobs.items()}
+
+
+def main() -> None:
+    out, model = Console(width=150), tiny()
+    g = torch.Generator().manual_seed(1)
+    sizes = {name: size for came in ARRIVALS.values() for name, size in came.items()}
+    prompts = {name: torch.randint(0, 512, (tokens,), generator=g).tolist() for name, (tokens, _) in sizes.items()}
+    said = serve(model, prompts, out)
+    for name, (_, new_tokens) in sizes.items():
+        (alone,) = engine(model).generate([prompts[name]], new_tokens)
+        assert said[name] == alone, (name, said[name], alone)
+    out.print("Every request said what it says alone; all pages are free.")
+
+
+if __name__ == "__main__":
+    main()
