@@ -10,6 +10,8 @@ WORKERS ?= 2
 VENV    := .venv
 VENV36  := .venv-triton36
 EXTRAS  := dev,hf,plot,trace
+# Neighbours stay together: a kernel that several tests launch is compiled and decoded in one worker.
+PYTEST  := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
@@ -21,16 +23,16 @@ demo: setup
 	$(VENV)/bin/python -m dsv4 demo
 
 test: setup
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TESTS)
+	$(PYTEST) -m "not slow and not gpu" $(TESTS)
 
 test-slow: setup
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(TESTS)
+	$(PYTEST) -m "slow and not gpu" $(TESTS)
 
 test-gpu: setup
 	$(VENV)/bin/python -m pytest -m gpu $(TESTS)
 
 test-triton36: $(VENV36)/.installed
-	$(VENV36)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TRITON36_TESTS)
+	$(PYTEST:$(VENV)/%=$(VENV36)/%) -m "not slow and not gpu" $(TRITON36_TESTS)
 
 # Mutated kernels under the checkers; make test runs 12 s of it. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0

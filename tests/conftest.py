@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,16 +28,24 @@ NOTHING = """
 """
 
 
+HALF = """
+from softsm.engine import interpreter
+interpreter.lane_operation(True), interpreter.spans_module(), interpreter.lane_operation(False)
+"""
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With parallel workers the emulator is compiled here, once, instead of in each of them."""
+    """With parallel workers the emulator is compiled here, once, instead of in each of them; by two processes."""
     if not getattr(session.config.option, "numprocesses", None):
         return
-    with contextlib.suppress(Exception):  # a broken emulator is reported by its own tests
-        import softsm
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", HALF], env=env, stderr=subprocess.DEVNULL):
+        with contextlib.suppress(Exception):  # a broken emulator is reported by its own tests
+            import softsm
 
-        softsm.load(NOTHING).launch(grid=1, block=32)
-        with softsm.checking(races=True):
             softsm.load(NOTHING).launch(grid=1, block=32)
+            with softsm.checking(races=True):
+                softsm.load(NOTHING).launch(grid=1, block=32)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

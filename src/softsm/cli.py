@@ -20,6 +20,18 @@ app = typer.Typer(
 )
 
 
+# What `run` and `trace` take alike.
+File = Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")]
+Arch = Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")]
+Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
+Sides = Annotated[str, typer.Option(help="x,y,z")]
+Block = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")]
+Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
+Sms = Annotated[int, typer.Option(help="SMs played")]
+Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
+Seed = Annotated[int, typer.Option(help="of random order and random arguments")]
+
+
 @app.callback()
 def _commands() -> None:
     """Keeps `run` a command of its own while it is the only one."""
@@ -27,24 +39,22 @@ def _commands() -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    file: Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")],
+    file: File,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line"
         ),
     ] = None,
-    arch: Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")] = "",
-    entry: Annotated[str | None, typer.Option(help="which kernel of the PTX file")] = None,
-    grid: Annotated[str, typer.Option(help="x,y,z")] = "1",
-    block: Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")] = "",
-    cluster: Annotated[str, typer.Option(help="x,y,z")] = "1",
-    shared: Annotated[int, typer.Option(help="bytes of dynamic shared memory")] = 0,
-    sms: Annotated[int, typer.Option(help="SMs played")] = 4,
-    order: Annotated[
-        str, typer.Option(help="completion of asynchronous operations: eager, latest, random")
-    ] = "eager",
-    seed: Annotated[int, typer.Option(help="of random order and random arguments")] = 0,
+    arch: Arch = "",
+    entry: Entry = None,
+    grid: Sides = "1",
+    block: Block = "",
+    cluster: Sides = "1",
+    shared: Shared = 0,
+    sms: Sms = 4,
+    order: Order = "eager",
+    seed: Seed = 0,
     save: Annotated[
         list[str] | None,
         typer.Option(help="N=file.npy: write array argument N after the run; may be repeated"),
@@ -84,22 +94,20 @@ def explain(
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def trace(
-    file: Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")],
+    file: File,
     arguments: Annotated[list[str] | None, typer.Argument(help="as for `softsm run`")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
         "softsm-trace"
     ),
-    arch: Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")] = "",
-    entry: Annotated[str | None, typer.Option(help="which kernel of the PTX file")] = None,
-    grid: Annotated[str, typer.Option(help="x,y,z")] = "1",
-    block: Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")] = "",
-    cluster: Annotated[str, typer.Option(help="x,y,z")] = "1",
-    shared: Annotated[int, typer.Option(help="bytes of dynamic shared memory")] = 0,
-    sms: Annotated[int, typer.Option(help="SMs played")] = 4,
-    order: Annotated[
-        str, typer.Option(help="completion of asynchronous operations: eager, latest, random")
-    ] = "latest",
-    seed: Annotated[int, typer.Option(help="of random order and random arguments")] = 0,
+    arch: Arch = "",
+    entry: Entry = None,
+    grid: Sides = "1",
+    block: Block = "",
+    cluster: Sides = "1",
+    shared: Shared = 0,
+    sms: Sms = 4,
+    order: Order = "latest",
+    seed: Seed = 0,
     strict: Annotated[bool, typer.Option(help="check PTX 9.4 to the letter")] = False,
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:

@@ -134,6 +134,16 @@ def written(at, touched, theirs, epoch, older):
     return -1
 
 
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def unordered(at, touched, older, pc, me, clock, known, newest):
+    """Does warp `me` touch bytes that somebody else wrote, and nothing orders that write before?"""
+    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+    when = written(at, touched, theirs, epoch, older)
+    if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:
+        return 0
+    return 1 - ordered(agent, when, me, clock, known, newest)
+
+
 @compiled("i8(i8, i8)")
 def behind_write(touched, write):
     """What an access that is not ordered behind a write is called."""
@@ -210,13 +220,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     else:
-        when = written(at, touched, theirs, epoch, 36)
-        if (
-            when >= 0
-            and not touched & theirs & STRONG
-            and not ordered(agent, when, me, clock, known, newest)
-            and not (touched & QUIET and i8(load32(at + 8)) == pc)
-        ):
+        if unordered(at, touched, 36, pc, me, clock, known, newest):
             report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
     mine = at + 4 * (FIXED + 2 * index)
     if not write:
@@ -286,13 +290,7 @@ def global_record(at, address, touched, write, pc, lane, clock, known, me, newes
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     elif agent:
-        when = written(at, touched, theirs, epoch, 40)
-        if (
-            when >= 0
-            and not touched & theirs & STRONG
-            and not ordered(agent, when, me, clock, known, newest)
-            and not (touched & QUIET and i8(load32(at + 8)) == pc)
-        ):
+        if unordered(at, touched, 40, pc, me, clock, known, newest):
             report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         global_reader(at, me, now, pc, i8(READ_SEVERAL) if touched & STRONG else 0)

@@ -18,7 +18,6 @@ from softsm.checks.shadow import (
     NOBODY,
     OVER_BARRIER,
     PC,
-    QUIET,
     RAW,
     READ_BYTES,
     STRONG,
@@ -32,11 +31,11 @@ from softsm.checks.shadow import (
     global_reader,
     global_readers,
     lanes_race,
-    ordered,
     other_readers,
     report,
     sget,
     shared_word,
+    unordered,
     written,
     written_by,
 )
@@ -57,15 +56,8 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
         if agent == 0:
             if not write:
                 report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-        else:
-            when = written(at, touched, theirs, epoch, 36)
-            if (
-                when >= 0
-                and not touched & theirs & STRONG
-                and not ordered(agent, when, me, clock, known, newest)
-                and not (touched & QUIET and i8(load32(at + 8)) == pc)
-            ):
-                report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        elif unordered(at, touched, 36, pc, me, clock, known, newest):
+            report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
         if not write:
             store32(at + 24, u4(me))
             store32(at + 28, u4(now))

@@ -184,7 +184,7 @@ def _compiling(folder: pathlib.Path, stem: str, name: str):
 
     console = Console(stderr=True)
     text = f"softsm: compiling {name} for this CPU (once; kept in {folder})"
-    with open(folder / "compile.lock", "w") as lock, console.status(text):
+    with open(folder / f"{name}.lock", "w") as lock, console.status(text):
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield

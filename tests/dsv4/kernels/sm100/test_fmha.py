@@ -1,7 +1,7 @@
 """The Blackwell FMHA kernel, run by softsm: right under every order of completion, and no race found.
 
-Compiling a variant takes much longer than running it, so all tests share eleven of them (`VARIANTS`) through Triton's
-disk cache, and a lock keeps two workers from compiling the same one.
+Compiling a variant takes much longer than running it, so the quick tests share nine of them through Triton's disk
+cache, and a lock keeps two workers from compiling the same one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ SEED = 20261115
 BF16, FP16 = torch.bfloat16, torch.float16
 ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many rows, by TMA
 
-# (head dim, dtype, P through tensor memory, how): all that `make test` compiles
+# (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
+# query tiles in flight (64, 128) and with one (256, 512): `make test` tries one head dim of each kind.
 DIMS = (64, 128, 256, 512)
 VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
+SLOW = [(128, False), (256, False)]
+QUICK_PATHS = [pytest.param(*path, marks=[pytest.mark.slow] * (path in SLOW)) for path in PATHS]
 VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (128, BF16, True, CELLS)]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
 
@@ -70,7 +73,7 @@ def compiled(tmp_path_factory):
     def ensure(key: tuple) -> None:
         if key in done:
             return
-        with open(folder / "sm100.lock", "w") as lock:
+        with open(folder / f"sm100-{'-'.join(map(str, key))}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             smallest(key)
         done.add(key)
@@ -126,7 +129,7 @@ def test_seeds_latest(case: Case, compiled) -> None:
     assert result.ok, result.why()
 
 
-@pytest.mark.parametrize(("d", "p_tmem"), PATHS)
+@pytest.mark.parametrize(("d", "p_tmem"), QUICK_PATHS)
 def test_every_order_and_no_race(d: int, p_tmem: bool, compiled) -> None:
     """One case per head dim and P path: more keys than the ring holds, rows that are masked in part, rising maxima."""
     compiled((d, BF16, p_tmem, ROWS))
@@ -140,8 +143,9 @@ def test_every_order_and_no_race(d: int, p_tmem: bool, compiled) -> None:
         assert report.launches > 0 and not report, f"{order} {seed}:\n{report}"
 
 
-@pytest.mark.parametrize("key", [(512, BF16, False, ROWS), (256, BF16, False, ROWS), (128, BF16, True, ROWS),
-                                 pytest.param((512, BF16, False, 16), marks=pytest.mark.slow)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("key", [(512, BF16, False, ROWS), (256, BF16, True, ROWS), (128, BF16, True, ROWS),
+                                 *(pytest.param(key, marks=pytest.mark.slow) for key in (
+                                     (256, BF16, False, ROWS), (512, BF16, False, 16)))], ids=str)  # fmt: skip
 def test_k_is_v(key: tuple, compiled) -> None:
     """Latents, one tensor for both: at head dims 256 and 512 a tile that TMA brings comes once, for both products."""
     compiled(key)
@@ -303,7 +307,11 @@ def test_any_shape(compiled, d, batch, t, s, heads, left, right_, pad, seed, ord
         right(call)
 
 
-@pytest.mark.parametrize("key", [key for key in VARIANTS if key[0] != 256], ids=str)
+SPILL_FREE = [(64, BF16, True, ROWS), (128, BF16, True, ROWS), (512, BF16, False, ROWS)]
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.slow] * (key not in SPILL_FREE))
+                                 for key in VARIANTS if key[0] != 256], ids=str)  # fmt: skip
 def test_spills(key: tuple, compiled, monkeypatch) -> None:
     """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, and at head dims 64 and 128
     nothing in a main loop."""
