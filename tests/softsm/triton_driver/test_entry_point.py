@@ -65,8 +65,7 @@ assert type(make_backend(GPUTarget("cuda", 100, 32))).__name__ == "CUDABackend"
 """)
 
 
-@pytest.mark.parametrize("first, second", [("torch", "triton"), ("triton", "torch")])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch, first, second", [("sm_90a", "torch", "triton"), ("sm_100a", "triton", "torch")])
 def test_awake(run, arch, first, second):
     run(f"""
 import {first}

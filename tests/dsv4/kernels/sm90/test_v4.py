@@ -83,7 +83,8 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     monkeypatch.setattr(dsv4.checks, "values_checked", lambda q: False)
     window = rows(64)
     listed = numbers(1, 64, of=64)
-    arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30))
+    rope = (reference.rope_table(9, 64), torch.tensor([8]))  # of int64, as above: the same variant
+    arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30), inverse_rope=rope)
     bad = listed.clone()
     bad[0, 10:20] = torch.tensor([64, 1 << 30, -2, -(1 << 31), 65, 99, 1 << 24, -5, 77, 1000], dtype=torch.int32)
     listed[0, 10:20] = -1
@@ -92,7 +93,7 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
             **arguments, window_indices=bad, compressed_indices=numbers(1, 4, of=30) * 0 + 30, return_lse=True,
             window_lengths=torch.tensor([1 << 20], dtype=torch.int32), backend="softsm",
         )  # fmt: skip
-    compare((out, lse), dict(q=arguments["q"], window=window, window_indices=listed))
+    compare((out, lse), dict(q=arguments["q"], window=window, window_indices=listed, inverse_rope=rope))
 
 
 @pytest.mark.slow
