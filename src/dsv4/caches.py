@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4 import checks
+from dsv4 import checks, dispatch
 
 HEAD_DIM = 512
 NOPE = 448  # values stored as e4m3
@@ -189,6 +189,12 @@ class Fp8Cache:
         checks.forward_only(rows=rows)
         if checks.values_checked(slots):
             checks.in_range("slots", slots, -1, self.rows - 1)
+        if self.storage.is_cuda and rows.dtype != torch.float64 and not torch.compiler.is_compiling():
+            kernels = dispatch.module_here("compress", self.device)
+            if kernels is not None:
+                with torch.cuda.device(self.device):
+                    kernels.write(self, slots, rows)
+                return
         data, scales = quantize_rows(rows)
         keep = (slots >= 0) & (slots < self.rows)
         slots, data, scales = slots[keep].long(), data[keep], scales[keep]
@@ -247,6 +253,17 @@ def gather_rows(pool: torch.Tensor | Fp8Cache, rows: torch.Tensor, dtype: torch.
     data = _gather_bytes(pool, pool.data_view(), 0, page, place)
     scales = _gather_bytes(pool, pool.scale_view(), pool.rows_per_page * DATA_BYTES, page, place)
     return dequantize_rows(data, scales, dtype)
+
+
+def write_rows(pool: torch.Tensor | Fp8Cache, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Rows [n, D] to the row numbers slots [n]; a number out of range drops its row."""
+    if isinstance(pool, Fp8Cache):
+        pool.write(slots, rows)
+        return
+    there = (slots >= 0) & (slots < pool_size(pool))
+    kept = slots[there].long()
+    where = (kept,) if pool.ndim == 2 else (kept // pool_page(pool), kept % pool_page(pool))
+    pool[where] = rows[there].to(pool.dtype)
 
 
 def _gather_bytes(

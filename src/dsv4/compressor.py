@@ -15,12 +15,15 @@ fixed tree of elementwise operations; torch's own reductions may add in another 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4 import checks
+from dsv4 import caches, checks, dispatch
+from dsv4.caches import Fp8Cache
+from dsv4.v4_problem import Pool
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, which changes no bit
@@ -40,6 +43,49 @@ class CompressState(NamedTuple):
     tokens: int
 
 
+@dataclass(frozen=True, eq=False)
+class CompressProblem:
+    """One call for the kernels. Tokens are counted from the first one that the old state keeps."""
+
+    operation: ClassVar[str] = "compress"
+
+    kv: Tensor  # [B, L, width]
+    gate: Tensor  # [B, L, width]
+    position_bias: Tensor  # [m, width]
+    norm_weight: Tensor  # [d]
+    cos_sin: Tensor | None
+    old_kv: Tensor | None  # fp32 [B, kept, width]
+    old_gate: Tensor | None
+    seen: int  # tokens before this call
+    eps: float
+    dtype: torch.dtype  # of a row, before it is stored
+    new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
+    new_gate: Tensor
+    rows: Tensor | None = None  # [B, windows, d], to be filled; or
+    pool: Pool | None = None  # written to, ...
+    slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
+
+    q = property(lambda self: self.kv)  # whose device counts
+    d = property(lambda self: self.norm_weight.shape[0])
+    m = property(lambda self: self.position_bias.shape[0])
+    overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
+    kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
+    base = property(lambda self: self.seen - self.kept)
+    first_window = property(lambda self: self.seen // self.m)
+    windows = property(lambda self: windows_of(self.seen, self.kv.shape[1], self.m))
+    drop = property(lambda self: self.kept + self.kv.shape[1] - self.new_kv.shape[1])
+
+
+def windows_of(seen: int, tokens: int, m: int) -> int:
+    """Rows that so many tokens finish."""
+    return (seen + tokens) // m - seen // m
+
+
+def state_size(seen: int, m: int, overlap: bool) -> int:
+    """Tokens that the state keeps after so many: the unfinished window, and for CSA the finished one before it."""
+    return seen % m + (m if overlap and seen >= m else 0)
+
+
 def compress(
     kv: Tensor,
     gate: Tensor,
@@ -50,7 +96,10 @@ def compress(
     state: CompressState | None = None,
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, CompressState]:
+    out: Pool | None = None,
+    slots: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Any, CompressState]:
     """Pool the next L tokens of a sequence -> (the rows that they finish [..., n, d], the state after them).
 
     With ``rows, state = compress(kv, gate, ...)`` and then ``compress(..., state=state)`` for the tokens that follow,
@@ -66,20 +115,72 @@ def compress(
             None leaves RoPE to the caller.
         state: from the call before; None at the start of a sequence.
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
+        out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], or a :class:`dsv4.Fp8Cache` for d = 512)
+            and the row numbers int32 or int64 [..., n] in it that get the rows; -1 drops a row. Rows are rounded to
+            dtype first. What comes back in place of the rows is the pool.
+        backend: "auto" (a kernel where it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
     """
     d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state)
     if dtype is not None:
         checks.dtype("dtype", dtype, FLOATS)
     eps = checks.number("eps", eps)
+    checks.backend(backend)
+    seen = 0 if state is None else state.tokens
+    n = windows_of(seen, kv.shape[-2], m)
+    _check_target(out, slots, kv, d, n)
+    found = dispatch.resolve(backend, kv.device)
+    given = (position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
+    # What torch.compile traces stays torch code.
+    if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
+        p = _problem(kv, gate, state, given, out, slots)
+        if backend != "auto" or dispatch.reason(p) is None:
+            return _by_kernel(p, kv, found, out)
+    rows, after = _in_torch(kv, gate, state, given)
+    if out is None:
+        return rows, after
+    assert slots is not None
+    caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
+    return out, after
+
+
+def _problem(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple, out, slots) -> CompressProblem:
+    position_bias, norm_weight, cos_sin, eps, dtype = given
+    old_kv, old_gate, seen = (None, None, 0) if state is None else state
+
+    def batched(x: Tensor | None) -> Tensor | None:
+        return x if x is None or kv.ndim == 3 else x[None]
+
+    kv3, gate3 = (kv, gate) if kv.ndim == 3 else (kv[None], gate[None])
+    b, length, width = kv3.shape
+    d, m = norm_weight.shape[0], position_bias.shape[0]
+    size = state_size(seen + length, m, width == 2 * d)
+    new_kv, new_gate = (torch.empty(b, size, width, dtype=torch.float32, device=kv.device) for _ in "kg")
+    rows = None
+    if out is None:
+        rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
+    old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
+    return CompressProblem(
+        kv3, gate3, position_bias, norm_weight, cos_sin, old_kv, old_gate, seen, eps, dtype, new_kv, new_gate, rows,
+        out, slots,
+    )  # fmt: skip
+
+
+def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
+    if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
+        dispatch.launch(p, found)
+    rows, new_kv, new_gate = (x if x is None or kv.ndim == 3 else x[0] for x in (p.rows, p.new_kv, p.new_gate))
+    return (rows if out is None else out), CompressState(new_kv, new_gate, p.seen + kv.shape[-2])
+
+
+def _in_torch(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple) -> tuple[Tensor, CompressState]:
+    position_bias, norm_weight, cos_sin, eps, dtype = given
+    d, m = norm_weight.shape[0], position_bias.shape[0]
     length, block = kv.shape[-2], max(m, BLOCK_BYTES // max(4 * kv[..., :1, :].numel(), 1))
     if length > block:
         parts = []
         for begin in range(0, length, block):
             some = slice(begin, begin + block)
-            part, state = compress(
-                kv[..., some, :], gate[..., some, :], position_bias, norm_weight,
-                cos_sin=cos_sin, state=state, eps=eps, dtype=dtype,
-            )  # fmt: skip
+            part, state = _in_torch(kv[..., some, :], gate[..., some, :], state, given)
             parts.append(part)
         assert state is not None
         return torch.cat(parts, -2), state
@@ -102,7 +203,7 @@ def compress(
         before + (windows - (1 if overlap else 0)) * m if windows else 0
     )  # CSA keeps the last finished window
     after = CompressState(new_kv[..., drop:, :].clone(), new_gate[..., drop:, :].clone(), total)
-    return rows.to(dtype or kv.dtype), after
+    return rows.to(dtype), after
 
 
 def pooled(
@@ -182,8 +283,7 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, i
         if not isinstance(state, CompressState):
             checks.fail("state", checks.describe(state), "None or the state that compress returned")
         seen = checks.at_least(0, "state.tokens", state.tokens)
-        # The unfinished window, and for CSA the finished one before it.
-        tokens = seen % m + (m if width == 2 * d and seen >= m else 0)
+        tokens = state_size(seen, m, width == 2 * d)
         compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
         for name, x in (("kv", state.kv), ("gate", state.gate)):
             checks.tensor(f"state.{name}", x, (*batch, tokens, width), (compute,), like=like, unit_last=False)
@@ -197,3 +297,24 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, i
                 "cos_sin", f"{cos_sin.shape[0]} positions", f"at least {last + 1}, to rotate the last row"
             )
     return d, m
+
+
+def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
+    if (out is None) != (slots is None):
+        checks.fail("out, slots", "one of them", "both or neither")
+    if out is None:
+        return
+    like = ("kv", kv)
+    if isinstance(out, Fp8Cache):
+        if d != caches.HEAD_DIM:
+            checks.fail("out", f"an Fp8Cache for rows of {d}", f"an Fp8Cache for rows of {caches.HEAD_DIM}")
+        if out.device != kv.device:
+            checks.fail("out", f"an Fp8Cache on {out.device}", f"the device of kv, {kv.device}")
+    else:
+        if not checks.is_tensor(out) or out.ndim not in (2, 3):
+            checks.fail("out", checks.describe(out), "None, a tensor [rows, d] or [pages, page, d], or an Fp8Cache")
+        checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
+        checks.dtype("out", out.dtype, FLOATS)
+    checks.tensor("slots", slots, (*kv.shape[:-2], n), caches.ROW_NUMBERS, like=like, unit_last=False)
+    if checks.values_checked(kv):
+        checks.in_range("slots", slots, -1, caches.pool_size(out) - 1)

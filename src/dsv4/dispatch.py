@@ -41,11 +41,31 @@ def run(problem, backend: str) -> None:
     if backend == "cpu":
         with torch.autocast("cpu", enabled=False):  # an fp32 product inside stays one
             importlib.import_module(CPU_MODULES[problem.operation]).forward(problem)
-    elif backend == "cuda":
+    else:
+        launch(problem, backend)
+
+
+def launch(problem, backend: str) -> None:
+    """Run the kernels of the backend "cuda" or "softsm"."""
+    if backend == "cuda":
         with torch.cuda.device(problem.q.device):
             _run_kernel(problem, torch.cuda.get_device_capability(problem.q.device), backend)
     else:
         _run_softsm(problem)
+
+
+def module_here(operation: str, device: torch.device) -> ModuleType | None:
+    """The kernels for the GPU that a device is; None where there are none."""
+    try:
+        return kernel_module(operation, torch.cuda.get_device_capability(device))
+    except RuntimeError:
+        return None
+
+
+def reason(problem) -> str | None:
+    """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
+    module = module_here(problem.operation, problem.q.device)
+    return "there are none" if module is None else module.supports(problem)
 
 
 def resolve(backend: str, device: torch.device) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4.caches import HEAD_DIM, Fp8Cache
 
-OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention")
+OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention", "index_topk")
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
 STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
 MAX_SPLITS = 256
@@ -22,6 +22,10 @@ MAX_SPLITS = 256
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
+# index_topk: scores that one thread block chooses from; the widest lists; bytes of the scores held at once
+INDEX_PIECE = 16384
+MAX_TOPK = 4096
+INDEX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +105,10 @@ def plan(
     checks.flag("deterministic", deterministic)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     where = checks.device("device", default if device is None else device)
+    if name == "index_topk":
+        words = index_block(batch * max_seqlen_q, max_seqlen_k) * index_words(max_seqlen_k)
+        words = words if where.type == "cuda" else 0
+        return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
     if deterministic and where.type == "cuda" and name == "v4_attention":
@@ -208,6 +216,24 @@ def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
         return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
 
     return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
+
+
+def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
+    """fp32 words that index_topk needs for a query with so many rows: the scores, and what each round of the choice
+    keeps (ordered scores, their numbers, how many)."""
+    kept = 1 << (max(min(topk, capacity), 1) - 1).bit_length()
+    words = items = capacity
+    while True:
+        pieces = -(-items // max(INDEX_PIECE, kept))
+        words += pieces * (2 * kept + 1)
+        if pieces <= 1:
+            return words
+        items = pieces * kept
+
+
+def index_block(queries: int, capacity: int, topk: int = MAX_TOPK) -> int:
+    """Queries whose scores are held at once."""
+    return max(1, min(queries, INDEX_BYTES // (4 * index_words(capacity, topk))))
 
 
 def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4 import indexer
+from dsv4 import cpu_index, reference
 
 
 def by_hand(q, k, weights, topk, visible):
@@ -94,7 +94,7 @@ def test_blocks_do_not_change_the_choice(monkeypatch):
     q, k, w = whole_numbers(37, 50, 4, 8, seed=1)
     lengths = torch.arange(37)
     once = dsv4.index_topk(q, k, w, 10, lengths=lengths)
-    monkeypatch.setattr(indexer, "BLOCK_BYTES", 5 * (4 + 8) * 50 * 4)
+    monkeypatch.setattr(cpu_index, "BLOCK_BYTES", 5 * (4 + 8) * 50 * 4)
     assert torch.equal(dsv4.index_topk(q, k, w, 10, lengths=lengths), once)
 
 
@@ -144,7 +144,7 @@ def test_lists_go_into_v4_attention():
     q, window, comp = torch.randn(n, 2, 512), torch.randn(n, 512), torch.randn(rows, 512)
     own = torch.arange(n, dtype=torch.int32)[:, None]
     got = dsv4.v4_attention(q, window, own, comp, lists)
-    want, _ = dsv4.reference.v4_attention(q, window, own, comp, lists)
+    want, _ = reference.v4_attention(q, window, own, comp, lists)
     assert (got - want).norm() / want.norm() < 1e-6
 
 

@@ -189,7 +189,7 @@ class PagedModel:
             for kind in self.ratios
         }
         step = Step(self, at["positions"].long(), at["starts"], at["lines"].long(), at["tables"], at["windows"],
-                    counts, ends.tolist(), made)  # fmt: skip
+                    made)  # fmt: skip
         logits = self._forward(tokens.to(self.device), step, 0 if all_logits else at["starts"][1:].long() - 1)
         step.commit()
         return logits
@@ -327,7 +327,7 @@ class Decoder:
         """For what was sent last."""
         at = self.sent.device
         return Step(self.owner, at["positions"].long(), self.starts, at["lines"].long(), at["tables"], at["windows"],
-                    [1] * self.size, [self.owner.context] * self.size, plans=self.plans)  # fmt: skip
+                    plans=self.plans)  # fmt: skip
 
     def _logits(self) -> Tensor:
         return self.owner._forward(self.sent.device["ids"].long(), self.step(), 0)

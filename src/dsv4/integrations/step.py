@@ -8,7 +8,6 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -67,20 +66,16 @@ class Step:
     positions int64 [N]: token numbers in their sequences; starts int32 [R + 1]: first token of each request; lines
     int64 [R]; table, windows int32 [R, ...]: page numbers of the requests.
     made: for each kind of compressor (requests, numbers, kept) as in Rows; None: every request has one token.
-    counts: tokens of each request; longest: tokens up to which compressed rows of each may be there.
     """
 
     def __init__(
         self, model: Any, positions: Tensor, starts: Tensor, lines: Tensor, table: Tensor, windows: Tensor,
-        counts: list[int], longest: list[int], made: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
-        plans: dict[str, Plan] | None = None,
+        made: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None, plans: dict[str, Plan] | None = None,
     ):  # fmt: skip
         places, device, n = model.places, positions.device, len(positions)
         self.model, self.plans = model, plans or {}
         self.positions, self.starts, self.lines, self.table = positions, starts, lines, table
         self.page_tokens, self.spare_page = places.page_tokens, places.spare_page
-        self.slices = [slice(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))]
-        self.longest = longest
         if made is None:
             self.owner = torch.arange(n, device=device)
             self.begins, self.ends = positions, positions + 1
@@ -173,16 +168,12 @@ class Step:
         n, rate = x.shape[0], indexer.compress_rate
         q = parts.turned(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
         weights = indexer.scorer.weights_proj(x)
-        per_page, width = self.page_tokens // rate, indexer.index_topk
-        chosen = []
-        for r, (some, longest) in enumerate(zip(self.slices, self.longest)):
-            rows = torch.arange(longest // rate, device=x.device)
-            rows = self.table[r].long()[rows // per_page] * per_page + rows % per_page
-            keys = pool.view(-1, pool.shape[-1])[rows]
-            local = index_topk(q[some], keys, weights[some], width, positions=self.positions[some], ratio=rate)
-            assert isinstance(local, Tensor)
-            chosen.append(torch.where(local >= 0, rows[local.clamp_min(0).long()].int(), -1) if len(rows) else local)
-        return torch.cat(chosen)
+        chosen = index_topk(
+            q, pool, weights, indexer.index_topk, positions=self.positions, ratio=rate, block_table=self.table,
+            request_starts=self.starts, backend=self.model.backend,
+        )  # fmt: skip
+        assert isinstance(chosen, Tensor)
+        return chosen
 
     def commit(self) -> None:
         """The step has succeeded: the states move on."""

@@ -68,7 +68,7 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
     """triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 take the same calls."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
+    from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
@@ -77,7 +77,7 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*arguments, **constants)
     options, signature, constexprs, attributes = kernel._pack_args(backend, constants, bound, specialization, options)
-    source = GluonASTSource(kernel, signature, constexprs, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target, options=options.__dict__)
 
 

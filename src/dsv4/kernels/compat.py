@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TRITON_VERSION", "TensorDescriptor", "async_copy", "cp_async", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TRITON_VERSION", "TensorDescriptor", "async_copy", "barrier", "cp_async", "fence_async_shared", "gl", "gluon",
+    "mbarrier",
     "reinterpret", "reinterpret_as", "tma_load", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -23,6 +24,7 @@ TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 if TRITON_VERSION < (3, 9):
     tma_load = tma.async_copy_global_to_shared
     cp_async = async_copy.async_copy_global_to_shared
+    barrier = gl.thread_barrier
 
     @gluon.jit
     def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
@@ -31,6 +33,7 @@ if TRITON_VERSION < (3, 9):
 else:
     tma_load = tma.async_load
     cp_async = async_copy.async_load
+    barrier = gl.barrier
 
     @gluon.jit
     def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):

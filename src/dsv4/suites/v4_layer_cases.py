@@ -64,11 +64,12 @@ class Weights:
             return torch.zeros(0, d, dtype=torch.float64)
         return reference.apply_rope(torch.stack(rows), self.cos_sin.cpu(), torch.arange(len(rows)) * m)
 
-    def step(self, tokens: slice, state: Any) -> tuple[Tensor, Any]:
-        return dsv4.compress(
-            self.kv[tokens], self.gate[tokens], self.bias, self.norm,
-            cos_sin=self.cos_sin, state=state, eps=EPS, dtype=torch.float32,
-        )  # fmt: skip
+    def step(self, tokens: slice, state: Any, where: Where) -> tuple[Tensor, Any]:
+        with where.context():
+            return dsv4.compress(
+                self.kv[tokens], self.gate[tokens], self.bias, self.norm,
+                cos_sin=self.cos_sin, state=state, eps=EPS, dtype=torch.float32, backend=where.backend,
+            )  # fmt: skip
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Ran:
     rows: Tensor  # fp32 [L // m, 512], as the steps made them
     keys: Tensor  # fp32 [L // 4, 128] of the indexer
     chosen: Tensor  # int32 [L, topk]
+    rows_once: Tensor  # the same rows and keys, made by one call with all tokens
+    keys_once: Tensor
 
 
 @dataclass
@@ -111,22 +114,25 @@ class Layer:
             start += count
             chosen: Any = self.q.new_zeros(count, self.topk, dtype=torch.int32)
             if self.main is not None:  # compress first: a row finished by token t is visible to t
-                made, state = self.main.step(tokens, state)
+                made, state = self.main.step(tokens, state, where)
                 rows.append(made)
             if self.index is not None:
-                made, index_state = self.index.step(tokens, index_state)
+                made, index_state = self.index.step(tokens, index_state, where)
                 keys.append(made)
-                chosen = dsv4.index_topk(
-                    self.index_q[tokens], torch.cat(keys), self.index_weights[tokens], self.topk,
-                    positions=self.rope[1][tokens], ratio=RATIO["csa"],
-                )  # fmt: skip
+                with where.context():
+                    chosen = dsv4.index_topk(
+                        self.index_q[tokens], torch.cat(keys).bfloat16(), self.index_weights[tokens], self.topk,
+                        positions=self.rope[1][tokens], ratio=RATIO["csa"], backend=where.backend,
+                    )  # fmt: skip
             with where.context():
                 out, lse = self.attend(tokens, torch.cat(rows) if rows else none, chosen, where)
             outs.append(out)
             lses.append(lse)
             lists.append(chosen)
         all_rows, all_keys = (torch.cat(x) if x else none for x in (rows, keys))
-        return Ran(torch.cat(outs), torch.cat(lses), all_rows, all_keys, torch.cat(lists))
+        tokens = slice(0, start)
+        once = [x.step(tokens, None, where)[0] if x else none for x in (self.main, self.index)]
+        return Ran(torch.cat(outs), torch.cat(lses), all_rows, all_keys, torch.cat(lists), *once)
 
     def arguments(self, tokens: slice, rows: Tensor, chosen: Tensor) -> dict[str, Any]:
         """The call of v4_attention for these tokens, over the compressed rows made so far."""
@@ -164,11 +170,11 @@ class Layer:
     def check(self, got: Ran) -> list[Check]:
         checks = []
         if self.main is not None:
-            checks += self.check_rows("compressed rows", self.main, got.rows, self.main.defined())
+            checks += self.check_rows("compressed rows", got.rows, self.main.defined(), got.rows_once)
         if self.index is not None:
-            keys = self.index.defined()
-            checks += self.check_rows("index keys", self.index, got.keys, keys)
-            checks.append(Check("wrong index lists", self.wrong_lists(got.chosen, keys), 0.0))
+            checks += self.check_rows("index keys", got.keys, self.index.defined(), got.keys_once)
+            # The keys that were made, for the reason given below.
+            checks.append(Check("wrong index lists", self.wrong_lists(got.chosen, got.keys.bfloat16()), 0.0))
         if not all(check.ok for check in checks):
             return checks  # the attention over wrong rows says nothing more
         # The oracle gets the rows that were made, just found right to fp32: where one lies next to a rounding boundary
@@ -188,11 +194,10 @@ class Layer:
         judged = judge(got.out, torch.cat(refs), torch.cat(lows), FEATURES)
         return judged + checks + judge_lse(got.lse, torch.cat(ref_lses))
 
-    def check_rows(self, name: str, weights: Weights, got: Tensor, defined: Tensor) -> list[Check]:
+    def check_rows(self, name: str, got: Tensor, defined: Tensor, at_once: Tensor) -> list[Check]:
         """Right, and bit for bit what one call with all tokens gives."""
         if got.shape != defined.shape:
             return [Check(f"{name} {tuple(got.shape)} for {tuple(defined.shape)}", 1.0, 0.0)]
-        at_once, _ = weights.step(slice(0, len(weights.kv)), None)
         error = (got.double().cpu() - defined).abs().max().item() if defined.numel() else 0.0
         bound = FP32_BOUND * (defined.abs().max().item() if defined.numel() else 1.0)
         changed = int((at_once != got).sum())
@@ -200,7 +205,7 @@ class Layer:
 
     def wrong_lists(self, chosen: Tensor, keys: Tensor) -> int:
         """Queries whose list is not the top-k, up to scores that fp32 cannot tell apart."""
-        scores = torch.relu(torch.einsum("thd,sd->ths", self.index_q.double().cpu(), keys))
+        scores = torch.relu(torch.einsum("thd,sd->ths", self.index_q.double().cpu(), keys.double().cpu()))
         scores = (scores * self.index_weights.double().cpu()[..., None]).sum(1)  # [L, rows]
         wrong = 0
         for t, ids in enumerate(chosen.cpu().long()):
@@ -237,7 +242,7 @@ def layer(
         rope=(reference.rope_table(tokens, **options).to(draw.device), draw.int32(list(range(tokens)))),
         main=main,
         index=Weights.draw(draw, tokens, RATIO["csa"], 128, overlap=True) if kind == "csa" else None,
-        index_q=draw.normal(tokens, index_heads, 128),
+        index_q=draw.normal(tokens, index_heads, 128, dtype=torch.bfloat16),
         index_weights=draw.normal(tokens, index_heads),
         topk=topk,
         fp8=fp8,
@@ -248,14 +253,17 @@ def layer(
 class Ties:
     """Scores that are exactly equal, made of small whole numbers: of equals the lower row must be taken."""
 
-    q: Tensor  # [N, H, D]
+    q: Tensor  # [N, H, D], bf16, which holds them exactly
     k: Tensor  # [rows, D]; rows past `visible` are NaN
     weights: Tensor  # [N, H]
     visible: Tensor  # [N]
     topk: int
 
     def run(self, where: Where) -> Any:
-        return dsv4.index_topk(self.q, self.k, self.weights, self.topk, lengths=self.visible)
+        with where.context():
+            return dsv4.index_topk(
+                self.q, self.k, self.weights, self.topk, lengths=self.visible, backend=where.backend
+            )
 
     def check(self, got: Tensor) -> list[Check]:
         want = torch.full_like(got, -1)
@@ -277,7 +285,7 @@ def ties(draw: Draw, values: str, topk: int = 8) -> Ties:
     weights = draw.integers(-2, 3, (n, heads)).float()
     visible = draw.int32([0, 1, topk - 1, topk, topk + 1, rows - 2])  # n_c = 0, < k, = k, > k
     k[rows - 2 :] = float("nan")
-    return Ties(q.to(draw.device), k.to(draw.device), weights, visible, topk)
+    return Ties(q.bfloat16().to(draw.device), k.bfloat16().to(draw.device), weights, visible, topk)
 
 
 def layer_specials() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:

@@ -203,6 +203,13 @@ def _descriptor(x: Tensor, box: int, ctas: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], layout)
 
 
+def inverse_of(divisor: int) -> tuple[int, int]:
+    """(m, s) such that n // divisor is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here as a signed number."""
+    shift = 31 + (divisor - 1).bit_length()
+    m = -(-(1 << shift) // divisor)
+    return m - (1 << 32) if m >> 31 else m, shift
+
+
 def multiprocessors(device: torch.device) -> int:
     """Of the GPU, or of what plays it."""
     if device.type == "cuda":

@@ -89,8 +89,10 @@ def store_packed(out_ptr, y, data, scales, column, kept, WIDE: tl.constexpr, ROW
     packed = small.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     kept = kept[:, None]
     tl.store(out_ptr + data[:, None] + column[None, :], packed, mask=kept & (column < NOPE)[None, :])
-    rope = (out_ptr + data + NOPE).to(tl.pointer_type(tl.bfloat16))
-    tl.store(rope[:, None] + (column - NOPE)[None, :], y.to(tl.bfloat16), mask=kept & (column >= NOPE)[None, :])
+    rope = y.to(tl.bfloat16).to(tl.uint16, bitcast=True)  # byte by byte: pages may lie at any address
+    place = out_ptr + data[:, None] + (NOPE + (column - NOPE) * 2)[None, :]
+    tl.store(place, (rope & 255).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
+    tl.store(place + 1, (rope >> 8).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
     tile = tl.arange(0, WIDE // TILE)
     scale = tl.where(tile[None, :] < NOPE // TILE, scale, 0)
     tl.store(out_ptr + scales[:, None] + tile[None, :], scale.to(tl.uint8), mask=kept)

@@ -14,6 +14,7 @@ from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.gather import CELLS, FP8, TMA
 from dsv4.kernels.shared.launch import (
+    inverse_of,
     is_aligned,
     merge,
     multiprocessors,
@@ -144,15 +145,8 @@ def _pool(pool: Tensor | Fp8Cache) -> tuple[Tensor, int, int, int, int]:
 def _named(name: str, pool: tuple) -> dict:
     """What `_pool` says, by the names of the kernels' arguments, and the inverse of the rows per page."""
     named = dict(zip((f"{name}_{x}" for x in ("ptr", "rows", "page_rows", "page_stride", "row_stride")), pool))
-    inverse, shift = _inverse(pool[2])
+    inverse, shift = inverse_of(pool[2])
     return named | {f"{name}_inverse": inverse, f"{name}_shift": shift}
-
-
-def _inverse(divisor: int) -> tuple[int, int]:
-    """(m, s) such that n // divisor is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here as a signed number."""
-    shift = 31 + (divisor - 1).bit_length()
-    m = -(-(1 << shift) // divisor)
-    return m - (1 << 32) if m >> 31 else m, shift
 
 
 def _heads(q: Tensor) -> TensorDescriptor:

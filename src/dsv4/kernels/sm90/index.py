@@ -1,0 +1,25 @@
+"""index_topk on sm_90a: the scores by the kernel in index_scores.py, the choice by the shared one."""
+
+from dsv4.index_problem import IndexProblem
+from dsv4.kernels.shared import index_launch
+from dsv4.kernels.shared.index_launch import supports
+from dsv4.kernels.sm90.index_scores import index_scores_sm90
+
+__all__ = ["forward", "supports"]
+
+ROWS = 128  # of a tile
+SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
+
+
+def forward(p: IndexProblem) -> None:
+    index_launch.forward(p, index_scores_sm90, tiling)
+
+
+def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Few queries of a sequence: one to a CTA, small CTAs, so that one loads while another computes."""
+    together, residents, warps = (1, 2, 4) if each < 4 or heads * dims > 64 * 128 else (4, 1, 8)
+    tile = ROWS * dims * 2
+    stages = min((SHARED_BYTES // residents - 1024 - together * heads * dims * 2) // tile, 4)
+    if stages < 2:
+        residents, stages = 1, 2
+    return together, residents, dict(ROWS=ROWS, STAGES=stages, num_warps=warps)

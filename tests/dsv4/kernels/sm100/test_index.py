@@ -1,0 +1,73 @@
+"""The index_topk kernels of Blackwell on a CPU, through softsm."""
+
+import sys
+
+import index_cases
+import pytest
+import torch
+
+import dsv4
+
+PLAN = sys.modules["dsv4.plan"]  # the function of that name hides it
+ARCH = "sm_100a"
+
+
+def test_requests_in_pages_with_ties():
+    arguments = index_cases.ragged()
+    index_cases.assert_exact(index_cases.kernel(ARCH, **arguments), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["eager", "latest", "random"])
+def test_one_sequence_of_the_models_size(order):
+    arguments = index_cases.one_sequence()
+    index_cases.assert_best(index_cases.kernel(ARCH, order, **arguments), **arguments)
+
+
+@pytest.mark.slow
+def test_many_queries_share_keys():
+    """Nine queries, four to a CTA; six tiles and more than one split."""
+    arguments = index_cases.one_sequence(n=9, rows=700, lengths=(700, 699, 640, 129, 128, 127, 1, 0, 513), topk=100)
+    index_cases.assert_best(index_cases.kernel(ARCH, **arguments), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, d", [(1, 8), (5, 24), (16, 64), (128, 128), (33, 256), (128, 256)])
+def test_heads_and_dims(heads, d):
+    arguments = index_cases.one_sequence(n=5, rows=200, heads=heads, d=d, topk=7, lengths=(200, 150, 7, 6, 0))
+    index_cases.assert_best(index_cases.kernel(ARCH, **arguments), **arguments)
+
+
+@pytest.mark.slow
+def test_a_batch_and_float16_and_strides():
+    q, k, w = (index_cases.whole_numbers(*s).half() for s in ((3, 5, 4, 16), (3, 150, 16), (3, 5, 4)))
+    arguments = dict(q=q, k=k, weights=w, topk=11, positions=torch.randint(0, 602, (3, 5)), scale=1.0)
+    index_cases.assert_exact(index_cases.kernel(ARCH, **arguments), **arguments)
+    wide = dict(arguments, q=q.mT.contiguous().mT, k=torch.stack([k, k + 1], -1)[..., 0], weights=w.mT.contiguous().mT)
+    assert torch.equal(index_cases.kernel(ARCH, **wide)[0], index_cases.kernel(ARCH, **arguments)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", [1, 5, 100, 128, 1000])
+@pytest.mark.parametrize("what", ["random", "equal", "two values", "rising", "far apart"])
+def test_the_choice_in_one_round_and_in_several(what, topk, monkeypatch):
+    """Pieces of 256 items: 900 rows take two rounds, more for wide lists."""
+    monkeypatch.setattr(PLAN, "INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.kernels.shared.index_launch.INDEX_PIECE", 256)
+    g = torch.Generator().manual_seed(topk)
+    scores = {
+        "random": torch.randn(900, generator=g),
+        "equal": torch.full((900,), -3.0),
+        "two values": torch.randint(0, 2, (900,), generator=g).float(),
+        "rising": torch.arange(900.0) / 7,
+        "far apart": torch.randn(900, generator=g) * 10.0 ** torch.randint(-37, 38, (900,), generator=g),
+    }[what].bfloat16()
+    index_cases.assert_select(ARCH, scores, topk)
+
+
+@pytest.mark.slow
+def test_blocks_of_queries_and_a_plan_that_is_small(monkeypatch):
+    arguments = index_cases.ragged()
+    want = dsv4.index_topk(**arguments)
+    monkeypatch.setattr(PLAN, "INDEX_BYTES", 4 * 2 * PLAN.index_words(12 * 24, 20))  # two queries at a time
+    assert torch.equal(index_cases.kernel(ARCH, **arguments)[0], want)
