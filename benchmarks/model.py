@@ -32,7 +32,7 @@ from dsv4.integrations.step import CSA, HCA
 
 SWA = "sliding_attention"
 LAYERS = [SWA, CSA, HCA, CSA, HCA]  # V4-Flash has 2 + 21 + 20
-BATCHES = {4096: (1, 32, 128), 65536: (1, 32, 128)}
+DECODE = [(batch, tokens) for tokens in (4096, 65536) for batch in (1, 32, 128)]
 PROMPT, CHUNK = 16384, 2048
 
 
@@ -178,30 +178,35 @@ def main() -> int:
         return 1
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     model = build()
-    console = Console(width=120)
-    table = Table("decode", "way", "ms / step", "tokens / s", "us / layer: SWA", "CSA", "HCA",
-                  title=f"{torch.cuda.get_device_name()}, {len(LAYERS)} layers, FP8 rows")  # fmt: skip
-    for tokens, batches in BATCHES.items():
-        for batch in batches:
-            name = f"decode {batch} x {tokens}"
+    console = Console(width=110)
+    ways = {
+        "graph": lambda batch, tokens: paged(model, batch, tokens, True),
+        "no graph": lambda batch, tokens: paged(model, batch, tokens, False),
+        "eager": lambda batch, tokens: eager(model, batch, tokens),
+    }
+    rows = []
+    for way, measure in ways.items():
+        for batch, tokens in DECODE:
+            name = f"decode {batch} x {tokens}, {way}"
             if wanted not in name:
                 continue
-            ways = {
-                "graph": lambda b=batch, t=tokens: paged(model, b, t, True),
-                "no graph": lambda b=batch, t=tokens: paged(model, b, t, False),
-                "eager": lambda b=batch, t=tokens: eager(model, b, t),
-            }
-            for way, measure in ways.items():
-                try:
-                    ms, layers = measure()
-                except torch.OutOfMemoryError:
-                    table.add_row(name, way, "out of memory")
-                    continue
-                finally:
-                    torch.cuda.empty_cache()
+            try:
+                ms, layers = measure(batch, tokens)
+            except torch.OutOfMemoryError:
+                row = [way, "out of memory"]
+            else:
                 each = [f"{layers[kind]:.0f}" if kind in layers else "" for kind in (SWA, CSA, HCA)]
-                table.add_row(name, way, f"{ms:.2f}", f"{1e3 * batch / ms:.0f}", *each)
-    console.print(table)
+                row = [way, f"{ms:.2f}", f"{1e3 * batch / ms:.0f}", *each]
+            finally:
+                torch.cuda.empty_cache()
+            console.print(name, *row[1:], highlight=False)
+            rows.append(((tokens, batch), [f"{batch} x {tokens}", *row]))
+    title = f"{torch.cuda.get_device_name()}, {len(LAYERS)} layers, FP8 rows"
+    table = Table("decode", "way", "ms / step", "tokens / s", "us / layer: SWA", "CSA", "HCA", title=title)
+    for _, row in sorted(rows, key=lambda row: row[0]):
+        table.add_row(*row)
+    if rows:
+        console.print(table)
     if wanted in "prefill":
         table = Table(f"prefill {PROMPT} in chunks of {CHUNK}", "s", "tokens / s")
         for way, seconds in prefill(model):

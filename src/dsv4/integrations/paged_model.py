@@ -172,6 +172,8 @@ class PagedModel:
         positions = np.arange(total) - starts[owner] + begins[owner]
         arrays = dict(positions=positions, starts=starts, lines=lines, tables=places.tables[lines],
                       windows=places.windows[lines])  # fmt: skip
+        if tokens.device.type == "cpu":
+            arrays["ids"] = tokens.numpy()
         for kind, ratio in self.ratios.items():
             ring = ratio * (1 + (kind == CSA))
             rows = ends // ratio - begins // ratio
@@ -190,7 +192,8 @@ class PagedModel:
         }
         step = Step(self, at["positions"].long(), at["starts"], at["lines"].long(), at["tables"], at["windows"],
                     made)  # fmt: skip
-        logits = self._forward(tokens.to(self.device), step, 0 if all_logits else at["starts"][1:].long() - 1)
+        ids = at["ids"].long() if "ids" in at else tokens.to(self.device)
+        logits = self._forward(ids, step, 0 if all_logits else at["starts"][1:].long() - 1)
         step.commit()
         return logits
 
@@ -290,8 +293,8 @@ class Decoder:
         self.sent = paging.Upload(device, ids=(size,), positions=(size,), lines=(size,), tables=tables, windows=windows)
         config = owner.model.config
         widths = {"sliding_attention": 0, CSA: config.index_topk}
-        if HCA in owner.ratios:
-            widths[HCA] = -(-owner.context // owner.ratios[HCA])
+        if HCA in owner.ratios:  # as many as the pages of the table hold
+            widths[HCA] = tables[1] * (places.page_tokens // owner.ratios[HCA])
         self.plans = {
             kind: plan(v4_attention, batch=size, q_heads=config.num_attention_heads, kv_heads=1,
                        head_dim=config.head_dim, max_seqlen_k=places.window + width, device=device, deterministic=False)
