@@ -84,11 +84,12 @@ def plan(
     device: torch.device | str | None = None,
     deterministic: bool = True,
 ) -> Plan:
-    """Size a plan for ``operation`` (dsv4.fmha, fmha_varlen, fmha_paged or v4_attention) by its capacities.
+    """Size a plan for ``operation`` (dsv4.fmha, fmha_varlen, fmha_paged, v4_attention, index_topk) by its capacities.
 
     batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention max_seqlen_k is
     the width of the block table times the page size. For v4_attention batch is the number of queries, kv_heads is 1
-    and max_seqlen_k is the width of both lists together (or of the block table times the page size).
+    and max_seqlen_k is the width of both lists together (or of the block table times the page size). For index_topk
+    batch is the number of queries, kv_heads is 1, max_seqlen_k the rows of a sequence (or of the block table).
     device defaults to "cuda" where there is one, else "cpu"; on a CPU one split is used and no buffer.
     deterministic: leave room for calls with deterministic=True too: up to about 1/16 of the bytes of batch *
     max_seqlen_k keys, where k is v. With False a GPU refuses such calls if the room is missing.
@@ -106,7 +107,7 @@ def plan(
     default = "cuda" if torch.cuda.is_available() else "cpu"
     where = checks.device("device", default if device is None else device)
     if name == "index_topk":
-        words = index_block(batch * max_seqlen_q, max_seqlen_k) * index_words(max_seqlen_k)
+        words = index_block(batch, max_seqlen_k) * index_words(max_seqlen_k)
         words = words if where.type == "cuda" else 0
         return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
@@ -139,7 +140,8 @@ def warmup(
     The arguments of :func:`plan`, and dtype and backend of the calls to come. Calls differ in the kernel they take by
     whether a causal mask is given, deterministic is set (if the plan has room for that), k is v, and, for
     v4_attention, whether rows are FP8 and how compressed rows are named: every kind is run once. same_kv and fp8 say
-    that only those, or none, will come. page_size: rows of a page (fmha_paged, and Fp8Cache). Returns the plan.
+    that only those, or none, will come. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache). index_topk is
+    run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
     checks.backend(backend)
@@ -149,6 +151,10 @@ def warmup(
     q = torch.zeros(
         made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=made.scratch.device
     )
+    if made.operation == "index_topk":
+        for tensors, options in _index_calls(made, q[:, 0], page):
+            operation(*tensors, **options, plan=made, backend=backend)
+        return made
     masks: list[dict[str, bool]]
     if made.operation == "v4_attention":
         calls, masks = _v4_calls(made, q[:, 0], page, packed), [{}]
@@ -197,6 +203,17 @@ def _v4_calls(made: Plan, q: Tensor, page_size: int, fp8: tuple[bool, ...]) -> I
         if made.max_seqlen_k > page_size:
             paged = pool if packed else rows[None]
             yield (q, pool, numbers, paged), dict(compressed_block_table=numbers, compressed_lengths=numbers[:, 0] + 1)
+
+
+def _index_calls(made: Plan, q: Tensor, page_size: int) -> Iterator[tuple[tuple, dict]]:
+    """(tensors, options) of a call in which every query is its own request, and of one with one request."""
+    k, weights = q.new_zeros(1, page_size, made.head_dim), q[..., 0]
+    lengths = torch.ones(len(q), dtype=torch.int32, device=q.device)
+    table = torch.zeros(len(q), made.max_seqlen_k // page_size, dtype=torch.int32, device=q.device)
+    starts = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    for topk in (512, 1024):
+        yield (q, k, weights, topk), dict(lengths=lengths, block_table=table)
+        yield (q, k, weights, topk), dict(lengths=lengths, block_table=table[:1], request_starts=starts)
 
 
 def _multiprocessors(device: torch.device) -> int:

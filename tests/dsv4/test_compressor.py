@@ -178,6 +178,26 @@ def test_rows_come_in_the_asked_dtype_and_without_rope_when_there_is_no_table():
     assert torch.equal(half, full.bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_rows_go_into_a_pool(kind):
+    args = inputs(kind, 650, batch=(2,))
+    rows, state = dsv4.compress(**args, dtype=torch.bfloat16)
+    n = rows.shape[1]
+    slots = torch.randperm(2 * n + 9)[: 2 * n].view(2, n)
+    slots[1, 0] = -1
+    cache, want = (dsv4.Fp8Cache.empty(-(-(2 * n + 9) // 5), 5) for _ in "ab")
+    got, its_state = dsv4.compress(**args, dtype=torch.bfloat16, out=cache, slots=slots)
+    want.write(slots.flatten(), rows.flatten(0, 1))
+    assert got is cache and torch.equal(cache.storage, want.storage)
+    assert torch.equal(its_state.kv, state.kv) and its_state.tokens == 650
+    for pool in (torch.zeros(cache.rows, 512), torch.zeros(cache.pages, 5, 512, dtype=torch.bfloat16)):
+        dsv4.compress(**args, dtype=torch.bfloat16, out=pool, slots=slots)
+        by_row = torch.zeros(cache.rows, 512)
+        keep = slots.flatten() >= 0
+        by_row[slots.flatten()[keep]] = rows.flatten(0, 1)[keep].float()
+        assert torch.equal(pool.flatten(0, -2).float(), by_row)
+
+
 def test_strides_are_honoured():
     args = inputs("csa", 64)
     wide = {
@@ -207,6 +227,13 @@ BAD = {
     "state of another count": ({"state": CompressState(STATE.kv, STATE.gate, 11)}, "state.kv"),
     "state of another batch": ({"state": CompressState(STATE.kv[None], STATE.gate[None], 10)}, "state.kv"),
     "dtype": ({"dtype": torch.int8}, "dtype"),
+    "out without slots": ({"out": torch.zeros(9, 6)}, "out, slots"),
+    "slots without out": ({"slots": torch.arange(3)}, "out, slots"),
+    "slots past the pool": ({"out": torch.zeros(2, 6), "slots": torch.arange(3)}, "slots"),
+    "slots shape": ({"out": torch.zeros(9, 6), "slots": torch.arange(4)}, "slots"),
+    "out width": ({"out": torch.zeros(9, 7), "slots": torch.arange(3)}, "out"),
+    "an Fp8Cache for other rows": ({"out": dsv4.Fp8Cache.empty(1, 9), "slots": torch.arange(3)}, "out"),
+    "backend": ({"backend": "gpu"}, "backend"),
     "grad": ({"kv": torch.zeros(10, 12, requires_grad=True)}, "kv"),
 }
 

@@ -1,5 +1,6 @@
 """dsv4.index_topk against a loop, with ties in every form."""
 
+import index_cases
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -115,6 +116,53 @@ def test_a_batch_is_its_sequences():
         assert torch.equal(got[b], dsv4.index_topk(q[b], k[b], w[b], 6, positions=positions[b]))
 
 
+def test_pages_are_their_sequences():
+    """The lists name rows of the pool; of equal scores the earlier row of the request wins, whatever its page."""
+    call = index_cases.ragged()
+    got, scores = dsv4.index_topk(**call, return_scores=True)
+    table, starts, k = call.pop("block_table"), call.pop("request_starts").tolist(), call["k"]
+    page = k.shape[1]
+    for r, (begin, end) in enumerate(zip(starts, starts[1:])):
+        some = slice(begin, end)
+        rows = int(call["lengths"][some].max()) if end > begin else 0
+        names = (table[r, : -(-rows // page), None] * page + torch.arange(page)).flatten()[:rows]
+        own = {name: call[name][some] for name in ("q", "weights", "lengths")} | {"k": k.flatten(0, 1)[names]}
+        want, its_scores = dsv4.index_topk(**call | own, return_scores=True)
+        named = torch.where(want >= 0, names[want.clamp_min(0)], -1) if rows else want
+        assert torch.equal(got[some], named) and torch.equal(scores[some], its_scores)
+    assert (got[starts[-1] :] == -1).all()
+
+
+def test_out_and_plan():
+    call = index_cases.ragged()
+    want = dsv4.index_topk(**call)
+    plan = dsv4.plan(dsv4.index_topk, batch=9, q_heads=12, kv_heads=1, head_dim=64, max_seqlen_k=288, device="cpu")
+    out = torch.full((9, 40), 7, dtype=torch.int32)[:, 10:30]
+    assert dsv4.index_topk(**call, out=out) is out and torch.equal(out, want)
+    with pytest.raises(ValueError, match="^plan: got head_dim=64; accepted: head_dim=32"):
+        dsv4.index_topk(**call, plan=plan)
+    with pytest.raises(ValueError, match="^out: got memory that overlaps lengths"):
+        memory = torch.zeros(9 * 20, dtype=torch.int32)
+        memory[:9] = call["lengths"]
+        dsv4.index_topk(**call | dict(lengths=memory[:9]), out=memory.view(9, 20))
+    q, k, w = torch.randn(2, 3, 4, 64), torch.randn(2, 9, 64), torch.randn(2, 3, 4)
+    lengths, across = torch.full((2, 3), 9), torch.zeros(3, 2, 5, dtype=torch.int32).transpose(0, 1)
+    plan = dsv4.warmup(dsv4.index_topk, batch=6, q_heads=4, kv_heads=1, head_dim=64, max_seqlen_k=9, page_size=3,
+                       dtype=torch.float32, device="cpu")  # fmt: skip
+    assert dsv4.index_topk(q, k, w, 5, lengths=lengths, out=across, plan=plan) is across
+    assert torch.equal(across, dsv4.index_topk(q, k, w, 5, lengths=lengths))
+
+
+@pytest.mark.slow
+def test_operators():
+    call = index_cases.ragged()
+    which = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.dsv4.index_topk.default, (), call | dict(return_scores=True), test_utils=which)
+    out = torch.zeros(9, 20, dtype=torch.int32)
+    written = dict(out=out, scores=torch.zeros(9, 20))
+    torch.library.opcheck(torch.ops.dsv4.index_topk_out.default, (), call | written, test_utils=which)
+
+
 def test_rows_that_nobody_sees_may_hold_anything():
     torch.manual_seed(0)
     q, k, w = torch.randn(4, 4, 16), torch.randn(20, 16), torch.randn(4, 4)
@@ -157,6 +205,8 @@ def test_torch_compile_in_one_graph():
 
 
 Q, K, W, L = torch.zeros(4, 2, 8), torch.zeros(6, 8), torch.zeros(4, 2), torch.tensor([0, 1, 6, 3])
+PAGES, TABLE = torch.zeros(12, 2, 8), torch.arange(12, dtype=torch.int32).view(4, 3)
+STARTS = torch.tensor([0, 3, 2], dtype=torch.int32)
 BAD = {
     "q rank": ((Q[0], K, W, 2), dict(lengths=L), "q"),
     "q dtype": ((Q.int(), K, W, 2), dict(lengths=L), "q"),
@@ -177,11 +227,27 @@ BAD = {
     "position past the rows": ((Q, K, W, 2), dict(positions=torch.tensor([0, 0, 0, 27])), "positions"),
     "position negative": ((Q, K, W, 2), dict(positions=torch.tensor([0, 0, 0, -1])), "positions"),
     "grad": ((Q.clone().requires_grad_(), K, W, 2), dict(lengths=L), "q"),
+    "table and rows": ((Q, K, W, 2), dict(lengths=L, block_table=TABLE), "k"),
+    "table and a batch": ((Q[None], K[None], W[None], 2), dict(lengths=L[None], block_table=TABLE), "q"),
+    "table rank": ((Q, PAGES, W, 2), dict(lengths=L, block_table=TABLE[0]), "block_table"),
+    "table dtype": ((Q, PAGES, W, 2), dict(lengths=L, block_table=TABLE.long()), "block_table"),
+    "page number": ((Q, PAGES, W, 2), dict(lengths=L, block_table=TABLE + 9), "block_table"),
+    "pages of no row": ((Q, PAGES[:, :0], W, 2), dict(lengths=L, block_table=TABLE), "k"),
+    "a line too few": ((Q, PAGES, W, 2), dict(lengths=L, block_table=TABLE[:3]), "request_starts"),
+    "starts fall": ((Q, PAGES, W, 2), dict(lengths=L, block_table=TABLE[:2], request_starts=STARTS), "request_starts"),
+    "starts without a table": ((Q, K, W, 2), dict(lengths=L, request_starts=STARTS), "request_starts"),
+    "out dtype": ((Q, K, W, 2), dict(lengths=L, out=torch.zeros(4, 2)), "out"),
+    "out shape": ((Q, K, W, 2), dict(lengths=L, out=torch.zeros(4, 3, dtype=torch.int32)), "out"),
+    "plan": ((Q, K, W, 2), dict(lengths=L, plan=7), "plan"),
+    "backend": ((Q, K, W, 2), dict(lengths=L, backend="gpu"), "backend"),
+    "cuda": ((Q, K, W, 2), dict(lengths=L, backend="cuda"), "backend"),
+    "kernels and fp32": ((Q, K, W, 2), dict(lengths=L, backend="softsm"), "backend"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_by_name(case):
     args, options, argument = BAD[case]
-    with pytest.raises(ValueError, match=rf"^{argument}: got .*; accepted: "):
+    form = "'softsm' cannot run" if case == "kernels and fp32" else "got .*; accepted: "
+    with pytest.raises(ValueError, match=rf"^{argument}: {form}"):
         dsv4.index_topk(*args, **options)

@@ -52,9 +52,14 @@ CALLS = {
     "merge_states": (dsv4.merge_states, dict(
         outs=[torch.randn(2, 3, 4, 64)] * 2, lses=[torch.randn(2, 4, 3)] * 2, sink=torch.zeros(4))),
     "compress": (dsv4.compress, TOKENS | dict(
-        cos_sin=reference.rope_table(20, 4), state=dsv4.compress(**TOKENS)[1], eps=1e-6, dtype=torch.float32)),
+        cos_sin=reference.rope_table(20, 4), state=dsv4.compress(**TOKENS)[1], eps=1e-6, dtype=torch.float32,
+        out=torch.zeros(5, 8), slots=torch.tensor([1, 3]), backend="cpu")),
     "index_topk, positions": (dsv4.index_topk, INDEX | dict(positions=torch.tensor([0, 5, 9, 20]))),
-    "index_topk, lengths": (dsv4.index_topk, INDEX | dict(lengths=ints(0, 1, 2, 3))),
+    "index_topk, lengths": (dsv4.index_topk, INDEX | dict(
+        lengths=ints(0, 1, 2, 3), out=torch.zeros(4, 3, dtype=torch.int32), plan=None, backend="cpu")),
+    "index_topk, table": (dsv4.index_topk, INDEX | dict(
+        k=torch.randn(6, 2, 8), lengths=ints(0, 1, 2, 3), block_table=ints(0, 1, 2, 3).view(2, 2),
+        request_starts=ints(0, 2, 4))),
     "plan": (dsv4.plan, dict(operation=dsv4.fmha, **SIZES)),
     "warmup": (dsv4.warmup, dict(
         operation=dsv4.fmha, dtype=torch.float32, backend="cpu", page_size=4, same_kv=False, fp8=True, **SIZES)),
