@@ -19,6 +19,7 @@ own request alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class PagedModel:
             checks.fail("rows", came, f"'fp8' with head dim {HEAD_DIM} and {ROPE} rotated dims")
         checks.head_dim("model.config.head_dim", config.head_dim)
         self.backend = checks.backend(backend)
-        self.model, self.chunk, self.limit = model, chunk, requests
+        self.model, self.chunk, self.limit, self.vocabulary = model, chunk, requests, config.vocab_size
         self.device = layers[0].sinks.device
         if any(layer.sinks.device != self.device for layer in layers):
             checks.fail("model", "a model on several devices", "a model on one device")
@@ -127,35 +128,44 @@ class PagedModel:
         if not isinstance(new, Mapping):
             checks.fail("new", checks.describe(new), "a mapping of names to tokens")
         checks.flag("all_logits", all_logits)
-        ids = {name: self.token_ids(f"tokens of {name!r}", tokens) for name, tokens in new.items()}
-        if not ids:
+        if not new:
             return {}
-        logits = self._step(ids, all_logits)
-        return dict(zip(ids, logits.split([len(x) for x in ids.values()]) if all_logits else logits))
+        tokens, counts = self._tokens(new)
+        logits = self._step(list(new), tokens, counts, all_logits)
+        return dict(zip(new, logits.split(counts) if all_logits else logits.unbind()))
 
-    def _step(self, ids: Mapping[Hashable, Tensor], all_logits: bool = False) -> Tensor:
+    def _tokens(self, new: Mapping[Hashable, Sequence[int] | Tensor]) -> tuple[Tensor, list[int]]:
+        """Checked: the tokens of all requests end to end, int64, and how many each has."""
+        if all(type(x) is list for x in new.values()):  # the usual thing, all at once
+            flat = list(itertools.chain.from_iterable(new.values()))
+            counts = [len(x) for x in new.values()]
+            if all(counts) and set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < self.vocabulary:
+                return torch.tensor(flat), counts
+        ids = [self.token_ids(f"tokens of {name!r}", x) for name, x in new.items()]
+        device = next((x.device for x in ids if x.device.type != "cpu"), ids[0].device)
+        return torch.cat([x.to(device) for x in ids]), [len(x) for x in ids]
+
+    def _step(self, names: list[Hashable], tokens: Tensor, counts: list[int], all_logits: bool = False) -> Tensor:
         """Logits [requests or tokens, vocabulary]."""
-        self._room(ids)
-        counts = [len(x) for x in ids.values()]
+        self._room(names, counts)
         places = self.places
-        requests = [self.requests.get(name) or paging.Request(places.lines.take(1)[0]) for name in ids]
+        requests = [self.requests.get(name) or paging.Request(places.lines.take(1)[0]) for name in names]
         held = [(len(request.pages), len(request.window)) for request in requests]
         try:
             for request, count in zip(requests, counts):
                 places.extend(request, count)
-            tokens = _end_to_end(list(ids.values()))
             if self.graphs and max(counts) == 1:
                 logits = self._decoder(len(requests)).run(tokens, requests)
             else:
                 logits = self._run(tokens, requests, counts, all_logits)
         except BaseException:
-            for name, request, (pages, window) in zip(ids, requests, held):
+            for name, request, (pages, window) in zip(names, requests, held):
                 if name in self.requests:
                     places.shrink(request, pages, window)
                 else:
                     places.leave(request)
             raise
-        for name, request, count in zip(ids, requests, counts):
+        for name, request, count in zip(names, requests, counts):
             self.requests[name] = request
             request.tokens += count
             places.pass_by(request)
@@ -242,9 +252,9 @@ class PagedModel:
         return [job.said for job in jobs]
 
     @torch.no_grad()
-    def next_tokens(self, new: Mapping[Hashable, Tensor]) -> list[int]:
+    def next_tokens(self, new: Mapping[Hashable, Sequence[int] | Tensor]) -> list[int]:
         """A step -> the likeliest next token of each request."""
-        return self._step(new).argmax(-1).tolist()
+        return self._step(list(new), *self._tokens(new)).argmax(-1).tolist()
 
     def pages_for(self, tokens: int) -> int:
         """Token pages of a request with so many tokens."""
@@ -260,21 +270,22 @@ class PagedModel:
         if not checks.is_tensor(ids) or ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int32, torch.int64):
             checks.fail(name, checks.describe(x), accepted)
         if checks.values_checked(ids):
-            checks.in_range(name, ids, 0, self.model.config.vocab_size - 1)
+            checks.in_range(name, ids, 0, self.vocabulary - 1)
         return ids.long()
 
-    def _room(self, ids: Mapping[Hashable, Tensor]) -> None:
-        """ValueError unless there is room for these tokens."""
-        total = sum(map(len, ids.values()))
-        if total > self.chunk:
-            checks.fail("new", f"{total} tokens", f"at most {self.chunk} in a step, the chunk of this PagedModel")
-        if len(self.requests.keys() | ids.keys()) > self.limit:
-            came = f"{len(ids.keys() - self.requests.keys())} requests more than the {len(self.requests)} there are"
+    def _room(self, names: list[Hashable], counts: list[int]) -> None:
+        """ValueError unless there is room for so many tokens."""
+        if sum(counts) > self.chunk:
+            came = f"{sum(counts)} tokens"
+            checks.fail("new", came, f"at most {self.chunk} in a step, the chunk of this PagedModel")
+        begun = sum(name not in self.requests for name in names)
+        if len(self.requests) + begun > self.limit:
+            came = f"{begun} requests more than the {len(self.requests)} there are"
             checks.fail("new", came, f"at most {self.limit} at a time; drop those that are over")
         missing = -len(self.places.pages.free)
-        for name, new in ids.items():
+        for name, count in zip(names, counts):
             request = self.requests.get(name)
-            end = len(new) + (request.tokens if request else 0)
+            end = count + (request.tokens if request else 0)
             if end > self.context:
                 checks.fail("new", f"token {end} of {name!r}", f"at most {self.context} tokens in a request")
             missing += self.pages_for(end) - (len(request.pages) if request else 0)
@@ -346,12 +357,6 @@ class Decoder:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=self.owner.graph_memory):
             self.logits = self._logits()
-
-
-def _end_to_end(tokens: list[Tensor]) -> Tensor:
-    """On the CPU if all are there."""
-    device = next((x.device for x in tokens if x.device.type != "cpu"), None)
-    return torch.cat(tokens if device is None else [x.to(device) for x in tokens])
 
 
 def _graphs(graphs: bool | None, device: torch.device, config: Any) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from dsv4 import checks
@@ -89,14 +88,12 @@ class Serving:
         if job.name in self.served.requests:
             self.served.drop(job.name)
 
-    @torch.no_grad()
     def step(self) -> list[Job]:
         """Feed what there is room for -> the jobs that have said one more token. None is fed where nothing fits."""
         self.fed = self._choose()
         if not self.fed:
             return []
-        feed = {job.name: torch.tensor(job.left[:count]) for job, count in self.fed}
-        tokens = self.served.next_tokens(feed)
+        tokens = self.served.next_tokens({job.name: job.left[:count] for job, count in self.fed})
         spoke = []
         for (job, count), token in zip(self.fed, tokens):
             job.left = job.left[count:]
