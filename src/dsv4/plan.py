@@ -22,7 +22,8 @@ MAX_SPLITS = 256
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
-# index_topk: scores that one thread block chooses from; the widest lists; bytes of the scores held at once
+# index_topk: scores that one thread block chooses from; the widest lists, at most half of that, so that a round leaves
+# less than it was given; bytes of the scores held at once
 INDEX_PIECE = 16384
 MAX_TOPK = 4096
 INDEX_BYTES = 256 << 20
@@ -237,12 +238,12 @@ def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
 
 def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
     """fp32 words that index_topk needs for a query with so many rows: the scores, and what each round of the choice
-    keeps (ordered scores, their numbers, how many)."""
+    keeps (an ordered score and a number)."""
     kept = 1 << (max(min(topk, capacity), 1) - 1).bit_length()
     words = items = capacity
     while True:
         pieces = -(-items // max(INDEX_PIECE, kept))
-        words += pieces * (2 * kept + 1)
+        words += 2 * pieces * kept
         if pieces <= 1:
             return words
         items = pieces * kept

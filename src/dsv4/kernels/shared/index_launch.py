@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dsv4.index_problem import IndexProblem
 from dsv4.kernels import aot
-from dsv4.kernels.shared.index import BATCH, ONE, OWN, STARTS, index_select
+from dsv4.kernels.shared.index import BATCH, ONE, OWN, STARTS
+from dsv4.kernels.shared.index_select import index_select
 from dsv4.kernels.shared.launch import inverse_of, is_aligned, multiprocessors, unread
 from dsv4.plan import INDEX_PIECE, MAX_TOPK, choose_splits, index_block, index_words
 
@@ -97,19 +98,18 @@ def _select(p: IndexProblem, how: int, names: dict, scores: Tensor, rest: Tensor
         size = max(kept, min(_power(items), INDEX_PIECE), 128)
         pieces = -(-items // size)
         last = pieces == 1
+        warps = min(max(size // 1024, 4), 16)
         room = count * pieces * kept
-        chosen, chosen_numbers = words[:room], words[room : 2 * room]
-        used = words[2 * room : 2 * room + count * pieces]
-        words = words[2 * room + count * pieces :]
+        chosen, chosen_numbers, words = words[:room], words[room : 2 * room], words[2 * room :]
         arguments = names | dict(
-            source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers, used_ptr=used,
+            source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers,
             out_ptr=p.out, scores_ptr=scores if p.scores is None else p.scores, first_query=first, items=items,
             topk=p.topk, source_line=line, out_line=p.out.stride(0),
             scores_line=0 if p.scores is None else p.scores.stride(0), want_scores=int(p.scores is not None),
         )  # fmt: skip
         aot.launch(
             index_select, (count, pieces), _taken(index_select, arguments), HOW=how, FIRST=source is scores, LAST=last,
-            SIZE=size, KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=min(max(size // 1024, 4), 16),
+            SIZE=size, KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
         )  # fmt: skip
         if last:
             return

@@ -16,8 +16,11 @@ def forward(p: IndexProblem) -> None:
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Few queries of a sequence: one to a CTA, small CTAs, so that one loads while another computes."""
-    together, residents, warps = (1, 2, 4) if each < 4 or heads * dims > 64 * 128 else (4, 1, 8)
+    """Queries of a sequence share the keys that a CTA reads. With few of them CTAs are small, so that one loads while
+    another computes; four keep the tensor cores busy by themselves."""
+    together, residents, warps = (4, 1, 8) if each >= 4 else (2, 2, 4) if each >= 2 else (1, 2, 4)
+    if heads * dims > 64 * 128:
+        together, residents, warps = 1, 2, 4
     tile = ROWS * dims * 2
     stages = min((SHARED_BYTES // residents - 1024 - together * heads * dims * 2) // tile, 4)
     if stages < 2:
