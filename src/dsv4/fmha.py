@@ -1,10 +1,11 @@
 """Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
 
+from types import NoneType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from dsv4 import checks, ops
+from dsv4 import checks, ops, repeat
 from dsv4.plan import Plan
 
 Both = tuple[Tensor, Tensor]  # out, lse
@@ -188,6 +189,15 @@ def _call(
     out, plan, deterministic, backend,
 ) -> Result:  # fmt: skip
     """Python types here, where the dispatcher would answer in its own words; the rest is checked inside the op."""
+    given = (*tensors.values(), sink, out, plan.scratch if type(plan) is Plan else None)
+    repeated = None
+    if type(window) is tuple and len(window) == 2 and type(plan) in (Plan, NoneType) and type(backend) is str and (
+        repeat.plain((causal, return_lse, deterministic), (softmax_scale, *window, *bounds.values()))
+    ):  # fmt: skip
+        known = (causal, return_lse, deterministic, softmax_scale, window, *bounds.values(), backend)
+        repeated = repeat.key_of(name, given, (*known, repeat.of_plan(plan)), (1, 2))
+    if repeated is not None and (result := repeat.again(repeated, given, out)) is not None:
+        return result
     for key, x in tensors.items():
         if not checks.is_tensor(x):
             checks.fail(key, checks.describe(x), "a tensor")
@@ -211,4 +221,4 @@ def _call(
     def build() -> Any:
         return ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)
 
-    return ops.call(name, tensors | options, build, return_lse, out, plan)
+    return ops.call(name, tensors | options, build, return_lse, out, plan, repeated, given)

@@ -12,12 +12,13 @@ import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dsv4 import repeat
 from dsv4.dispatch import ARCHITECTURES
 
 FORMAT = 2
@@ -132,6 +133,7 @@ def use(directory: str | Path | None) -> None:
     """Launch from this directory where it has the variant; None = compile everything."""
     global _directory
     _directory = None if directory is None else Path(directory)
+    repeat.forget()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants: Any) -> None:
@@ -139,16 +141,27 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants
     if _collected is not None:
         _collected.append((kernel, arguments, constants))
         return
+    watch = repeat.current.watch
     if _directory is not None and arguments[0].is_cuda:
         name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, _arch(arguments[0]))
         if (_directory / f"{name}.json").exists():
-            loaded(str(_directory), name, arguments[0].device.index).launch(grid, arguments)
-            launched.append(name)
+            found = loaded(str(_directory), name, arguments[0].device.index)
+
+            def run(*arguments: Any, stream: int | None = None) -> None:
+                found.launch(grid, arguments, stream)
+                launched.append(name)
+
+            run(*arguments)
+            if watch is not None:
+                watch.launches.append((run, arguments, False))
             return
     if constants.get("num_ctas", 1) > 1 and _before_clusters():
         raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
                            "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
-    kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants)
+    if watch is not None and compiled is not None:
+        rest = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
+        watch.launches.append((compiled[(*grid, 1, 1)[:3]], [*arguments, *rest], arguments[0].is_cuda))
 
 
 def _before_clusters() -> bool:
@@ -189,7 +202,8 @@ class Loaded:
             self.driver.cuGetErrorString(status, ctypes.byref(text))
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({self.record['kernel']})")
 
-    def launch(self, grid: tuple[int, ...], arguments: list[Any]) -> None:
+    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any], on: int | None = None) -> None:
+        """on: the stream, as a number; the current one if None."""
         import torch
 
         values: list[Any] = []
@@ -207,7 +221,7 @@ class Loaded:
                 values.append(ctypes.c_uint64(x.data_ptr()))
         values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # global and profile scratch, unused
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if on is None else on)
         blocks = [*grid, 1, 1][:3]
         blocks[0] *= self.record["clusters"]  # the grid counts clusters, whose size is in the cubin
         self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],

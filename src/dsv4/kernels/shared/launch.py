@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from dsv4 import repeat
 from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared import cluster
@@ -157,6 +158,8 @@ def partials(p, splits: int, rows: int) -> tuple[Tensor, Tensor]:
             raise ValueError(f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
                              f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
         scratch = torch.empty(size, dtype=torch.float32, device=p.q.device)
+        if repeat.current.watch is not None:
+            repeat.current.watch.scratch = scratch
     return scratch[: splits * rows * p.head_dim], scratch[splits * rows * p.head_dim :]
 
 
@@ -228,10 +231,10 @@ def _of_gpu(device: torch.device) -> int:
 
 @cache
 def no_sink(heads: int, device: torch.device) -> Tensor:
-    return torch.full((heads,), float("-inf"), dtype=torch.float32, device=device)
+    return repeat.constant(torch.full((heads,), float("-inf"), dtype=torch.float32, device=device))
 
 
 @cache
 def unread(device: torch.device) -> Tensor:
     """For int32 pointers that this kind of problem does not read."""
-    return torch.zeros(4, dtype=torch.int32, device=device)
+    return repeat.constant(torch.zeros(4, dtype=torch.int32, device=device))

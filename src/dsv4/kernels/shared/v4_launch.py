@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4 import caches
+from dsv4 import caches, repeat
 from dsv4.caches import Fp8Cache
 from dsv4.kernels import aot
 from dsv4.kernels.compat import TensorDescriptor, gl
@@ -192,7 +192,7 @@ def _by_tma(name: str, way: int, rows: Tensor) -> dict:
 
 @cache
 def _no_rows(device: torch.device) -> Tensor:
-    return torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device)
+    return repeat.constant(torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device))
 
 
 def _unit(pool: Tensor | Fp8Cache | None) -> int:
