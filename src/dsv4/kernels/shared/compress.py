@@ -28,12 +28,13 @@ def tokens_at(token, column, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_
     old = there & (token < kept)
     before = token.to(tl.int64) * width + column
     after = (token - kept).to(tl.int64)
+    # One of the two is 0. A choice by predicate in place of the sums makes the compiler wait for every load in turn.
+    old_kv = tl.load(old_kv_ptr + before, mask=old, other=0.0)
+    old_gate = tl.load(old_gate_ptr + before, mask=old, other=0.0)
     kv = tl.load(kv_ptr + after * stride_kv + column, mask=fresh, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + after * stride_gate + column, mask=fresh, other=0.0).to(tl.float32)
-    gate += tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
-    kv = tl.where(old, tl.load(old_kv_ptr + before, mask=old, other=0.0), kv)
-    gate = tl.where(old, tl.load(old_gate_ptr + before, mask=old, other=0.0), gate)
-    return kv, gate
+    bias = tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
+    return kv + old_kv, gate + bias + old_gate
 
 
 @triton.jit(do_not_specialize=[
@@ -75,8 +76,8 @@ def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr,
                 token = window * m + slot - base
                 there = (slot < slots) & (line < d)
                 at = line + slot * 0
-            kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr, slot % m,
-                                 kept, stride_kv, stride_gate, width)  # fmt: skip
+            kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
+                                 tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width)  # fmt: skip
             gate = tl.where(there, gate, -float("inf"))
             new_top = tl.maximum(top, tl.max(gate, 0))
             safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing yet, or a column that is none

@@ -42,7 +42,8 @@ def forward(p: CompressProblem) -> None:
     aot.launch(
         compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, OVERLAP=p.overlap,
         ROPE=p.cos_sin is not None, TARGET=what, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
-        DTYPE=str(p.dtype).removeprefix("torch."), num_warps=4 if p.overlap else 8,
+        # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
+        DTYPE=str(p.dtype).removeprefix("torch."), num_warps=8 if p.overlap else 16,
     )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ def _select(p: IndexProblem, how: int, names: dict, scores: Tensor, rest: Tensor
             out_ptr=p.out, scores_ptr=scores if p.scores is None else p.scores, first_query=first, items=items,
             topk=p.topk, source_line=line, out_line=p.out.stride(0),
             scores_line=0 if p.scores is None else p.scores.stride(0), want_scores=int(p.scores is not None),
+            kept_size=kept,
         )  # fmt: skip
         aot.launch(
             index_select, (count, pieces), _taken(index_select, arguments), HOW=how, FIRST=source is scores, LAST=last,

@@ -83,11 +83,12 @@ def so_far(x):
 
 
 @gluon.jit
-def falling(key, SIZE: gl.constexpr, L: gl.constexpr):
-    """key [SIZE] sorted, the greatest first: a bitonic network."""
+def falling(key, length, SIZE: gl.constexpr, L: gl.constexpr):
+    """key [SIZE] sorted, the greatest first: a bitonic network. length = SIZE, but not known to the compiler, which
+    would unroll it all: code that is not in the cache takes longer to arrive than to run."""
     place = gl.arange(0, SIZE, layout=L)
-    size = 2
-    while size <= SIZE:
+    size = length * 0 + 2
+    while size <= length:
         apart = size // 2
         while apart > 0:
             other = gl.gather(key, place ^ apart, 0)
@@ -100,11 +101,11 @@ def falling(key, SIZE: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[
     "first_query", "items", "topk", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "table_line",
-    "source_line", "out_line", "scores_line", "want_scores",
+    "source_line", "out_line", "scores_line", "want_scores", "kept_size",
 ])  # fmt: skip
 def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr, out_ptr, scores_ptr, table_ptr,
                  starts_ptr, first_query, items, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line,
-                 source_line, out_line, scores_line, want_scores, HOW: gl.constexpr, FIRST: gl.constexpr,
+                 source_line, out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, FIRST: gl.constexpr,
                  LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
     """One program: the best of SIZE items of a query.
 
@@ -161,7 +162,7 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
         chosen = place < wanted
         kept = gl.load(kept_ptr + keep + place, mask=chosen, other=ABSENT)
         number = gl.load(kept_numbers_ptr + keep + place, mask=chosen, other=0)
-        key = falling((kept.to(gl.int64) << 32) | (FOREVER - number).to(gl.int64), KEPT, LINE)
+        key = falling((kept.to(gl.int64) << 32) | (FOREVER - number).to(gl.int64), kept_size, KEPT, LINE)
         kept = (key >> 32).to(gl.int32)
         row = FOREVER - (key & 0x7FFFFFFF).to(gl.int32)
         if HOW == OWN or HOW == STARTS:

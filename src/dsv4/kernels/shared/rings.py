@@ -49,13 +49,14 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
                 new = there & (token >= begin)
                 place = (line * ring + token % ring) * width + at
                 value = tl.load(state_kv_ptr + place, mask=old, other=0.0)
-                logit = tl.load(state_gate_ptr + place, mask=old, other=-float("inf"))
+                logit = tl.load(state_gate_ptr + place, mask=old, other=0.0)
                 n = start + token - begin
                 fresh = tl.load(kv_ptr + n * stride_kv + at, mask=new, other=0.0).to(tl.float32)
                 gate = tl.load(gate_ptr + n * stride_gate + at, mask=new, other=0.0).to(tl.float32)
                 gate += tl.load(bias_ptr + (slot % m) * width + at, mask=new, other=0.0).to(tl.float32)
-                value = tl.where(new, fresh, value)
-                logit = tl.where(new, gate, logit)
+                # One of the two is 0. A choice by predicate instead makes the compiler wait for every load in turn.
+                value += fresh
+                logit = tl.where(there, logit + gate, -float("inf"))
                 new_top = tl.maximum(top, tl.max(logit, 0))
                 safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet
                 weight = tl.exp(logit - safe[None, :])
@@ -117,5 +118,5 @@ def compress_rings(
             kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions, rows[0] if places is None else places,
             memory, float(eps), count, m, m * (1 + overlap), kv.stride(0), gate.stride(0), *sizes,
             D=d, R=cos_sin.shape[1], OVERLAP=overlap, PACKED=isinstance(out, Fp8Cache), SLOTS=8 if overlap else 16,
-            num_warps=4 if overlap else 8,
+            num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
         )  # fmt: skip
