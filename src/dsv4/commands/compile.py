@@ -83,11 +83,12 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
     """Problems of V4 attention (tensors unset, never read) that need the variants of this description."""
     for splits in (1, 16, 128):  # few and many splits are merged by two variants
         yield v4_small(rows, named, splits)
+    yield v4_small(rows, named, heads=128)  # on Blackwell a pair of CTAs takes them
 
 
-def v4_small(rows: str, named: str, splits: int = 1) -> V4Problem:
+def v4_small(rows: str, named: str, splits: int = 1, heads: int = 64) -> V4Problem:
     """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart."""
-    q = torch.empty(1, 64, 512, dtype=torch.bfloat16)
+    q = torch.empty(1, heads, 512, dtype=torch.bfloat16)
 
     def pool(fp8: bool) -> Any:
         if fp8:

@@ -27,15 +27,16 @@ HEAD = """\
 # What the Blackwell kernels cost
 
 Made by `dsv4 kernels --write docs/kernels.md`, on any machine: the compiler and the assembler come with Triton. The
-kernels are `forward.py` (FMHA) and `listed.py` (V4 attention) in `src/dsv4/kernels/sm100`; their first pages have the
-roles, the memory maps and the barriers.
+kernels, in `src/dsv4/kernels/sm100`, are `forward.py` and, for pairs of CTAs, `forward_pair.py` (FMHA), `listed.py` and
+`listed_pair.py` (V4 attention); their first pages have the roles, the memory maps and the barriers. None of them has
+run on a Blackwell GPU.
 """
 
 FIGURES = """\
 P: through tensor or shared memory. Keys: `rows` of dense and varlen tensors by TMA, `pages` of 64 rows by TMA, `cells`
-of other pages by cp.async. Registers: at launch, and what `setmaxnreg` makes of them in the roles and
-while they idle. Spills: bytes stored / loaded, as the assembler counts them; those in main loops are instructions,
-counted in the SASS.
+of other pages by cp.async; `pair`: dense tensors, by TMA, for a pair of CTAs, whose figures are for each. Registers: at
+launch, and what `setmaxnreg` makes of them in the roles and while they idle. Spills: bytes stored / loaded, as the
+assembler counts them; those in main loops are instructions, counted in the SASS.
 
 K or V whose base or strides are no multiples of 16 bytes can be read in none of the three ways: such a tensor is copied
 once per call, on the device, before the kernel. Where k is v and one query tile is in flight (head dims 256 and 512,
@@ -43,13 +44,34 @@ once per call, on the device, before the kernel. Where k is v and one query tile
 """
 
 V4 = """\
-V4 attention, 64 heads at a time. Rows: `bf16` by TMA gather; `odd pages` by cp.async, where rows are not equally far
-apart; `fp8` through registers; `mixed`: the window an Fp8Cache, the compressed rows plain, by cp.async. Named: by no
-compressed list, a list, or a block table.
+V4 attention, 64 heads at a time in one CTA, 128 in a pair of CTAs, whose figures are for each. Rows: `bf16` by TMA
+gather; `odd pages` by cp.async, where rows are not equally far apart; `fp8` through registers; `mixed`: the window an
+Fp8Cache, the compressed rows plain, by cp.async. Named: by no compressed list, a list, or a block table.
 """
+FMHA_CONCLUSION = """
+At head dims 64 and 128 two query tiles are in flight, so that the softmax of one runs under the products of the other;
+at 256 and 512 the scores of the next keys are computed under the softmax of these. A pair of CTAs (head dim 512, dense,
+128 rows or more) has the full rate of the tensor cores, and half of K and of V to bring and to read: 2944 cycles for
+128 keys, where one CTA needs 5504. Its row is what each of the two does.
+"""
+V4_BUDGET = """\
+V4 attention, a block of rows for 64 heads of a query: what one CTA does, alone or as one of a pair. L2: the bytes that
+come from there. Device memory: where no row is found in L2, and a pair reads a row once.
+"""
+V4_CONCLUSION = """\
+A pair needs 2944 cycles for 128 keys where one CTA needs 4480, both bound by shared memory: the tensor cores run at
+their full rate, and Q is read once for twice as many keys. It does not take fewer bytes from L2: a product over a pair
+has its right operand in halves, of K by rows and of V by columns, so that each CTA needs half of a block as K and half
+as V, and an FP8 row is converted as often as by one CTA.
+
+With keys instead of heads as the rows of the products (S and O transposed) the tensor core would run at its full rate
+in one CTA too, but shared memory would still need 2112 cycles for 64 keys: blocks of 128 keys read Q half as often, and
+each of the four tiles of O reads P."""
 V4_VARIANTS = (
-    ("bf16", "window only"), ("bf16", "list"), ("bf16", "table"), ("odd pages", "list"), ("fp8", "window only"),
-    ("fp8", "list"), ("fp8", "table"), ("mixed", "list"),
+    (64, "bf16", "window only"), (64, "bf16", "list"), (64, "bf16", "table"), (64, "odd pages", "list"),
+    (64, "fp8", "window only"), (64, "fp8", "list"), (64, "fp8", "table"), (64, "mixed", "list"),
+    (128, "bf16", "window only"), (128, "bf16", "list"), (128, "bf16", "table"), (128, "fp8", "window only"),
+    (128, "fp8", "list"), (128, "fp8", "table"),
 )  # fmt: skip
 
 
@@ -73,6 +95,9 @@ def kernels(
                 line = variant_line(d, p_tmem, how)
                 console.print(line, soft_wrap=True, markup=False)
                 rows.append(line)
+    if "fmha" in operations and "rows" in ways and 512 in dims:
+        rows.append(variant_line(512, None, "pair"))
+        console.print(rows[-1], soft_wrap=True, markup=False)
     for variant in V4_VARIANTS if "v4" in operations else ():
         line = v4_line(*variant)
         console.print(line, soft_wrap=True, markup=False)
@@ -84,13 +109,15 @@ def kernels(
         write.write_text(page)
 
 
-def launch_of(head_dim: int, p_tmem: bool, how: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, list, dict]:
+def launch_of(
+    head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Any, list, dict]:
     """(kernel, arguments, compile-time constants) as a call would launch it; nothing runs."""
     from dsv4.kernels import aot
     from dsv4.kernels.sm100 import fmha
 
     q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
-    if how == "rows":
+    if how in ("rows", "pair"):
         k = torch.empty(1, 256, 1, head_dim, dtype=dtype)
         p = problem.dense(q, k, torch.empty_like(k))
     else:
@@ -103,18 +130,18 @@ def launch_of(head_dim: int, p_tmem: bool, how: str, dtype: torch.dtype = torch.
     return launches[0]
 
 
-def v4_launch_of(rows: str, named: str) -> tuple[Any, list, dict]:
+def v4_launch_of(heads: int, rows: str, named: str) -> tuple[Any, list, dict]:
     """(kernel, arguments, compile-time constants) of V4 attention; nothing runs."""
     from dsv4.kernels import aot
     from dsv4.kernels.sm100 import v4
 
     with aot.collecting() as launches:
-        v4.forward(v4_small(rows, named))
+        v4.forward(v4_small(rows, named, heads=heads))
     return launches[0]
 
 
-def v4_line(rows: str, named: str) -> str:
-    return f"| {rows} | {named} | {compiled_cells(v4_launch_of(rows, named))} |"
+def v4_line(heads: int, rows: str, named: str) -> str:
+    return f"| {heads} | {rows} | {named} | {compiled_cells(v4_launch_of(heads, rows, named))} |"
 
 
 def compiled_cells(launch: tuple[Any, list, dict]) -> str:
@@ -129,7 +156,7 @@ def compiled_cells(launch: tuple[Any, list, dict]) -> str:
             f"{f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions}")  # fmt: skip
 
 
-def variant_line(head_dim: int, p_tmem: bool, how: str) -> str:
+def variant_line(head_dim: int, p_tmem: bool | None, how: str) -> str:
     path = "tensor" if p_tmem else "shared"
     return f"| {head_dim} | {path} | {how} | {compiled_cells(launch_of(head_dim, p_tmem, how))} |"
 
@@ -146,8 +173,8 @@ def figures_section(rows: list[str]) -> Iterator[str]:
 
 def v4_section(rows: list[str]) -> Iterator[str]:
     yield V4
-    yield f"| rows | named | {COLUMNS} |"
-    yield "|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"
+    yield f"| heads | rows | named | {COLUMNS} |"
+    yield "|---:|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"
     yield from rows
 
 
@@ -159,25 +186,21 @@ def budget_section() -> Iterator[str]:
     yield "| head dim | P | rows x keys | MMAs | tensor cycles | exponentials | exp cycles | shared memory, bytes | "\
         "its cycles | tensor memory, bytes | bottleneck | tensor core busy at best |"  # fmt: skip
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|"
-    for d, p_tmem in PATHS:
-        b = budget.budget(d, p_tmem)
-        yield (f"| {d} | {'tensor' if p_tmem else 'shared'} | {b.rows} x {b.keys} | {b.mma} | {b.tensor_cycles} | "
+    budgets = [(d, "tensor" if p_tmem else "shared", budget.budget(d, p_tmem)) for d, p_tmem in PATHS]
+    for d, path, b in [*budgets, (512, "shared, pair", budget.pair_budget())]:
+        yield (f"| {d} | {path} | {b.rows} x {b.keys} | {b.mma} | {b.tensor_cycles} | "
                f"{b.exponentials} | {b.exp_cycles} | {b.shared_bytes} | {b.shared_cycles} | {b.tensor_memory_bytes} | "
                f"{b.bottleneck} | {b.tensor_share:.0%} |")  # fmt: skip
     yield ""
-    yield "At head dims 64 and 128 two query tiles are in flight, so that the softmax of one runs under the products of"
-    yield "the other; at 256 and 512 the scores of the next keys are computed under the softmax of these."
-    yield ""
-    yield "V4 attention, a block of 64 rows for 64 heads of a query. Device memory: where no row is found in L2."
-    yield ""
-    yield "| rows | MMAs | tensor cycles | exp cycles | shared memory, bytes | its cycles | device memory, bytes | "\
-        "its cycles |"  # fmt: skip
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-    for rows in ("bf16", "fp8"):
-        c = budget.listed(rows)
-        yield (f"| {rows} | {c.mma} | {c.tensor_cycles} | {c.exp_cycles} | {c.shared_bytes} | {c.shared_cycles} | "
-               f"{c.device_bytes} | {c.device_cycles} |")  # fmt: skip
-    yield ""
-    yield "With keys instead of heads as the rows of the products (S and O transposed) the tensor core would run at its"
-    yield "full rate, but shared memory would still need 2112 cycles: blocks of 128 keys read Q half as often, and each"
-    yield "of the four tiles of O reads P."
+    yield FMHA_CONCLUSION
+    yield V4_BUDGET
+    yield "| CTAs | rows | keys | MMAs | tensor cycles | exp cycles | shared memory, bytes | its cycles | L2, bytes | "\
+        "device memory, bytes | its cycles |"  # fmt: skip
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for ctas in (1, 2):
+        for rows in ("bf16", "fp8"):
+            c = budget.listed(rows, ctas)
+            yield (f"| {c.ctas} | {rows} | {c.keys} | {c.mma} | {c.tensor_cycles} | {c.exp_cycles} | "
+                   f"{c.shared_bytes} | {c.shared_cycles} | {c.l2_bytes} | {c.device_bytes} | "
+                   f"{c.device_cycles} |")  # fmt: skip
+    yield f"\n{V4_CONCLUSION}"

@@ -251,6 +251,12 @@ def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
     yield "csa-padded-rows", partial(step, kind="csa", start=150, store="padded"), {"csa", "strided"}
     for heads in (1, 3, 16, 64, 128):
         yield f"csa-heads{heads}", partial(step, kind="csa", start=140, heads=heads), {"csa", "heads"}
+    for kind, store in (("csa", "fp8"), ("hca", "bf16"), ("hca", "fp8")):
+        yield (
+            f"{kind}-heads128-{store}",
+            partial(step, kind=kind, start=300, heads=128, store=store, table=kind == "hca"),
+            {kind, "heads"} | ({"fp8"} if store == "fp8" else set()),
+        )
     yield "swa-wide-list", partial(step, kind="swa", start=140, width=133), {"swa"}
     for name, sink in [
         ("none", None),

@@ -7,13 +7,13 @@ CELLS, FP8, TMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how the r
 
 
 @gluon.jit
-def place_of(item, queries, heads):
+def place_of(item, queries, heads, TILE: gl.constexpr = 64):
     """(query, first head, split) of an item; the head tiles of a query are neighbours: one finds in L2 what the other
     read."""
-    head_tiles = (heads + 63) // 64
+    head_tiles = (heads + TILE - 1) // TILE
     rest = item // head_tiles
     split = rest // queries
-    return rest - split * queries, (item - rest * head_tiles) * 64, split
+    return rest - split * queries, (item - rest * head_tiles) * TILE, split
 
 
 @gluon.jit

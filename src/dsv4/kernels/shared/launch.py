@@ -34,6 +34,7 @@ class Tiling:
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
     dense_as_rows: bool = False  # dense and varlen problems share a variant
+    halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
 
     @property
     def ctas(self) -> int:
@@ -52,7 +53,7 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     splits, tiles_per_split = _splits(p, c, row_tiles)
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
     if c.loop:
-        grid = (min(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device)),)
+        grid = (min(row_tiles * p.kv_heads * p.batch, multiprocessors(p.q.device) // c.ctas),)
     elif grid[1] > MAX_GRID:
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
@@ -63,8 +64,11 @@ def forward_split(p: FmhaProblem, kernel, c: Tiling) -> None:
     q = rows_aligned(p.q)
     k = _addressable(p.k)
     v = k if same(p.k, p.v) else _addressable(p.v)
-    k_desc = _descriptor(k, box, c.ctas)
-    v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
+    if c.halves:
+        k_desc, v_desc = _half(k, c.keys, [[0, 1, 0, 0]]), _half(v, c.keys, [[0, 0, 0, 1]])
+    else:
+        k_desc = _descriptor(k, box, c.ctas)
+        v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
     out = p.out if is_aligned(p.out) else torch.empty_like(p.out, memory_format=torch.contiguous_format)
     placeholder = unread(p.q.device)
     sink = p.sink if p.sink is not None else no_sink(p.q_heads, p.q.device)
@@ -135,6 +139,12 @@ def sign_and_scale(scale: float) -> tuple[int, float]:
     return (1 if scale > 0 else -1), positive
 
 
+def splits_keys(p: FmhaProblem, c: Tiling) -> bool:
+    """Whether a launch would split the keys of the problem."""
+    splits, tiles_per_split = _splits(p, c, -(-p.max_seqlen_q * p.group // c.rows))
+    return splits > 1 or tiles_per_split > 0
+
+
 def _splits(p: FmhaProblem, c: Tiling, row_tiles: int) -> tuple[int, int]:
     """(number of splits, least tiles per split or 0 = as many as it takes to use all splits)."""
     if c.loop:
@@ -201,9 +211,18 @@ def _addressable(x: Tensor) -> Tensor:
 
 
 def _descriptor(x: Tensor, box: int, ctas: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=cluster.alike(ctas, 4))
+    return _boxes(x, [1, box, 1, 64], cluster.alike(ctas, 4))
+
+
+def _half(x: Tensor, keys: int, split: list) -> TensorDescriptor:
+    """Tiles of 256 columns over a pair of CTAs."""
+    return _boxes(x, [1, keys, 1, 256], split)
+
+
+def _boxes(x: Tensor, block: list[int], cga_layout: list) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=cga_layout)
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, box, 1, 64], layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 def inverse_of(divisor: int) -> tuple[int, int]:

@@ -36,13 +36,16 @@ def finish(m, l, sink):
 
 
 @gluon.jit
-def turn_back(o, rope, column, D: gl.constexpr):
+def turn_back(o, rope, column, D: gl.constexpr, GAP: gl.constexpr = 0):
     """Interleaved pairs of the last ``width`` of D columns turned back by the query's angle; o has those from `column`
-    on. Linear, so that it may precede the normalisation and the merge of splits."""
+    on, GAP of them left out in its middle. Linear, so that it may precede the normalisation and the merge of splits."""
     line_ptr, width = rope
-    if column + o.shape[1] > D - width:
+    if column + o.shape[1] + GAP > D - width:
         even, odd = gl.split(o.reshape([o.shape[0], o.shape[1] // 2, 2]))
-        pair = column // 2 + gl.arange(0, o.shape[1] // 2, layout=gl.SliceLayout(0, even.type.layout))
+        pair = gl.arange(0, o.shape[1] // 2, layout=gl.SliceLayout(0, even.type.layout))
+        if GAP > 0:
+            pair += pair // (o.shape[1] // 4) * (GAP // 2)
+        pair += column // 2
         pair = pair - (D - width) // 2
         cos = gl.load(line_ptr + pair, mask=pair >= 0, other=1.0)[None, :]
         sin = gl.load(line_ptr + width // 2 + pair, mask=pair >= 0, other=0.0)[None, :]

@@ -30,6 +30,10 @@ from dsv4.v4_problem import V4Problem
 
 HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# For a pair of CTAs: each has half of the heads.
+PAIR_HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3, cga_layout=((0, 1, 0),))
+PAIR_LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=((1, 0),))
+
 
 def supports(p: V4Problem) -> str | None:
     """None, or why these kernels cannot run the problem."""
@@ -43,13 +47,14 @@ def supports(p: V4Problem) -> str | None:
 def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
     """Launch the kernel and, where the rows of a query are split, the combine kernel.
 
-    An item is 64 heads of a query and a split. A kernel that names `items` loops over them, one CTA per multiprocessor;
-    another has a CTA for each. step: rows that the kernel takes at a time, what splits are made of; options: further
-    compile-time arguments.
+    An item is 64 heads of a query and a split, 128 for a pair of CTAs (num_ctas 2). A kernel that names `items` loops
+    over them, one CTA per multiprocessor; another has a CTA for each. step: rows that the kernel takes at a time, what
+    splits are made of; options: further compile-time arguments.
     """
     assert p.out is not None
-    tiles = p.batch * -(-p.q_heads // 64)
-    splits, steps_per_split = _splits(p, tiles, step)
+    ctas = options.get("num_ctas", 1)
+    tiles = p.batch * -(-p.q_heads // (64 * ctas))
+    splits, steps_per_split = _splits(p, tiles * ctas, step)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
     split = splits > 1 or p.deterministic
@@ -100,8 +105,9 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
     known = {}
     if "window_desc" in kernel.arg_names:
         ways = _ways(p, window[0], compressed[0])
-        arguments |= dict(q_desc=_heads(q))
-        arguments |= _by_tma("window", ways[0], window[0]) | _by_tma("compressed", ways[1], compressed[0])
+        arguments |= dict(q_desc=_heads(q, ctas))
+        for name, way, rows in (("window", ways[0], window[0]), ("compressed", ways[1], compressed[0])):
+            arguments |= _by_tma(name, way, rows, ctas)
         known = dict(WINDOW_WAY=ways[0], COMPRESSED_WAY=ways[1])
     known |= dict(
         HOW=how, SIGN=sign, WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
@@ -111,7 +117,7 @@ def forward_listed(p: V4Problem, kernel, step: int, options: dict) -> None:
     taken = [arguments[name] for name in kernel.arg_names if name in arguments]
     grid: tuple[int, ...] = (tiles, splits)
     if "items" in kernel.arg_names:
-        grid = (min(tiles * splits, multiprocessors(p.q.device)),)
+        grid = (min(tiles * splits, multiprocessors(p.q.device) // ctas),)
     aot.launch(kernel, grid, taken, **known, num_warps=4, **options)
     if split:
         merge(p, part, part_lse, out, lse, sink, nothing, splits, p.batch, 1, (stride_on, 0, stride_oh),
@@ -149,12 +155,12 @@ def _named(name: str, pool: tuple) -> dict:
     return named | {f"{name}_inverse": inverse, f"{name}_shift": shift}
 
 
-def _heads(q: Tensor) -> TensorDescriptor:
-    """Boxes of 64 heads of one query and half of their columns; heads that are not there read zeros."""
+def _heads(q: Tensor, ctas: int) -> TensorDescriptor:
+    """Boxes of 64 heads per CTA of one query and half of their columns; heads that are not there read zeros."""
     if any(s <= 0 for s, n in zip(q.stride(), q.shape) if n > 1):
         q = q.clone(memory_format=torch.contiguous_format)
     strides = [s if n > 1 else q.shape[-1] for s, n in zip(q.stride()[:-1], q.shape)]
-    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, 64, 256], HEADS)
+    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, 64 * ctas, 256], HEADS if ctas == 1 else PAIR_HEADS)
 
 
 def _lines_apart(rows: Tensor) -> tuple[int, int] | None:
@@ -168,6 +174,12 @@ def _lines_apart(rows: Tensor) -> tuple[int, int] | None:
     return (row, page // row) if row > 0 and page % row == 0 and page >= page_rows * row else None
 
 
+def comes_by_tma(pool: Tensor) -> bool:
+    """Whether rows of a plain pool can be gathered by TMA, beside rows that can."""
+    rows = pool if pool.ndim == 3 else pool[:, None]
+    return not is_aligned(rows) or _lines_apart(rows) is not None  # what is not aligned gets copied
+
+
 def _ways(p: V4Problem, window: Tensor, compressed: Tensor) -> list[int]:
     """How the rows of the two pools are read: see gather.py. Beside an Fp8Cache plain ones come by cp.async: with the
     code for TMA a role would not fit into its registers."""
@@ -179,14 +191,15 @@ def _ways(p: V4Problem, window: Tensor, compressed: Tensor) -> list[int]:
     return ways
 
 
-def _by_tma(name: str, way: int, rows: Tensor) -> dict:
+def _by_tma(name: str, way: int, rows: Tensor, ctas: int) -> dict:
     """The descriptor of a pool's lines and the lines between its pages; of nothing where it is read in another way."""
     if way != TMA.value or rows.numel() == 0:
         rows = _no_rows(rows.device)
     apart = _lines_apart(rows)
     assert apart is not None
     pages, page_rows, d = rows.shape
-    desc = TensorDescriptor(rows, [(pages - 1) * apart[1] + page_rows, d], [apart[0], 1], [1, 256], LINE)
+    layout = LINE if ctas == 1 else PAIR_LINE
+    desc = TensorDescriptor(rows, [(pages - 1) * apart[1] + page_rows, d], [apart[0], 1], [1, 256], layout)
     return {f"{name}_desc": desc, f"{name}_gap": apart[1] - page_rows}
 
 

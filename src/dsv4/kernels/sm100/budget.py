@@ -70,8 +70,9 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     tile = keys * head_dim * 2  # bytes of a K or V tile
     scores = rows * keys
     # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
-    # after softmax has written it.
-    shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + (0 if p_tmem else 2 * 2 * scores))
+    # after softmax has written it, once for every 256 columns of O.
+    p_bytes = 0 if p_tmem else (1 + -(-head_dim // MMA_N)) * 2 * scores
+    shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + p_bytes)
     # S: written by the tensor core, read by softmax (twice where a wide one stays in place: see softmax_role). P:
     # written, then read. O: read and written by the tensor core.
     reads = 1 if p_tmem or keys == 64 else 2
@@ -82,29 +83,46 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     )  # fmt: skip
 
 
+def pair_budget() -> Budget:
+    """Of one CTA of a pair at head dim 512, which shares its products: half of K and half of V are in its memory."""
+    rows, keys, d = 64, 128, 512
+    half, scores = keys * d, rows * keys  # bytes of half a tile; elements
+    shared = 2 * half + rows * d * 2 + 2 * half + (1 + d // MMA_N) * 2 * scores
+    return Budget(
+        d, False, rows, keys, d // MMA_K + keys // MMA_K * (d // MMA_N), 2 * 2 * rows * keys * d // FLOPS_PER_CLOCK,
+        scores, scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK,
+        2 * 4 * scores + 2 * 4 * rows * d,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ListedBudget:
-    """Of a block of 64 rows picked by number, for 64 heads of one query."""
+    """Of a block of rows picked by number, for 64 heads of one query: what one CTA does."""
 
     rows: str  # bf16, fp8
+    ctas: int  # that share the products
+    keys: int
     mma: int
     tensor_cycles: int
     exp_cycles: int
     shared_bytes: int
     shared_cycles: int
-    device_bytes: int  # where no row is found in L2
+    l2_bytes: int
+    device_bytes: int  # where no row is found in L2, and the two CTAs of a pair read a row once
     device_cycles: int
 
 
-def listed(rows: str) -> ListedBudget:
-    heads, keys, d = 64, 64, 512
+def listed(rows: str, ctas: int = 1) -> ListedBudget:
+    heads, keys, d = 64, 64 * ctas, 512
     flops = 2 * 2 * heads * keys * d
+    rate = FLOPS_PER_CLOCK // 2 if ctas == 1 else FLOPS_PER_CLOCK
+    # One CTA reads a block twice, as K and as V. Each of a pair has half of it as K and half of it as V.
     block, scores = keys * d * 2, heads * keys * 2
-    # Written: the block and P. Read: Q and the block for S; P for each half of O, and the block once more.
-    shared = block + scores + heads * d * 2 + block + d // MMA_N * scores + block
-    device = keys * {"bf16": 2 * d, "fp8": 584}[rows]
+    # Written: the block and P. Read: Q and K for S; P for each half of O, and V.
+    shared = block + scores + heads * d * 2 + (2 * block) // ctas + d // MMA_N * scores
+    fetched = keys * {"bf16": 2 * d, "fp8": 584}[rows]
     return ListedBudget(
-        rows, d // MMA_K + keys // MMA_K * (d // MMA_N), flops // (FLOPS_PER_CLOCK // 2),
-        heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, device,
-        device // DEVICE_BYTES_PER_CLOCK,
+        rows, ctas, keys, d // MMA_K + keys // MMA_K * (d // MMA_N), flops // rate,
+        heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, fetched, fetched // ctas,
+        fetched // ctas // DEVICE_BYTES_PER_CLOCK,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""FMHA forward on sm_100a: from a validated problem to launches. The kernel is in forward.py."""
+"""FMHA forward on sm_100a: from a validated problem to launches. The kernels are in forward.py and forward_pair.py."""
 
-from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split
+from dsv4.kernels.shared.launch import Tiling, batch_reason, forward_split, splits_keys
 from dsv4.kernels.sm100.forward import fmha_forward
 from dsv4.problem import FmhaProblem
 
 MAX_SHARED = 232_448  # bytes per CTA
 MAX_COLUMNS = 512  # of tensor memory
+PAIR = Tiling(128, 128, 128, dict(num_ctas=2, LOAD_REGS=128, WARP_REGS=120), loop=True, halves=True)
 OTHER_SHARED = 3072  # bytes at most for row statistics, barriers and the compiler's own
 
 
@@ -45,4 +46,18 @@ def supports(p: FmhaProblem) -> str | None:
 
 
 def forward(p: FmhaProblem, p_tmem: bool | None = None) -> None:
-    forward_split(p, fmha_forward, tiling(p.head_dim, p_tmem))
+    if p_tmem is None and pairs(p):
+        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        from dsv4.kernels.sm100.forward_pair import fmha_pair
+
+        forward_split(p, fmha_pair, PAIR)
+    else:
+        forward_split(p, fmha_forward, tiling(p.head_dim, p_tmem))
+
+
+def pairs(p: FmhaProblem) -> bool:
+    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys not split, and every
+    key seen by some query: what lies before them may be NaN, and a pair loads its tiles as they are."""
+    if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
+        return False
+    return not 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q and not splits_keys(p, tiling(512))

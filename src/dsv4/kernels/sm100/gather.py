@@ -40,11 +40,11 @@ HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
 
 @gluon.jit
-def numbers_at(lists, block, end, compressed, HOW: gl.constexpr):
-    """Row numbers of the 64 entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
+def numbers_at(lists, block, end, compressed, HOW: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
+    """Row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
     window_ptr, window_count, window_blocks, line_ptr, count = lists
     in_window = block < window_blocks
-    place = (block - gl.where(in_window, 0, window_blocks)) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ONE))
+    place = (block - gl.where(in_window, 0, window_blocks)) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
     listed = in_window & (place < window_count) & (block < end)
     further = (block >= window_blocks) & (place < count) & (block < end)
     if HOW == NONE:
@@ -112,14 +112,14 @@ def copy_block(pool, number, ring, at):
 @gluon.jit
 def fp8_values(ptr, data, there, INDEX: gl.constexpr):
     """64 of the 448 e4m3 values of each row, as bytes."""
-    column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES8))
+    column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
     return gl.load(ptr + data[:, None] + column[None, :], mask=there[:, None], other=0)
 
 
 @gluon.jit
 def fp8_rest(ptr, data, there, UNIT: gl.constexpr):
     """The last 64 values of each row, which are bf16."""
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LANES8))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
         return gl.load(rest_ptr + (data // 2)[:, None] + (224 + column)[None, :], mask=there[:, None], other=0.0)
@@ -143,11 +143,15 @@ def fp8_scales(ptr, at, there, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(s):
+    """2^(s - 127) in bf16: s in the exponent's place; 0 is a subnormal, 255 is NaN."""
+    return gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
 def fp8_store(panel, x, scales, INDEX: gl.constexpr):
     """64 values of each row as bf16."""
-    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN.
-    s = (scales >> (8 * INDEX)).to(gl.int32) & 255
-    s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    s = scale_of((scales >> (8 * INDEX)).to(gl.int32) & 255)
     panel.store(x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s[:, None])
 
 

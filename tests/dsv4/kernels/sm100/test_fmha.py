@@ -39,7 +39,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many rows, by TMA
 
 # (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
-# query tiles in flight (64, 128) and with one (256, 512): `make test` tries one head dim of each kind.
+# query tiles in flight (64, 128) and with one (256, 512): `make test` tries one head dim of each kind. At head dim 512
+# calls with many rows take another kernel, that of test_fmha_pair.py; among the seeds there are both.
 DIMS = (64, 128, 256, 512)
 VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
