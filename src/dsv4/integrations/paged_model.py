@@ -29,9 +29,9 @@ from torch import Tensor
 
 from dsv4 import checks
 from dsv4.caches import HEAD_DIM, ROPE
-from dsv4.integrations import paging
+from dsv4.integrations import paging, parts
 from dsv4.integrations.serving import Serving
-from dsv4.integrations.step import CSA, HCA, Step
+from dsv4.integrations.step import CSA, HCA, Step, projections
 from dsv4.integrations.transformers import note_layers
 from dsv4.plan import plan
 from dsv4.v4 import v4_attention
@@ -86,6 +86,7 @@ class PagedModel:
         if any(layer.sinks.device != self.device for layer in layers):
             checks.fail("model", "a model on several devices", "a model on one device")
         self.graphs = _graphs(graphs, self.device, config)
+        self.parts = parts.choose(self.backend, self.device)
         pages = -(-tokens // page_tokens) + requests  # the last page of a request may be part full
         self.context = min(pages * page_tokens, config.max_position_embeddings)
         if context is not None:
@@ -101,15 +102,15 @@ class PagedModel:
         self.graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _pools(self, layer: Any, fp8: bool) -> dict[str, Any]:
-        """Rows and states of one layer."""
+        """Rows and states of one layer, and what else is kept for it."""
         places, dtype, device = self.places, layer.kv_proj.weight.dtype, self.device
         count = places.window_page_count
-        pools: dict[str, Any] = {"sink": layer.sinks.detach().float()}
+        pools: dict[str, Any] = {"sink": layer.sinks.detach().float(), "joined": self.parts.join(projections(layer))}
         pools["window"] = paging.pool(count, places.window_page, layer.head_dim, fp8, dtype, device)
         if layer.compressor is not None:
             rate, sparse = layer.compressor.compress_rate, layer.layer_type == CSA
-            parts = {"compressed": layer.compressor} | ({"index": layer.compressor.indexer} if sparse else {})
-            for name, part in parts.items():
+            makers = {"compressed": layer.compressor} | ({"index": layer.compressor.indexer} if sparse else {})
+            for name, part in makers.items():
                 size = places.page_count, places.page_tokens // rate, part.head_dim
                 pools[name] = paging.pool(*size, fp8 and name == "compressed", dtype, device)
                 lines, width = (self.limit + 1) * rate * (1 + sparse), part.head_dim * (1 + sparse)
@@ -208,14 +209,15 @@ class PagedModel:
         return logits
 
     def _forward(self, tokens: Tensor, step: Step, keep: int | Tensor) -> Tensor:
-        return self.model(
-            tokens[None],
-            position_ids=step.positions[None],
-            past_key_values=step,
-            attention_mask={"sliding_attention": None},  # made by the step, not by the model
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits[0]
+        with self.parts.running():
+            return self.model(
+                tokens[None],
+                position_ids=step.positions[None],
+                past_key_values=step,
+                attention_mask={"sliding_attention": None},  # made by the step, not by the model
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits[0]
 
     def _decoder(self, requests: int) -> Decoder:
         size = min(1 << (requests - 1).bit_length(), self.limit)

@@ -15,12 +15,25 @@ from torch import Tensor
 
 from dsv4.compressor import pooled
 from dsv4.indexer import index_topk
-from dsv4.integrations import paging, parts
+from dsv4.integrations import paging
+from dsv4.integrations.parts import Kernels
 from dsv4.plan import Plan
 from dsv4.v4 import v4_attention
 from dsv4.v4_problem import Pool
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def projections(layer: Any) -> list[Any]:
+    """The linear maps of a layer's input: queries, window row; of the compressor values and gates; of the indexer
+    these two and the weights of its heads."""
+    found = [layer.q_a_proj, layer.kv_proj]
+    if layer.compressor is not None:
+        found += [layer.compressor.kv_proj, layer.compressor.gate_proj]
+        if layer.layer_type == CSA:
+            indexer = layer.compressor.indexer
+            found += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+    return found
 
 
 class Rows:
@@ -47,7 +60,7 @@ class Rows:
         finished = (numbers + 1) * ratio <= step.ends[owners]
         self.targets = torch.where(finished, page * per_page + numbers % per_page, -1)
         self.rope = numbers * ratio
-        if numbers.is_cuda:
+        if step.parts.kernels:
             return
         # Without the kernel, the slots of a row as numbers: in the state, or tokens of the step. Before the first
         # window there is none, and some token has no weight. Unfinished rows go to the page that nobody has.
@@ -73,7 +86,7 @@ class Step:
         made: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None, plans: dict[str, Plan] | None = None,
     ):  # fmt: skip
         places, device, n = model.places, positions.device, len(positions)
-        self.model, self.plans = model, plans or {}
+        self.model, self.parts, self.plans = model, model.parts, plans or {}
         self.positions, self.starts, self.lines, self.table = positions, starts, lines, table
         self.page_tokens, self.spare_page = places.page_tokens, places.spare_page
         if made is None:
@@ -95,11 +108,13 @@ class Step:
             which = (self.owner, positions // ratio) if made is None else made[kind]
             self.rows[kind] = Rows(self, ratio, kind == CSA, *which)
         self.late: list[tuple[Tensor, Tensor, Tensor]] = []  # states to be written when the step has succeeded
-        self.dsv4_layer = self._layer if positions.is_cuda and parts.streams_fit(model.model) else None
+        streams = model.model.config.hc_mult
+        self.dsv4_layer = self._layer if self.parts.kernels and streams & (streams - 1) == 0 else None
 
     def _layer(self, layer: Any, hidden: Tensor, input_ids: Tensor) -> Tensor:
         """DeepseekV4DecoderLayer.forward: streams [1, N, H, hidden] -> the same, with fewer and larger kernels."""
-        streams = hidden[0]
+        streams, parts = hidden[0], self.parts
+        assert isinstance(parts, Kernels)
         weights, x = parts.collapse(streams, layer.attn_hc)
         y = self.dsv4_attention(layer.self_attn, parts.norm(x, layer.input_layernorm)[None])
         streams = parts.spread(streams, y[0], weights)
@@ -109,20 +124,26 @@ class Step:
 
     def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:
         """DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
-        x, pools = hidden[0], self.model.pools[layer.layer_idx]
+        x, pools, parts = hidden[0], self.model.pools[layer.layer_idx], self.parts
         cos_sin = self.model.tables[layer.rope_layer_type]
         n = x.shape[0]
-        low = parts.norm(layer.q_a_proj(x), layer.q_a_norm)
+        if pools["joined"] is None:
+            low, row, *others = (project(x) for project in projections(layer))
+        else:
+            sizes = [project.weight.shape[0] for project in projections(layer)]
+            low, row, *others = torch.nn.functional.linear(x, pools["joined"]).split(sizes, -1)
+        low = parts.norm(low, layer.q_a_norm)
         q = parts.turned(layer.q_b_proj(low).view(n, layer.num_heads, -1), cos_sin, self.positions, layer.q_b_norm.eps)
-        parts.store(pools["window"], self.window_slots, layer.kv_proj(x), layer.kv_norm, cos_sin, self.positions)
+        parts.store(pools["window"], self.window_slots, row, layer.kv_norm, cos_sin, self.positions)
         options: dict[str, Any] = {}
         if layer.compressor is not None:
             rows = self.rows[layer.layer_type]
-            self._compress(layer.compressor, rows, x, pools["compressed"], pools["compressed states"], cos_sin)
+            states = pools["compressed states"]
+            self._compress(layer.compressor, rows, *others[:2], pools["compressed"], states, cos_sin)
             if layer.layer_type == CSA:
                 indexer = layer.compressor.indexer
-                self._compress(indexer, rows, x, pools["index"], pools["index states"], cos_sin)
-                options["compressed_indices"] = self._choose(indexer, x, low, pools["index"], cos_sin)
+                self._compress(indexer, rows, *others[2:4], pools["index"], pools["index states"], cos_sin)
+                options["compressed_indices"] = self._choose(indexer, low, others[4], pools["index"], cos_sin)
             else:
                 options["compressed_block_table"] = self.table
                 options["compressed_lengths"] = rows.visible
@@ -137,12 +158,13 @@ class Step:
         return layer.o_b_proj(grouped)
 
     def _compress(
-        self, part: Any, rows: Rows, x: Tensor, pool: Pool, states: tuple[Tensor, Tensor], cos_sin: Tensor
-    ) -> None:
+        self, part: Any, rows: Rows, kv: Tensor, gate: Tensor, pool: Pool, states: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> None:  # fmt: skip
         """The rows that these tokens finish, into the pool; and the tokens into the states, when it is time."""
-        kv, gate, kept = part.kv_proj(x), part.gate_proj(x), rows.kept
-        if x.is_cuda:
-            parts.compress(pool, states, kv, gate, part, cos_sin, rows, self.positions)
+        kept = rows.kept
+        if isinstance(self.parts, Kernels):
+            self.parts.compress(pool, states, kv, gate, part, cos_sin, rows, self.positions)
             if kept is not None:
                 kv, gate = kv[kept].float(), gate[kept].float() + part.position_bias.float()[rows.slot[kept]]
         else:
@@ -163,11 +185,10 @@ class Step:
         if kept is not None:
             self.late += [(state, rows.places[kept], new) for state, new in zip(states, (kv, gate))]
 
-    def _choose(self, indexer: Any, x: Tensor, low: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
+    def _choose(self, indexer: Any, low: Tensor, weights: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
         """The rows of the compressed pool that each token reads, int32 [N, k]."""
-        n, rate = x.shape[0], indexer.compress_rate
-        q = parts.turned(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
-        weights = indexer.scorer.weights_proj(x)
+        n, rate = low.shape[0], indexer.compress_rate
+        q = self.parts.turned(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
         chosen = index_topk(
             q, pool, weights, indexer.index_topk, positions=self.positions, ratio=rate, block_table=self.table,
             request_starts=self.starts, backend=self.model.backend,

@@ -12,7 +12,8 @@ import wrong  # noqa: E402
 from tiny_v4 import build  # noqa: E402
 
 import dsv4  # noqa: E402
-from dsv4.integrations import paging, step  # noqa: E402
+import softsm  # noqa: E402
+from dsv4.integrations import paging, parts, step  # noqa: E402
 from dsv4.integrations.paged_model import PagedModel  # noqa: E402
 from dsv4.integrations.serving import Serving  # noqa: E402
 
@@ -46,7 +47,7 @@ def served(model, **options):
             elif isinstance(pool, tuple):  # the states of a compressor
                 for state in pool:
                     state.fill_(float("nan"))
-            elif name != "sink":
+            elif name not in ("sink", "joined"):
                 pool.fill_(float("nan"))
     return made
 
@@ -163,6 +164,46 @@ def test_fp8_rows_bit_for_bit(ids, monkeypatch):
     plain = run()
     for got, want in zip(packed, plain):
         assert all(torch.equal(got[name], want[name]) and got[name].isfinite().all() for name in want)
+
+
+def test_joined_projections(ids):
+    """One matrix whose parts are the model's weights; two engines share it; what is no plain map is left alone."""
+    model = build()
+    layers = [layer.self_attn for layer in model.model.layers]
+    with torch.no_grad():
+        want = model(ids[:1, :20], use_cache=False).logits
+        kernels = parts.Kernels("softsm", torch.device("cpu"))
+        joined = [kernels.join(step.projections(layer)) for layer in layers]
+        again = [kernels.join(step.projections(layer)) for layer in layers]
+        assert [x.data_ptr() for x in joined] == [x.data_ptr() for x in again]
+        assert [x.shape[0] for x in joined[1:4]] == [32 + 64, 32 + 64 + 2 * 128 + 2 * 64 + 16, 32 + 64 + 2 * 64]
+        assert torch.equal(model(ids[:1, :20], use_cache=False).logits, want)
+        layers[2].kv_proj.weight.fill_(7)
+        assert (joined[2][32:96] == 7).all() and not (joined[2][:32] == 7).any()
+    layers[0].kv_proj = torch.nn.Linear(128, 64, bias=True)
+    assert kernels.join(step.projections(layers[0])) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_kernels_of_a_step(ids, arch):
+    """Every kernel of the GPU's way through a layer, on softsm, is as near to fp32 as the CPU's way in bf16 is. All
+    experts and all rows take part: a choice that rounding turns would be no error of theirs."""
+    certain = dict(rope=64, num_experts_per_tok=4, index_topk=64, num_hidden_layers=3,
+                   layer_types=["sliding_attention", step.CSA, step.HCA])  # fmt: skip
+    low, high = build(512, torch.bfloat16, **certain), build(512, **certain)
+    high.load_state_dict({name: x.float() for name, x in low.state_dict().items()})
+
+    def run(model, **options):
+        engine = served(model, **SMALL | dict(tokens=64, requests=2), rows="fp8", graphs=True, **options)
+        feeds = [{"a": ids[0, :14], "b": ids[1, :2]}] + [{"a": ids[0, t : t + 1]} for t in (14, 15)]
+        return torch.stack([engine.step(feed)["a"].float() for feed in feeds])
+
+    want = run(high)
+    unavoidable = (run(low) - want).norm()
+    with softsm.use(arch):
+        got = run(low, backend="softsm")
+    assert (got - want).norm() <= 1.5 * unavoidable
 
 
 def test_greedy_generation_is_that_of_transformers(model, ids):

@@ -7,7 +7,6 @@
 Arithmetic is fp32, rounded once.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,10 +23,12 @@ ROWS = 4  # of a program
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "positions", "page_rows", "page_stride", "row_stride", "pool_rows"])
-def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_ptr, eps, rows, heads, positions,
-                page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
-                NORM: tl.constexpr, WEIGHT: tl.constexpr, TO: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """One program: ROWS of x [rows, D], of which `heads` neighbours share a position. Strides in elements of out.
+def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_ptr, eps, line, rows, heads,
+                positions, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, WIDE: tl.constexpr,
+                R: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, TO: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
+    """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position. The other
+    strides are in elements of out.
 
     R: columns that are rotated; WIDE: D rounded up to a power of two. A slot that is no row of the pool drops its row;
     a position that is none counts as the nearest.
@@ -36,7 +37,7 @@ def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_pt
     column = tl.arange(0, WIDE)
     here = row < rows
     inside = here[:, None] & (column < D)[None, :]
-    source = x_ptr + row.to(tl.int64)[:, None] * D
+    source = x_ptr + row.to(tl.int64)[:, None] * line
     x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = tl.full([ROWS], 1.0, tl.float32)
     if NORM:
@@ -107,7 +108,7 @@ def normed(
     to: Tensor | Fp8Cache | None = None,
     slots: Tensor | None = None,
 ) -> Tensor | None:
-    """x [N, D] or [N, H, D], contiguous -> a tensor like it, or None: the rows [N, D] are now in the pool ``to``.
+    """x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in the pool ``to``.
 
     eps: of the norm, None = no norm. rope: (cos_sin fp32 [positions, r], positions [N]).
     """
@@ -115,7 +116,7 @@ def normed(
     rows = x.numel() // d if n else 0
     cos_sin, positions = rope if rope is not None else (x, x)
     if to is None:
-        out, how, sizes = torch.empty_like(x), LINES, (1, 0, 0, 0)
+        out, how, sizes = x.new_empty(x.shape), LINES, (1, 0, 0, 0)
     elif isinstance(to, Fp8Cache):
         out, how, sizes = to.storage, PACKED, (to.rows_per_page, to.page_stride, 0, to.rows)
     else:
@@ -123,7 +124,7 @@ def normed(
     if rows:
         normed_rows[(triton.cdiv(rows, ROWS),)](
             x, x if weight is None else weight, cos_sin, positions, out, x if slots is None else slots,
-            0.0 if eps is None else float(eps), rows, rows // n, cos_sin.shape[0], *sizes,
+            0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
             D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
             WEIGHT=weight is not None, TO=how.value, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
