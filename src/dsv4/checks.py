@@ -8,7 +8,7 @@ tensor values say so and run only where :func:`values_checked` allows.
 import math
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -240,7 +240,7 @@ def _overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def apart(name: str, x: Tensor, inputs: dict[str, Tensor | None]) -> None:
+def apart(name: str, x: Tensor, inputs: Mapping[str, Tensor | None]) -> None:
     """Reads addresses: refuse an output whose memory range touches an input's."""
     begin, end = _range(x)
     for other_name, other in inputs.items():

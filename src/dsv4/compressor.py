@@ -168,7 +168,8 @@ def _problem(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple
 def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
     if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
         dispatch.launch(p, found)
-    rows, new_kv, new_gate = (x if x is None or kv.ndim == 3 else x[0] for x in (p.rows, p.new_kv, p.new_gate))
+    rows = p.rows if p.rows is None or kv.ndim == 3 else p.rows[0]
+    new_kv, new_gate = (x if kv.ndim == 3 else x[0] for x in (p.new_kv, p.new_gate))
     return (rows if out is None else out), CompressState(new_kv, new_gate, p.seen + kv.shape[-2])
 
 
