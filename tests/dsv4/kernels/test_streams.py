@@ -8,7 +8,7 @@ from dsv4.kernels.shared import streams
 
 transformers = pytest.importorskip("transformers")
 
-import exact  # noqa: E402
+import in_fp64  # noqa: E402
 from transformers import DeepseekV4Config  # noqa: E402
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection  # noqa: E402
 
@@ -22,7 +22,7 @@ def test_a_block_in_streams(arch, n=3, d=96):
     with torch.no_grad():
         for p in module.parameters():
             p.normal_(0, 0.5, generator=g)
-        with exact.StayDouble():
+        with in_fp64.StayDouble():
             post, comb, x = module.double()(h.double())
             want = post[..., None] * y[:, :, None] + comb.mT @ h.double()
         module.float()
