@@ -98,7 +98,7 @@ def _select(p: IndexProblem, how: int, names: dict, scores: Tensor, rest: Tensor
         size = max(kept, min(_power(items), INDEX_PIECE), 128)
         pieces = -(-items // size)
         last = pieces == 1
-        warps = min(max(size // 1024, 4), 16)
+        warps = min(max(size // 2048, 4), 8)
         room = count * pieces * kept
         chosen, chosen_numbers, words = words[:room], words[room : 2 * room], words[2 * room :]
         arguments = names | dict(
