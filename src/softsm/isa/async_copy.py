@@ -36,19 +36,25 @@ _HINTS = ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
 class Groups:
     """Operations of a warp's threads, put into groups by commit and awaited by wait_group, lane by lane."""
 
-    __slots__ = ("closed", "open")
+    __slots__ = ("closed", "landed", "open")
 
     def __init__(self) -> None:
         self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
         self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
+        self.landed = 0  # so many of the oldest of `open` have completed: a kernel may never commit
 
     def add(self, mask: int, *operations) -> None:
         self.open.append((mask, operations))
 
     def commit(self, mask: int) -> None:
         group = [op for those, ops in self.open if those & mask for op in ops]
-        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        self._leave_open(mask)
         self.closed.append((mask, group))
+
+    def _leave_open(self, mask: int) -> None:
+        """All that is open but for those lanes."""
+        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        self.landed = 0
 
     def take(self, mask: int, newest: int) -> list:
         """Operations of all but the `newest` groups of each lane, which are then forgotten for those lanes."""
@@ -77,12 +83,14 @@ class Groups:
     def take_all(self, mask: int) -> list:
         """Everything those lanes have in flight, committed or not."""
         due = self.take(mask, 0) + [op for those, ops in self.open if those & mask for op in ops]
-        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        self._leave_open(mask)
         return due
 
     def in_flight(self, mask: int) -> tuple:
-        both = self.closed + [(those, list(ops)) for those, ops in self.open]
-        return tuple(op for those, ops in both if those & mask for op in ops if not op.done)
+        while self.landed < len(self.open) and all(op.done for op in self.open[self.landed][1]):
+            self.landed += 1
+        both = (self.closed, self.open[self.landed :])
+        return tuple(op for part in both for those, ops in part if those & mask for op in ops if not op.done)
 
 
 def groups(w, kind: str) -> Groups:

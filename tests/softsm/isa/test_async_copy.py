@@ -131,6 +131,23 @@ def test_groups_count_lane_by_lane():
     assert not mine.open and not mine.closed
 
 
+def test_completed_copies_are_not_looked_at_again_where_nothing_commits_them():
+    class Copy:
+        looks = 0
+
+        @property
+        def done(self):
+            self.looks += 1
+            return True
+
+    groups, copies = Groups(), [Copy() for _ in range(50)]
+    for copy in copies:
+        groups.add(1, copy)
+        assert groups.in_flight(1) == ()
+    assert max(copy.looks for copy in copies) == 1
+    assert groups.take_all(1) == copies  # a wait still sees them all
+
+
 # -- bulk ------------------------------------------------------------------------------------------------------------
 
 LOAD = """mov.u32 %r2, data;
