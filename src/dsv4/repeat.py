@@ -224,7 +224,7 @@ def remember(key: tuple, tensors: tuple, watch: Watch, out: Tensor, lse: Tensor 
             if numbers:
                 places.append((place, numbers[0], offset))
                 shared.update((numbers[0], n) for n in numbers[1:] if n < len(tensors))
-                template[place] = x if described else None
+                template[place] = _without_tensor(x) if described else None
             elif begin not in _constants:  # a copy, made because a kernel cannot read the tensor as it is
                 return
             elif by_number and not described:
@@ -235,6 +235,13 @@ def remember(key: tuple, tensors: tuple, watch: Watch, out: Tensor, lse: Tensor 
         shape = None if lse is None else tuple(lse.shape)
         size = 0 if watch.scratch is None else watch.scratch.numel()
         _made[key] = Repeat(launches, sorted(shared), extents, (out.shape, out.dtype, out.device), shape, size)
+
+
+def _without_tensor(described: Any) -> Any:
+    """A descriptor that keeps nobody's memory alive."""
+    described = copy.copy(described)
+    described.base = None
+    return described
 
 
 def _within(begin: int, x: Tensor | None) -> bool:

@@ -3,6 +3,9 @@
 The kernels are those that other tests compile, too.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from agreement import assert_agrees
@@ -57,6 +60,14 @@ def test_tensors_that_came_as_one_and_come_as_two(long_ways):
         got = dsv4.fmha(q, k, v, return_lse=True, backend="softsm")
         assert_agrees(got, reference.fmha, q=q, k=k, v=v)
     assert long_ways == ["fmha", "fmha"]
+
+
+def test_tensors_of_an_earlier_call_are_not_kept(long_ways):
+    q, k, v = (torch.randn(1, 9, 1, 64).bfloat16() for _ in range(3))
+    kept = [weakref.ref(x) for x in (q, k, v, dsv4.fmha(q, k, v, backend="softsm"))]
+    del q, k, v
+    gc.collect()
+    assert [x() for x in kept] == [None] * 4
 
 
 def test_a_wrapper_repeats_the_launches_within(long_ways):
