@@ -7,7 +7,6 @@ from dsv4.kernels.sm90.index_scores import index_scores_sm90
 
 __all__ = ["forward", "supports"]
 
-ROWS = 128  # of a tile
 SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
 
 
@@ -16,13 +15,13 @@ def forward(p: IndexProblem) -> None:
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share the keys that a CTA reads. With few of them CTAs are small, so that one loads while
-    another computes; four keep the tensor cores busy by themselves."""
-    together, residents, warps = (4, 1, 8) if each >= 4 else (2, 2, 4) if each >= 2 else (1, 2, 4)
+    """Queries of a sequence share the keys that a CTA reads. Two CTAs to a multiprocessor: one loads, or sums over the
+    heads, while another keeps the tensor cores busy."""
+    together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
     if heads * dims > 64 * 128:
-        together, residents, warps = 1, 2, 4
-    tile = ROWS * dims * 2
+        together, rows = 1, 128
+    residents, tile = 2, rows * dims * 2
     stages = min((SHARED_BYTES // residents - 1024 - together * heads * dims * 2) // tile, 4)
     if stages < 2:
         residents, stages = 1, 2
-    return together, residents, dict(ROWS=ROWS, STAGES=stages, num_warps=warps)
+    return together, residents, dict(ROWS=rows, STAGES=stages, num_warps=4)
