@@ -302,7 +302,8 @@ def test_what_it_cannot_do_it_says(model, ids):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_wrong_arguments(model):
-    wrong.each_in_turn("PagedModel", PagedModel, dict(model=model, context=200, rows="model", backend="cpu", **SMALL))
+    options = dict(context=200, rows="model", backend="cpu", graphs=True, **SMALL)
+    wrong.each_in_turn("PagedModel", PagedModel, dict(model=model, **options))
     engine = served(model)
 
     def step(tokens, new=None, all_logits=False):
