@@ -11,7 +11,6 @@ be NaN.
 from dsv4.kernels.compat import (
     async_copy,
     cp_async,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -156,24 +155,53 @@ def words_of(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.co
     return x
 
 
-@gluon.jit
-def fp8_load(ptr, data, there, INDEX: gl.constexpr, UNIT: gl.constexpr):
-    """64 of the 448 e4m3 values of each row, four to a word."""
-    return words_of(ptr, data, there, INDEX * 16, 16, UNIT)
+@gluon.constexpr_function
+def pieces(warps, panels):
+    """As `words`, with several pieces of 64 bytes per thread."""
+    return gl.BlockedLayout([1, panels, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def piece_rows(warps, panels):
+    return gl.SliceLayout(1, gl.SliceLayout(2, pieces(warps, panels)))
 
 
 @gluon.jit
-def fp8_to_bf16(x, scales, INDEX: gl.constexpr):
-    """e4m3 values [64, 16 x 4] times one scale per row -> bf16 in pairs, int32 [64, 32].
+def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr):
+    """64 x PANELS of the 448 e4m3 values of each row, four to a word: int32 [64, PANELS, 16]."""
+    L: gl.constexpr = pieces(gl.num_warps(), PANELS)
+    R: gl.constexpr = piece_rows(gl.num_warps(), PANELS)
+    data = gl.convert_layout(data, R)[:, None, None]
+    there = gl.convert_layout(there, R)[:, None, None]
+    panel = FIRST + gl.arange(0, PANELS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    column = panel[None, :, None] * 16 + word[None, None, :]
+    if UNIT >= 8:
+        word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        x = gl.load(word_ptr + data // 4 + column, mask=there, other=0)
+    else:
+        pointers = ptr + data + column * 4
+        x = gl.load(pointers, mask=there, other=0).to(gl.int32)
+        for i in gl.static_range(1, 4):
+            x = x | (gl.load(pointers + i, mask=there, other=0).to(gl.int32) << (8 * i))
+    return x
+
+
+@gluon.jit
+def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
+    """e4m3 values [64, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [64, panels, 32].
 
     S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
     mends that. Four bytes at a time: their low and high bytes in bf16 are made apart, then interleaved. The scale is
     applied by itself: 2^120 times a scale may not fit. Bytes that mean NaN do not occur in rows that count.
     """
     # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
-    s = (scales >> (8 * INDEX)).to(gl.int32) & 255
+    L: gl.constexpr = x.type.layout
+    panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    s = (scales >> (8 * panel.to(gl.int64))[None, :, None]).to(gl.int32) & 255
     s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)) * 0x10001
-    x, s = gl.broadcast(x, s[:, None])
+    x, s = gl.broadcast(x, s)
     a, b = gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high, factor;
@@ -192,14 +220,14 @@ def fp8_to_bf16(x, scales, INDEX: gl.constexpr):
         }""",
         "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.join(a, b).reshape([64, 32])
+    return gl.join(a, b).reshape([64, x.shape[1], 32])
 
 
 @gluon.jit
-def words_in(tile):
-    """A half block as four panels of bf16 in pairs."""
-    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    return reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL)
+def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Panels of a half block as bf16 in pairs: [64, COUNT, 32]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    return reinterpret_as(tile, gl.int32, [4 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT).permute((1, 0, 2))
 
 
 @gluon.jit
@@ -214,15 +242,10 @@ def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
         cp_async(panels_of(tile).index(3), rest_ptr + (data // 2)[:, None] + column[None, :], mask=there[:, None])
         async_copy.mbarrier_arrive(ready, increment_count=False)
     else:
-        words_in(tile).index(3).store(words_of(ptr, data, there, 112, 32, UNIT))
+        PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
+        last.store(words_of(ptr, data, there, 112, 32, UNIT))
         mbarrier.arrive(ready, count=32 * gl.num_warps())
-
-
-@gluon.jit
-def announce(ready, COUNT: gl.constexpr):
-    """Ordinary stores are visible to the tensor cores."""
-    fence_async_shared()
-    mbarrier.arrive(ready, count=COUNT)
 
 
 @gluon.jit
@@ -264,43 +287,35 @@ def fp8_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr,
     pool = pool_of(pools, first < lists[2])
     ptr = pool[0]
     data, there, scales = fp8_rows(pool, number, UNIT)
-    x0 = fp8_load(ptr, data, there, 0, UNIT)
-    x1 = fp8_load(ptr, data, there, 1, UNIT)
-    x2 = fp8_load(ptr, data, there, 2, UNIT)
-    x3 = fp8_load(ptr, data, there, 3, UNIT)
-    x4 = fp8_load(ptr, data, there, 4, UNIT)
-    x5 = fp8_load(ptr, data, there, 5, UNIT)
-    x6 = fp8_load(ptr, data, there, 6, UNIT)
+    x = fp8_load(ptr, data, there, 0, 2, UNIT)
+    y = fp8_load(ptr, data, there, 2, 2, UNIT)
+    z = fp8_load(ptr, data, there, 4, 2, UNIT)
+    u = fp8_load(ptr, data, there, 6, 1, UNIT)
     for block in range(first, end):
         slot = block % 2 * 2
         pool = pool_of(pools, block + 1 < lists[2])
         next_data, next_there, next_scales = fp8_rows(pool, following, UNIT)
         following = numbers_of(lists, block + 2, block + 2 < end, pools[1], entry, HOW)
 
+        # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
-        tile = words_in(kv.index(slot))
-        tile.index(0).store(fp8_to_bf16(x0, scales, 0))
-        x0 = fp8_load(pool[0], next_data, next_there, 0, UNIT)
-        tile.index(1).store(fp8_to_bf16(x1, scales, 1))
-        x1 = fp8_load(pool[0], next_data, next_there, 1, UNIT)
-        tile.index(2).store(fp8_to_bf16(x2, scales, 2))
-        x2 = fp8_load(pool[0], next_data, next_there, 2, UNIT)
-        tile.index(3).store(fp8_to_bf16(x3, scales, 3))
-        announce(ready.index(slot), arrivals(gl.num_warps()))
-        x3 = fp8_load(pool[0], next_data, next_there, 3, UNIT)
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(x, scales, 0))
+        x = fp8_load(pool[0], next_data, next_there, 0, 2, UNIT)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(y, scales, 2))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+        y = fp8_load(pool[0], next_data, next_there, 2, 2, UNIT)
 
         mbarrier.wait(free.index(slot + 1), phase)
-        fp8_rest(ptr, data, there, kv.index(slot + 1), ready.index(slot + 1), UNIT)
+        tile = kv.index(slot + 1)
+        fp8_rest(ptr, data, there, tile, ready.index(slot + 1), UNIT)
         write_bias(bias.index(block % 2), there)
         ptr, data, there = pool[0], next_data, next_there
-        tile = words_in(kv.index(slot + 1))
-        tile.index(0).store(fp8_to_bf16(x4, scales, 4))
-        x4 = fp8_load(ptr, data, there, 4, UNIT)
-        tile.index(1).store(fp8_to_bf16(x5, scales, 5))
-        x5 = fp8_load(ptr, data, there, 5, UNIT)
-        tile.index(2).store(fp8_to_bf16(x6, scales, 6))
-        x6 = fp8_load(ptr, data, there, 6, UNIT)
-        announce(ready.index(slot + 1), 1)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, scales, 4))
+        z = fp8_load(ptr, data, there, 4, 2, UNIT)
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, scales, 6))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        u = fp8_load(ptr, data, there, 6, 1, UNIT)
         scales = next_scales
         phase = phase ^ (block % 2)
     return phase

@@ -29,7 +29,8 @@ free[2b + h]    owner of half h              1           gather         O half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
-Copies write like ordinary stores; those who wait for them put the fence before the tensor core reads.
+Copies write like ordinary stores; those who wait for them, or for converted FP8 rows, put the fence before the tensor
+core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
 P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
 is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. At the end of an
