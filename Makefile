@@ -14,8 +14,8 @@ EXTRAS  := dev,hf,plot,trace
 PYTEST  := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
-# Paths that must also pass under the oldest Triton: the emulator and the Hopper kernels.
-TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90)
+# Paths that must also pass under the oldest Triton: the emulator, the Hopper kernels and those for both architectures.
+TRITON36_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/dsv4/kernels/test_*.py)
 
 .PHONY: demo test test-slow test-gpu test-triton36 fuzz lint bench setup clean
 
