@@ -14,7 +14,7 @@ import importlib
 
 _HOME = {
     "use": "softsm.triton_driver.install",
-    "active_arch": "softsm.triton_driver.install",
+    "active_arch": "softsm.triton_driver.in_use",
     "load": "softsm.engine.launch",
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",

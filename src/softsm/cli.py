@@ -149,7 +149,7 @@ def museum(
     full: Annotated[bool, typer.Option(help="print the whole diagnostic of each bug")] = False,
 ) -> None:
     """Run the museum: each bug must be named by softsm, its corrected twin must be right and silent."""
-    from softsm.museum.exhibits import gather, judge
+    from softsm.museum.judge import gather, judge
 
     everything = gather()
     unknown = [n for n in numbers or () if n not in everything]

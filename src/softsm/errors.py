@@ -31,10 +31,11 @@ class Unsupported(PtxError):
 
 
 class Fault(SoftsmError):
-    """The program did something illegal while running. `code` names the diagnostic, e.g. 'out-of-bounds'."""
+    """The program did something illegal while running. `code` names the diagnostic, e.g. 'out-of-bounds'; `message` is
+    the rest of the text; `placed` says that it names the instruction at fault."""
 
-    def __init__(self, code: str, message: str):
-        self.code = code
+    def __init__(self, code: str, message: str, *, placed: bool = False):
+        self.code, self.message, self.placed = code, message, placed
         super().__init__(f"{code}: {message}")
 
 
@@ -42,11 +43,11 @@ class Deadlock(Fault):
     """No warp can go on. The message lists what each one waits for."""
 
     def __init__(self, message: str):
-        super().__init__("deadlock", message)
+        super().__init__("deadlock", message, placed=True)
 
 
 class StepBudget(Fault):
     """The launch used up its budget of warp instructions."""
 
     def __init__(self, message: str):
-        super().__init__("step-budget", message)
+        super().__init__("step-budget", message, placed=True)

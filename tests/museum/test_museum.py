@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from softsm.cli import app
-from softsm.museum.exhibits import gather, judge
+from softsm.museum.judge import gather, judge
 
 EXHIBITS = gather()
 

@@ -1,12 +1,13 @@
 """Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
 cluster, and by a warp as a whole. And the join of two vector clocks.
 
-The records are those of checks/shadow.py. Compiled by `interpreter.spans_module()`, which puts the compiled twin of
-that module in its place.
+The records are those of checks/shadow.py. Compiled by `interpreter.spans_module()`, which gives the compiled twin of
+that module as `records`.
 """
 
 from __future__ import annotations
 
+from softsm.checks import shadow
 from softsm.checks.shadow import (
     ASYNC,
     FIXED,
@@ -25,24 +26,12 @@ from softsm.checks.shadow import (
     WAR,
     WAW,
     WHOLE_WARP,
-    behind_write,
-    both,
-    complete,
-    global_reader,
-    global_readers,
-    lanes_race,
-    other_readers,
-    report,
-    sget,
-    shared_word,
-    unordered,
-    written,
-    written_by,
 )
 from softsm.engine.lanes import i8, load32, load64, store32, u4
 from softsm.engine.program import S_CLOCK, S_KNOWN
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+records = globals().get("records") or shadow
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -55,25 +44,26 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
         if agent == 0:
             if not write:
-                report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-        elif unordered(at, touched, 36, pc, me, clock, known, newest):
-            report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+                records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
+        elif records.unordered(at, touched, 36, pc, me, clock, known, newest):
+            kind = records.behind_write(touched, write)
+            records.report(races, kind, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
         if not write:
             store32(at + 24, u4(me))
             store32(at + 28, u4(now))
             store32(at + 32, u4(pc))
             continue
         if theirs & LIVE:
-            report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
+            records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
         if not touched & STRONG:
             for r in range(warps):
                 seen = i8(load32(at + 4 * (FIXED + 2 * r)))
                 place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
                 ours = touched & (place >> READ_BYTES) & 15
                 if seen and ours and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
-            other_readers(at, word, pc, me, clock, known, newest, races, lane)
-        written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
+                    records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+            records.other_readers(at, word, pc, me, clock, known, newest, races, lane)
+        records.written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -94,20 +84,20 @@ def asynchronous(
             agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
             if agent == 0:
                 if not write:
-                    report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+                    records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
             elif agent >= ASYNC:
-                if epoch != number and not complete(
+                if epoch != number and not records.complete(
                     fenced if agent == GENERIC_COPY else known, epoch, newest
                 ):
-                    report(
+                    records.report(
                         races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1
                     )
             elif i8(load32(clock + 4 * (agent - 1))) < epoch:
-                report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
+                records.report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
             elif agent == me:
-                other = lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
+                other = records.lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
                 if other >= 0:
-                    report(
+                    records.report(
                         races,
                         WAW if write else RAW,
                         0,
@@ -116,7 +106,7 @@ def asynchronous(
                         agent,
                         epoch,
                         i8(load32(at + 8)),
-                        both(lane, other),
+                        records.both(lane, other),
                     )
             if not write:
                 if i8(load32(at + 16)) != number:
@@ -124,13 +114,13 @@ def asynchronous(
                     store32(at + 16, u4(number))
                 continue
             if theirs & LIVE:
-                report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
+                records.report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
             for r in range(warps):
                 seen = i8(load32(at + 4 * (FIXED + 2 * r)))
                 if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
                     place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
-            other_readers(at, word, pc, 0, clock, known, newest, races, -1)
+                    records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
+            records.other_readers(at, word, pc, 0, clock, known, newest, races, -1)
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
             store32(at + 8, u4(pc))
@@ -151,15 +141,15 @@ def asynchronous_global(
             touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
             agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
             if agent and not touched & theirs & STRONG:
-                when = written(at, touched, theirs, epoch, 40)
+                when = records.written(at, touched, theirs, epoch, 40)
                 if agent >= ASYNC:
-                    bad = epoch != number and not complete(
+                    bad = epoch != number and not records.complete(
                         fenced if agent == GENERIC_COPY else known, epoch, newest
                     )
                 else:
                     bad = i8(load32(clock + 4 * (agent - 1))) < when
                 if bad and when >= 0:
-                    report(
+                    records.report(
                         races,
                         WAW if write else RAW,
                         1,
@@ -171,9 +161,9 @@ def asynchronous_global(
                         -1,
                     )
             if not write:
-                global_reader(at, agent_kind, number, pc, 0)
+                records.global_reader(at, agent_kind, number, pc, 0)
                 continue
-            global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
+            records.global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
             store32(at, u4(agent_kind))
             store32(at + 4, u4(number))
             store32(at + 8, u4(pc))
@@ -184,7 +174,7 @@ def asynchronous_global(
 def span(S, low, high, write, pc):
     """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
     for word in range(low >> 2, (high + 3) >> 2):
-        shared_word(S, word, 15, write, pc, -1, sget(S, S_CLOCK), sget(S, S_KNOWN))
+        records.shared_word(S, word, 15, write, pc, -1, records.sget(S, S_CLOCK), records.sget(S, S_KNOWN))
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8)")
@@ -193,7 +183,8 @@ def lines(S, offsets, count, write, pc, flags):
     for k in range(count):
         first = i8(load64(offsets + 8 * k)) >> 2
         for word in range(first, first + 4):
-            shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, sget(S, S_CLOCK), sget(S, S_KNOWN))
+            clock, known = records.sget(S, S_CLOCK), records.sget(S, S_KNOWN)
+            records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
 @compiled("void(i8, i8, i8, i8)")

@@ -235,9 +235,9 @@ def checking_module():
 @functools.cache
 def spans_module():
     """checks/spans.py, compiled."""
-    text = (_HERE.parent / "checks" / "spans.py").read_text()
-    text = text.replace("from softsm.checks.shadow import", f"from {checking_module().__name__} import")
-    return build.load("spans", text, (_HERE / "program.py", _HERE / "lanes.py"), compiled=_compiler)
+    path = _HERE.parent / "checks" / "spans.py"
+    depends = (_HERE / "program.py", _HERE / "lanes.py")
+    return build.load("spans", path.read_text(), depends, compiled=_compiler, records=checking_module())
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class Options:
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
+    machine: type[Machine] = Machine  # another one while they are
 
 
 _DEFAULT = Options()
@@ -150,8 +151,7 @@ class Kernel:
         for name, raw in self.variables.items():
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
         memory.add(parameters.ctypes.data, parameters.nbytes, "the kernel's parameters", parameters)
-        build = Machine if chosen.recorder is None else chosen.recorder.machine
-        machine = build(self, grid, block, shared, cluster, memory, parameters, chosen)
+        machine = chosen.machine(self, grid, block, shared, cluster, memory, parameters, chosen)
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:
@@ -159,7 +159,7 @@ class Kernel:
                 machine.run()
             except Fault as fault:
                 if chosen.checks is not None:  # what stops the kernel is a finding too
-                    chosen.checks.report.add(Diagnostic(fault.code, str(fault).split(": ", 1)[-1], raised=True))
+                    chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))
                 raise
             finally:
                 machine.close()

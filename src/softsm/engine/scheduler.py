@@ -78,7 +78,7 @@ class Warp:
         return f"warp {self.index} of CTA {self.cta.ctaid}"
 
     def fault(self, code: str, message: str) -> Fault:
-        return Fault(code, f"{message}; at {self.where()}")
+        return Fault(code, f"{message}; at {self.where()}", placed=True)
 
     def forget(self) -> None:
         """See Cta.forget."""

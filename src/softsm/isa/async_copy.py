@@ -1,18 +1,12 @@
-"""cp.async, its groups and its arrival on an mbarrier; and what all asynchronous copies share.
-
-Bulk copies are in `bulk_copy`, tensor copies in `tma`. Registers are read when an instruction is issued, memory when
-the operation is performed.
-"""
+"""cp.async, its groups and its arrival on an mbarrier."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
 from softsm.engine.asynchrony import AsyncOp
-from softsm.errors import Fault
 from softsm.isa import copy_kernels
+from softsm.isa.copying import global_view, groups, observe, start
 from softsm.isa.mbarriers import (
     SHARED_SPACES,
     Issuer,
@@ -23,153 +17,24 @@ from softsm.isa.mbarriers import (
     shared_bytes,
     shared_operand,
 )
-from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import Imm
 
 _HINTS = ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-class Groups:
-    """Operations of a warp's threads, put into groups by commit and awaited by wait_group, lane by lane."""
-
-    __slots__ = ("closed", "landed", "open")
-
-    def __init__(self) -> None:
-        self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
-        self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
-        self.landed = 0  # so many of the oldest of `open` have completed: a kernel may never commit
-
-    def add(self, mask: int, *operations) -> None:
-        self.open.append((mask, operations))
-
-    def commit(self, mask: int) -> None:
-        group = [op for those, ops in self.open if those & mask for op in ops]
-        self._leave_open(mask)
-        self.closed.append((mask, group))
-
-    def _leave_open(self, mask: int) -> None:
-        """All that is open but for those lanes."""
-        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
-        self.landed = 0
-
-    def take(self, mask: int, newest: int) -> list:
-        """Operations of all but the `newest` groups of each lane, which are then forgotten for those lanes."""
-        if all(those == mask for those, _ in self.closed):  # the warp commits and waits as one
-            cut = max(0, len(self.closed) - newest)
-            due, self.closed = self.closed[:cut], self.closed[cut:]
-            return [op for _, ops in due for op in ops]
-        left = [newest] * 32
-        due, kept = [], []
-        on = lanes(mask)
-        for those, ops in reversed(self.closed):
-            late = 0
-            for lane in on:
-                if those >> lane & 1:
-                    if left[lane]:
-                        left[lane] -= 1
-                    else:
-                        late |= 1 << lane
-            if late:
-                due.append(ops)
-            if those & ~late:
-                kept.append((those & ~late, ops))
-        self.closed = kept[::-1]
-        return [op for ops in reversed(due) for op in ops]
-
-    def take_all(self, mask: int) -> list:
-        """Everything those lanes have in flight, committed or not."""
-        due = self.take(mask, 0) + [op for those, ops in self.open if those & mask for op in ops]
-        self._leave_open(mask)
-        return due
-
-    def in_flight(self, mask: int) -> tuple:
-        while self.landed < len(self.open) and all(op.done for op in self.open[self.landed][1]):
-            self.landed += 1
-        both = (self.closed, self.open[self.landed :])
-        return tuple(op for part in both for those, ops in part if those & mask for op in ops if not op.done)
-
-
-def groups(w, kind: str) -> Groups:
-    found = w.__dict__.get(kind)
-    if found is None:
-        found = w.__dict__[kind] = Groups()
-    return found
-
-
-def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
-    """Effects run later, elsewhere: what goes wrong in them is still this instruction's fault."""
-    ins = w.instruction()
-
-    def run() -> None:
-        try:
-            effects()
-        except (Fault, ValueError) as error:
-            if "PTX line" in str(error):
-                raise
-            code = getattr(error, "code", "copy")
-            text = str(error).split(": ", 1)[-1] if isinstance(error, Fault) else str(error)
-            raise Fault(code, f"{text}; in the copy issued at PTX line {ins.line} (`{ins.text}`), {w}") from None
-
-    return run
-
-
-def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writes=()) -> AsyncOp:
-    op = AsyncOp(kind, w, lane, w.line(), attributed(w, effects), after, signals, reads, writes)
-    return w.machine.issue(op)
-
-
-def observe(w, op: AsyncOp) -> None:
-    """The issuing thread has waited for op."""
-    if w.machine.checker is not None:
-        w.machine.checker.observe(w, op)
-
-
-def global_view(w, address: int, size: int, what: str) -> np.ndarray:
-    """Bytes of global memory, checked when the copy is issued, so that a fault names the instruction."""
-    return located(w, w.machine.global_memory.view, address, size, what)
-
-
-# -- lowering ----------------------------------------------------------------------------------------------------------
-
-
-@lowers("cp")
-def cp(asm, ins):
-    mods = ins.modifiers
-    if mods[:1] == ("async",) and mods[1:2] != ("bulk",):
-        return _cp_async(asm, ins, mods[1:])
-    if mods[:2] == ("async", "bulk"):
-        reduction, rest = False, mods[2:]
-    elif mods[:3] == ("reduce", "async", "bulk"):
-        reduction, rest = True, mods[3:]
-    else:
-        return asm.refuse(ins, "expected cp.async, cp.async.bulk or cp.reduce.async.bulk")
-    from softsm.isa import bulk_copy, tma  # they build on this module
-
-    if rest == ("commit_group",) and not reduction:
-        return asm.macro(do_commit, ins, kind="bulk")
-    if rest[:1] == ("wait_group",) and rest[1:] in ((), ("read",)) and not reduction:
-        newest = _immediate(asm, ins, ins.operands[0])
-        return asm.macro(bulk_copy.do_bulk_wait, ins, newest=newest, read="read" in rest)
-    if "tensor" in rest[:2]:
-        return tma.lower(asm, ins, reduction, [m for m in rest if m != "tensor"])
-    return bulk_copy.lower(asm, ins, reduction, rest)
-
-
-def _immediate(asm, ins, operand) -> int:
+def group_count(asm, ins, operand) -> int:
     if not isinstance(operand, Imm):
         asm.refuse(ins, "the number of groups must be a constant")
     return int(operand.value)
 
 
-def _cp_async(asm, ins, mods):
+def lower(asm, ins, mods):
+    """`mods` follow .async."""
     if mods == ("commit_group",):
         return asm.macro(do_commit, ins, kind="cp_async")
     if mods == ("wait_group",):
-        return asm.macro(do_wait, ins, newest=_immediate(asm, ins, ins.operands[0]))
+        return asm.macro(do_wait, ins, newest=group_count(asm, ins, ins.operands[0]))
     if mods == ("wait_all",):
         return asm.macro(do_wait, ins, newest=None)
     if mods[:2] == ("mbarrier", "arrive"):
@@ -286,18 +151,3 @@ def do_copy_arrive(w, mask, o):
             mine.in_flight(those),
             (barrier,),
         )
-
-
-# -- st.async and red.async, for the chapters that own st and red --------------------------------------------------
-
-
-def st_async(asm, ins):
-    from softsm.isa import bulk_copy
-
-    bulk_copy.store_async(asm, ins, ins.modifiers[1:], None)
-
-
-def red_async(asm, ins):
-    from softsm.isa import bulk_copy
-
-    bulk_copy.reduce_async(asm, ins)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from softsm.isa.async_copy import global_view, groups, observe, start
+from softsm.isa.copying import global_view, groups, observe, start
 from softsm.isa.mbarriers import (
     Issuer,
     barrier_at,

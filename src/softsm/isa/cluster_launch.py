@@ -10,8 +10,8 @@ import struct
 
 import numpy as np
 
-from softsm.isa.async_copy import start
 from softsm.isa.bulk_copy import COMPLETE_TX, destinations
+from softsm.isa.copying import start
 from softsm.isa.mbarriers import Issuer, lanes, set_predicate, shared_address, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target

@@ -77,9 +77,9 @@ def located(w, function, *args):
     try:
         return function(*args)
     except Fault as error:
-        if "PTX line" in str(error):
+        if error.placed:
             raise
-        raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
+        raise w.fault(error.code, error.message) from None
 
 
 def shared_bytes(w, address: int, size: int, what: str, align: int = 16):
@@ -308,7 +308,7 @@ def do_arrive(w, mask, o):
             else:
                 token = barrier.arrive(count, who, no_complete=o.no_complete, **how)
         except Fault as error:
-            raise w.fault(error.code, str(error).split(": ", 1)[-1]) from None
+            raise w.fault(error.code, error.message) from None
         if o.state is not None:
             w.Q[o.state, lane] = token
 

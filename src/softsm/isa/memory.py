@@ -11,6 +11,8 @@ import numpy as np
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import SEEN
+from softsm.errors import Fault
+from softsm.isa import bulk_copy
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Sink, Symbol, Vector
@@ -139,9 +141,7 @@ def ld(asm, ins):
 @lowers("st")
 def st(asm, ins):
     if ins.modifiers[:1] == ("async",):
-        from softsm.isa.async_copy import st_async
-
-        return st_async(asm, ins)
+        return bulk_copy.store_async(asm, ins, ins.modifiers[1:], None)
     space, named, count, type_ = split(asm, ins)
     if named.startswith("param") or named == "const":
         if not (isinstance(ins.operands[0].base, Symbol) and ins.operands[0].base.name in asm.local_variables):
@@ -186,9 +186,7 @@ PACKED = ("f16", "bf16", "f16x2", "bf16x2", "b16")
 @lowers("atom", "red")
 def atom(asm, ins):
     if "async" in ins.modifiers:
-        from softsm.isa.async_copy import red_async
-
-        return red_async(asm, ins)
+        return bulk_copy.reduce_async(asm, ins)
     space, op, type_, count = ln.GENERIC, None, None, 1
     for m in ins.modifiers:
         if m in SPACES:
@@ -307,10 +305,10 @@ def locate(
             same = new is not None and np.array_equal(there, new)
             w.machine.checker.global_access(w, address, address + size, access != "load", strong, lane, same)
         return there
-    except Exception as error:
-        if "PTX line" in str(error):
+    except Fault as error:
+        if error.placed:
             raise
-        raise w.fault(getattr(error, "code", "out-of-bounds"), str(error).split(": ", 1)[-1]) from None
+        raise w.fault(error.code, error.message) from None
 
 
 SPACE_OF = {pg.OP_LDG: ln.GLOBAL, pg.OP_STG: ln.GLOBAL, pg.OP_LDS: ln.SHARED, pg.OP_STS: ln.SHARED,

@@ -1,9 +1,5 @@
 """Recording what a launch does: slices on the tracks of warps and engines, waits, arrivals, tensor memory, buffers.
 
-    with recording() as recorder:
-        kernel[grid](...)
-    recorder.slices, recorder.flows, recorder.barriers, ...
-
 A machine that records (report/recording_machine.py) is a subclass, chosen when a launch begins: a launch that is not
 recorded runs no other code. This file holds what is recorded.
 
@@ -15,15 +11,12 @@ it waits for has arrived. The picture shows who waits for whom; it does not pred
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from softsm.engine.asynchrony import AsyncOp
-from softsm.engine.launch import options
 
 COPY_LATENCY, COPY_RATE = 300, 64  # ticks, bytes a tick
 MACS = {"tcgen05.mma": 4096, "wgmma": 2048}  # multiply-adds of 16-bit elements a tick
@@ -145,13 +138,6 @@ class Recorder:
         self.named: set[int] = set()  # launches whose source names roles
         self.dropped = 0
 
-    @property
-    def machine(self) -> type:
-        """The class of machines that record here."""
-        from softsm.report.recording_machine import RecordingMachine
-
-        return RecordingMachine
-
     def add(self, track: Track, name: str, start: int, end: int, kind: str, **details) -> int:
         if track.cta >= MAX_CTAS or len(self.slices) >= MAX_SLICES:
             self.dropped += 1
@@ -212,11 +198,3 @@ def volume(op: AsyncOp) -> int:
         if total:
             return total
     return 0
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
-    """Launches inside are recorded."""
-    recorder = Recorder()
-    with options(recorder=recorder):
-        yield recorder

@@ -1,13 +1,20 @@
 """The machine that records: as engine/scheduler.py's, and after each macro-operation it notes what happened.
 
+    with recording() as recorder:
+        kernel[grid](...)
+    recorder.slices, recorder.flows, recorder.barriers, ...
+
 The clocks and the cost of operations are those described in report/recording.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.launch import options
 from softsm.engine.scheduler import Machine
 from softsm.errors import Fault
 from softsm.memory import swizzle
@@ -472,3 +479,11 @@ def engine_track(machine: RecordingMachine, op: AsyncOp) -> Track:
 def clock_group(machine: RecordingMachine, warp) -> list[Clock]:
     first = warp.index & ~3
     return [machine.warp_clock(w) for w in warp.cta.warps[first : first + 4]]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Launches inside are recorded."""
+    recorder = Recorder()
+    with options(recorder=recorder, machine=RecordingMachine):
+        yield recorder

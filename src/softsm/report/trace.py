@@ -16,7 +16,8 @@ from softsm.checks.checking import checking
 from softsm.errors import SoftsmError
 from softsm.report.diagnostics import Report
 from softsm.report.page import page
-from softsm.report.recording import Recorder, recording
+from softsm.report.recording import Recorder
+from softsm.report.recording_machine import recording
 
 PAGE, TIMELINE = "report.html", "timeline.perfetto-trace"
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from softsm.triton_driver import cuda_graph, cuda_random
-
-if TYPE_CHECKING:
-    from softsm.triton_driver.install import Use
+from softsm.triton_driver.in_use import ARCHITECTURES, InUse, Patches
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -130,12 +127,11 @@ class Device(contextlib.nullcontext):
 class CudaShim:
     """Installed when made; `remove` takes it away."""
 
-    def __init__(self, use: Use):
+    def __init__(self, use: InUse):
         if torch.cuda.is_available():
             raise RuntimeError(
                 "cuda_shim: CUDA is available here, so device='cuda' means the GPU; use CPU tensors"
             )
-        from softsm.triton_driver.install import ARCHITECTURES, Patches
         from softsm.triton_driver.runtime import Event
 
         number = ARCHITECTURES[use.arch]

@@ -8,7 +8,7 @@ import sys
 import warnings
 from importlib.abc import MetaPathFinder
 
-from softsm.triton_driver import install
+from softsm.triton_driver import in_use, install
 
 _entered = False
 
@@ -20,8 +20,8 @@ def enter() -> None:
         return
     _entered = True
     arch = os.environ["SOFTSM"]
-    if arch not in install.ARCHITECTURES:
-        raise ValueError(f"SOFTSM: got {arch!r}, accepted are {', '.join(install.ARCHITECTURES)}")
+    if arch not in in_use.ARCHITECTURES:
+        raise ValueError(f"SOFTSM: got {arch!r}, accepted are {', '.join(in_use.ARCHITECTURES)}")
     import torch
 
     shim = not torch.cuda.is_available()

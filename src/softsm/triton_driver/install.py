@@ -9,52 +9,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from softsm.triton_driver import in_use
+from softsm.triton_driver.in_use import ARCHITECTURES, DEFAULT_SMS, InUse, Patches, current
+
 if TYPE_CHECKING:
     from softsm.triton_driver.cuda_shim import CudaShim
 
-ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100}
-DEFAULT_ARCH = "sm_100a"
-DEFAULT_SMS = 4
-
-_stack: list[Use] = []  # of one thread
 _guests: set[Use] = set()  # of the other threads
 _ended: set[Use] = set()  # stopped while there were guests
 _lock = threading.RLock()
 
 
-def current() -> Use | None:
-    """The innermost use, or None."""
-    return _stack[-1] if _stack else None
-
-
-def active_arch() -> str | None:
-    """The architecture softsm plays now, or None when it is not in use."""
-    state = current()
-    return state.arch if state else None
-
-
-class Patches:
-    """Attributes set for a while. `undo` puts back what was there, or nothing where nothing was."""
-
-    _absent = object()
-
-    def __init__(self) -> None:
-        self._done: list[tuple[object, str, object]] = []
-
-    def set(self, owner: object, name: str, value: object) -> None:
-        self._done.append((owner, name, vars(owner).get(name, self._absent)))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        for owner, name, old in reversed(self._done):
-            if old is self._absent:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
-        self._done.clear()
-
-
-class Use:
+class Use(InUse):
     """softsm in use. As a context manager it ends with the block, else with `stop()` or the process."""
 
     def __init__(self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, register: bool = True):
@@ -62,7 +28,7 @@ class Use:
             raise ValueError(f"arch: got {arch!r}, accepted are {', '.join(ARCHITECTURES)}")
         if not isinstance(sms, int) or sms < 1:
             raise ValueError(f"sms: got {sms!r}, accepted is a positive int")
-        self.arch, self.sms = arch, sms
+        super().__init__(arch, sms)
         with _lock:
             self._begin(register, cuda_shim)
 
@@ -80,12 +46,12 @@ class Use:
             self.shimmed = outer.shimmed
             _guests.add(self)
             return
-        self.shimmed: bool = cuda_shim or (outer is not None and outer.shimmed)
+        self.shimmed = cuda_shim or (outer is not None and outer.shimmed)
         self._patches = Patches()
         self._registry: tuple | None = None
         self._driver: tuple | None = None
         self._shim: CudaShim | None = None
-        _stack.append(self)
+        in_use.stack.append(self)
         try:
             self._install(register, cuda_shim and not (outer is not None and outer.shimmed))
         except BaseException:
@@ -105,7 +71,7 @@ class Use:
         # exactly one backend and one driver may answer for "cuda"
         self._patches.set(nvidia_compiler.CUDABackend, "supports_target", staticmethod(lambda target: False))
         self._patches.set(nvidia_driver.CudaDriver, "is_active", staticmethod(lambda: False))
-        if len(_stack) == 1:
+        if len(in_use.stack) == 1:
             from softsm.triton_driver import pointers
 
             self._patches.set(torch.Tensor, "data_ptr", pointers.tracking(torch.Tensor.data_ptr))
@@ -142,18 +108,18 @@ class Use:
         with _lock:
             if self in _guests:
                 _guests.remove(self)
-            elif _guests and self in _stack:
+            elif _guests and self in in_use.stack:
                 _ended.add(self)
             else:
                 self._remove()
-            while not _guests and _stack and _stack[-1] in _ended:
-                _stack[-1]._remove()
+            while not _guests and in_use.stack and in_use.stack[-1] in _ended:
+                in_use.stack[-1]._remove()
 
     def _remove(self) -> None:
-        if self not in _stack:
+        if self not in in_use.stack:
             return
-        while _stack[-1] is not self:
-            _stack[-1]._remove()
+        while in_use.stack[-1] is not self:
+            in_use.stack[-1]._remove()
         if self._driver is not None:
             driver, before = self._driver
             driver._active = before
@@ -166,7 +132,7 @@ class Use:
         self._patches.undo()
         if self._shim is not None:
             self._shim.remove()
-        _stack.remove(self)
+        in_use.stack.remove(self)
         _ended.discard(self)
 
     def __enter__(self) -> Use:

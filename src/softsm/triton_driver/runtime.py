@@ -14,7 +14,7 @@ from triton.runtime import _allocation
 
 from softsm.engine import launch as engine
 from softsm.memory.global_memory import GlobalMemory
-from softsm.triton_driver import cuda_graph, install, packing, pointers
+from softsm.triton_driver import cuda_graph, in_use, packing, pointers
 
 SHARED_PER_CTA = 232_448
 DEVICE_BASE = 10_000  # softsm's device numbers, one per target: caches never mix with a real GPU's
@@ -74,9 +74,9 @@ class Launcher:
 
 
 def _sms() -> int:
-    state = install.current()
+    state = in_use.current()
     return (
-        state.sms if state is not None else install.DEFAULT_SMS
+        state.sms if state is not None else in_use.DEFAULT_SMS
     )  # a compiled kernel kept beyond softsm's time
 
 
@@ -121,7 +121,7 @@ class Event:
 
 def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
     """What `do_bench` is while softsm is in use: one call, timed. Repeating would cost minutes and mean nothing."""
-    if install.current() is None:  # an autotuner kept this function beyond softsm's time
+    if in_use.current() is None:  # an autotuner kept this function beyond softsm's time
         import triton.testing
 
         return triton.testing.do_bench(call, *args, quantiles=quantiles, return_mode=return_mode)
@@ -171,15 +171,15 @@ class SoftsmDriver(DriverBase):
     """Derived from DriverBase: GPUDriver would bind torch.cuda when it is made."""
 
     def __init__(self, arch: str | None = None, sms: int | None = None):
-        self.arch = arch or install.active_arch() or install.DEFAULT_ARCH
-        self.number = install.ARCHITECTURES[self.arch]
+        self.arch = arch or in_use.active_arch() or in_use.DEFAULT_ARCH
+        self.number = in_use.ARCHITECTURES[self.arch]
         self.sms = sms or _sms()
         self.utils = Utils(self)
         self.launcher_cls = Launcher
 
     @staticmethod
     def is_active() -> bool:
-        return install.current() is not None
+        return in_use.current() is not None
 
     def get_current_device(self) -> int:
         return DEVICE_BASE + self.number
@@ -197,7 +197,7 @@ class SoftsmDriver(DriverBase):
         return GPUTarget("cuda", self.number, 32)
 
     def get_active_torch_device(self) -> torch.device:
-        state = install.current()
+        state = in_use.current()
         return torch.device("cuda", 0) if state is not None and state.shimmed else torch.device("cpu")
 
     def get_device_interface(self):

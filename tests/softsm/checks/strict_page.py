@@ -81,7 +81,7 @@ def target_of(name: str) -> str:
 
 
 def active() -> str:
-    return softsm.triton_driver.install.active_arch() or "sm_100a"
+    return softsm.active_arch() or "sm_100a"
 
 
 def kernels(collector: Collector) -> None:

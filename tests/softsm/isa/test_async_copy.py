@@ -7,7 +7,7 @@ from launching import ptx, run, store, wait, words
 
 import softsm.engine.launch as engine
 from softsm.errors import Fault, Unsupported
-from softsm.isa.async_copy import Groups
+from softsm.isa.copying import Groups
 
 DATA = ".shared .align 16 .b8 bar[16]; .shared .align 128 .b8 data[2048];"
 RNG = np.random.default_rng(3)
