@@ -13,8 +13,8 @@ import numpy as np
 
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, AsyncOp, Blocked, Waitable
-from softsm.engine.stall import StallWatch
-from softsm.errors import Deadlock, Fault, StepBudget
+from softsm.engine.deadlock import DeadlockWatch
+from softsm.errors import Fault, StepBudget
 
 QUANTUM = 20_000
 TURN = 512
@@ -166,9 +166,7 @@ class Machine:
         self.shuffle = options.order == "random"
         self.steps = 0
         self.clock = 0  # the last reading of %clock or %globaltimer
-        self.writes = 0
-        self.seen_writes = -1
-        self.timed_out_at = -1
+        self.writes = 0  # changes of memory and barriers that have been counted so far
         self.live: list[Cta] = []
         self.output: list[str] = []
         self.current: Warp | None = None
@@ -177,6 +175,7 @@ class Machine:
         # Triton stores what a whole CTA computes alike by the first warp, and lets all warps load it: in step the
         # others have read before it writes. 'eager' plays that: the first warp starts last, and stays last at barriers.
         self.in_step = options.order == "eager" and (options.checks is None or not options.checks.races)
+        self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.launch_rows = kernel.launch_rows(self)
         self.macro_at = kernel.macro_at
@@ -252,17 +251,15 @@ class Machine:
     def run(self) -> None:
         self.admit()
         ready, engine = self.ready, self.engine
-        watch = StallWatch(self)
+        watch = self.watch
         while self.live:
-            if watch.turn():
-                self.deadlock("every warp that runs only polls, and no memory changes")
+            watch.turn()
             if not ready:
                 if engine.pending:
                     engine.complete_awaited(self.awaited())
                     continue
-                if self.time_out():
-                    continue
-                self.deadlock("no warp can go on")
+                watch.time_out()
+                continue
             if self.shuffle:
                 if engine.pending and self.random.random() < 0.25:
                     engine.complete_random()
@@ -273,8 +270,8 @@ class Machine:
             if self.steps > self.options.budget:
                 used = f"{self.steps} warp instructions used (budget {self.options.budget})"
                 raise StepBudget(f"{used}; last at {warp.where()}")
-            if warp.spins > 1 and self.all_spinning():
-                self.nothing_changes()
+            if warp.spins > 1:
+                watch.spinning()
         engine.drain()
 
     def awaited(self) -> set[int]:
@@ -329,7 +326,7 @@ class Machine:
             elif status != pg.QUANTUM:
                 self.kernel.memory_event(self, warp, fragment, status, lanes)
             if quantum <= 0:
-                self.quantum_used(warp)
+                self.watch.quantum_used(warp)
                 return
 
     def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
@@ -430,7 +427,7 @@ class Machine:
         """The launch is over, or has failed: nothing in here is part of a circle any more."""
         for cta in self.live:
             cta.forget()
-        self.live, self.current = [], None
+        self.live, self.current, self.watch = [], None, None
         self.ready.clear()
         self.engine.pending.clear()
         for sm in self.sms:
@@ -438,91 +435,3 @@ class Machine:
         if self.checker is not None:
             self.checker.close()
             self.checker = self.engine.checker = None
-
-    # ---- when nothing moves ------------------------------------------------------------------------------------
-
-    def time_out(self) -> bool:
-        """No warp can run and nothing is in flight. A wait with a time limit (try_wait) may answer no, and what the
-        program does then may change something; if it did not since the last time, this is a deadlock."""
-        changes = sum(int(w.S[pg.S_WRITES]) for c in self.live for w in c.warps)
-        changes += self.writes + self.engine.completed
-        blocked = (f for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None)
-        late = [f for f in blocked if f.blocked.limited]
-        if changes == self.timed_out_at or not late:
-            return False
-        self.timed_out_at = changes
-        for f in late:
-            f.blocked.on.waiters.remove(f)
-            f.timed_out = True
-            f.unblock()
-        return True
-
-    def quantum_used(self, warp: Warp) -> None:
-        changes = int(warp.S[pg.S_WRITES])
-        if changes:
-            self.writes += changes
-            warp.S[pg.S_WRITES] = 0
-            warp.spins = 0
-        else:
-            warp.spins += 1
-        self.make_ready(warp)
-
-    def all_spinning(self) -> bool:
-        for w in self.ready:
-            self.writes += int(w.S[pg.S_WRITES])
-            w.S[pg.S_WRITES] = 0
-        changed = self.writes + self.engine.completed != self.seen_writes
-        self.seen_writes = self.writes + self.engine.completed
-        return not changed and all(w.spins > 1 for w in self.ready)
-
-    def nothing_changes(self) -> None:
-        """Every warp that can run has used up whole quanta without any memory changing."""
-        if self.engine.pending:
-            self.engine.complete_awaited(self.awaited())
-            for w in self.ready:
-                w.spins = 0
-            return
-        if all(self.polls(w) for w in self.ready):
-            self.deadlock("every warp that runs only polls, and no memory changes")
-        for w in self.ready:
-            w.spins = 0
-
-    def polls(self, warp: Warp) -> bool:
-        """Do all fragments of the warp that can run come back to where they are, with the same registers?"""
-        able = [f for f in warp.fragments if f.blocked is None and not f.parked]
-        return bool(able) and all(self.comes_back(warp, f) for f in able)
-
-    def comes_back(self, warp: Warp, f: Fragment) -> bool:
-        """Run one loop of a fragment and compare. What it did on the way is done: it goes on from there."""
-        before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
-        start, writes = f.pc, self.writes
-        warp.fragment = f
-        for _ in range(4096):
-            status, pc, mask, lanes, steps = self.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, False)
-            self.steps += steps
-            if mask != f.mask:  # lanes exit: not here, where nobody looks after them
-                f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
-                return False
-            f.pc = warp.pc = pc
-            if status == pg.MACRO:
-                self.macro(warp, f, pc, lanes)
-                if f.blocked is not None or f.parked:
-                    return False
-            elif status == pg.SLOW_MEMORY:
-                self.kernel.memory_event(self, warp, f, status, lanes)
-            elif status != pg.QUANTUM:
-                return False
-            if f.pc == start:
-                now = warp.R, warp.Q, warp.P
-                same = all(np.array_equal(a, b) for a, b in zip(before, now))
-                return same and not warp.S[pg.S_WRITES] and self.writes == writes
-        return False
-
-    def deadlock(self, why: str) -> None:
-        from softsm.report.deadlock import describe, findings
-
-        if self.options.checks is not None:
-            for diagnostic in findings(self):
-                self.options.checks.report.add(diagnostic)
-        raise Deadlock(describe(self, why))
-

@@ -1,0 +1,189 @@
+"""Deadlock detection: when nothing will ever change again.
+
+There are three ways to stand still, and each is looked for where it shows:
+
+* every warp is blocked and nothing is in flight (`time_out`; a wait with a time limit may answer no first);
+* every warp that can run polls by itself: it uses whole quanta without any memory changing and comes back to where it
+  was with the same registers (`spinning`);
+* warps poll together: those of a CTA ask for a flag, meet at a bar.sync, and ask again (`turn`). No single warp of them
+  comes back to where it was without the others, and each round stores to shared memory, so this is looked for in the
+  machine as a whole: registers, program counters and memory, after the same number of turns the same as before. The
+  first look comes after PATIENCE turns in which no asynchronous operation completes and no warp exits, each later one
+  after twice as many. While it lasts warps have their turns in order, so that a state that comes back comes back for
+  ever.
+
+What a deadlock looks like in words is report/deadlock.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NoReturn
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.errors import Deadlock
+from softsm.report import deadlock as report
+
+PATIENCE = 4096  # turns of warps
+ROUND = 256  # at most so many turns make a round
+POLLING = "every warp that runs only polls, and no memory changes"
+
+
+class DeadlockWatch:
+    def __init__(self, machine) -> None:
+        self.machine = machine
+        self.timed_out_at = -1  # changes of memory when waits with a time limit were last told so
+        self.seen_writes = -1  # changes of memory when somebody last used up several quanta
+        self.turns, self.progress = 0, 0
+        self.next = PATIENCE
+        self.shuffle = machine.shuffle
+        self.seen: dict[int, int] = {}  # fingerprint -> turn
+        self.due = 0  # the turn at which a round is over, and the machine must look as it did
+        self.expected: tuple[int, int] = (0, 0)
+
+    def found(self, why: str) -> NoReturn:
+        machine = self.machine
+        if machine.options.checks is not None:
+            for diagnostic in report.findings(machine):
+                machine.options.checks.report.add(diagnostic)
+        raise Deadlock(report.describe(machine, why))
+
+    # ---- everybody is blocked ----------------------------------------------------------------------------------
+
+    def time_out(self) -> None:
+        """No warp can run and nothing is in flight. A wait with a time limit (try_wait) may answer no, and what the
+        program does then may change something; if it did not since the last time, this is a deadlock."""
+        machine = self.machine
+        changes = sum(int(w.S[pg.S_WRITES]) for c in machine.live for w in c.warps)
+        changes += machine.writes + machine.engine.completed
+        blocked = (f for c in machine.live for w in c.warps for f in w.fragments if f.blocked is not None)
+        late = [f for f in blocked if f.blocked.limited]
+        if changes == self.timed_out_at or not late:
+            self.found("no warp can go on")
+        self.timed_out_at = changes
+        for f in late:
+            f.blocked.on.waiters.remove(f)
+            f.timed_out = True
+            f.unblock()
+
+    # ---- warps that poll, each by itself -----------------------------------------------------------------------
+
+    def quantum_used(self, warp) -> None:
+        """A warp has run for a whole quantum."""
+        changes = int(warp.S[pg.S_WRITES])
+        if changes:
+            self.machine.writes += changes
+            warp.S[pg.S_WRITES] = 0
+            warp.spins = 0
+        else:
+            warp.spins += 1
+        self.machine.make_ready(warp)
+
+    def spinning(self) -> None:
+        """A warp has used up whole quanta without any memory changing: do all that can run?"""
+        machine, engine = self.machine, self.machine.engine
+        for w in machine.ready:
+            machine.writes += int(w.S[pg.S_WRITES])
+            w.S[pg.S_WRITES] = 0
+        changes = machine.writes + engine.completed
+        before, self.seen_writes = self.seen_writes, changes
+        if changes != before or not all(w.spins > 1 for w in machine.ready):
+            return
+        if engine.pending:
+            engine.complete_awaited(machine.awaited())
+        elif all(self.polls(w) for w in machine.ready):
+            self.found(POLLING)
+        for w in machine.ready:
+            w.spins = 0
+
+    def polls(self, warp) -> bool:
+        """Do all fragments of the warp that can run come back to where they are, with the same registers?"""
+        able = [f for f in warp.fragments if f.blocked is None and not f.parked]
+        return bool(able) and all(self.comes_back(warp, f) for f in able)
+
+    def comes_back(self, warp, f) -> bool:
+        """Run one loop of a fragment and compare. What it did on the way is done: it goes on from there."""
+        machine = self.machine
+        before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
+        start, writes = f.pc, machine.writes
+        warp.fragment = f
+        for _ in range(4096):
+            status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, False)
+            machine.steps += steps
+            if mask != f.mask:  # lanes exit: not here, where nobody looks after them
+                f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
+                return False
+            f.pc = warp.pc = pc
+            if status == pg.MACRO:
+                machine.macro(warp, f, pc, lanes)
+                if f.blocked is not None or f.parked:
+                    return False
+            elif status == pg.SLOW_MEMORY:
+                machine.kernel.memory_event(machine, warp, f, status, lanes)
+            elif status != pg.QUANTUM:
+                return False
+            if f.pc == start:
+                now = warp.R, warp.Q, warp.P
+                same = all(np.array_equal(a, b) for a, b in zip(before, now))
+                return same and not warp.S[pg.S_WRITES] and machine.writes == writes
+        return False
+
+    # ---- warps that poll together ------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One warp has its turn."""
+        self.turns += 1
+        engine = self.machine.engine
+        progress = engine.completed + self.machine.exits
+        if progress != self.progress:
+            self.turns, self.progress = 0, progress
+            self.look_later(PATIENCE)
+        if self.turns < self.next:
+            return
+        if engine.pending:  # whoever waits for it has waited long enough
+            engine.complete_awaited(self.machine.awaited())
+        else:
+            self.look()
+
+    def look_later(self, turn: int) -> None:
+        self.next, self.due = turn, 0
+        self.seen.clear()
+        self.machine.shuffle = self.shuffle
+
+    def look(self) -> None:
+        self.machine.shuffle = False
+        state = self.fingerprint()
+        if self.due:
+            if self.turns < self.due:
+                return
+            self.due = 0
+            if (state, self.memory()) == self.expected:
+                self.found(POLLING)
+        elif state in self.seen:
+            self.due = self.turns + self.turns - self.seen[state]
+            self.expected = state, self.memory()
+            self.seen.clear()
+            return
+        self.seen[state] = self.turns
+        if len(self.seen) > ROUND:
+            self.look_later(2 * self.turns)
+
+    def fingerprint(self) -> int:
+        """Registers, program counters and shared memory of everybody, and whose turn it is."""
+        value = zlib.crc32(repr([id(w) for w in self.machine.ready]).encode())
+        for cta in self.machine.live:
+            value = zlib.crc32(cta.shared, value)
+            for w in cta.warps:
+                places = [(f.pc, f.mask, f.parked, f.blocked is not None) for f in w.fragments]
+                value = zlib.crc32(repr(places).encode(), value)
+                for registers in (w.R, w.Q, w.P):
+                    value = zlib.crc32(registers, value)
+        return value
+
+    def memory(self) -> int:
+        value = self.machine.left
+        for allocation in self.machine.global_memory.allocations:
+            value = zlib.crc32(allocation.bytes, value)
+        return value
