@@ -20,7 +20,7 @@ from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import dsv4
-from dsv4 import cpu
+from dsv4.fmha import cpu
 
 LIMIT_GIB = 1.0  # extra memory of v4_attention for 4096 queries x 64 heads x 640 rows
 

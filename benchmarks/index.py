@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 import dsv4
-from dsv4 import compressor, dispatch, suites
+from dsv4 import suites
 from dsv4.bench import time_call
+from dsv4.compress import api as compressor
 from dsv4.reference import rope_table
+from dsv4.runtime import dispatch
 
 HEADS, DIMS, PAGE = 64, 128, 64
 # requests, queries of each, keys of each, topk

@@ -5,7 +5,7 @@
 Decode: batches of requests, each with so many tokens behind it, one token each per step. Their rows are random and were
 never computed: nothing here depends on what they hold. Three ways through the same model:
 
-    graph      dsv4.integrations.paged_model, a step is one CUDA graph
+    graph      dsv4.model.paged_model, a step is one CUDA graph
     no graph   the same step, launched operation by operation
     eager      transformers' own attention and cache
 
@@ -26,9 +26,9 @@ from rich.table import Table
 
 from dsv4 import suites
 from dsv4.bench import time_call
-from dsv4.integrations import paging
-from dsv4.integrations.paged_model import PagedModel
-from dsv4.integrations.step import CSA, HCA
+from dsv4.model import paging
+from dsv4.model.paged_model import PagedModel
+from dsv4.model.step import CSA, HCA
 
 SWA = "sliding_attention"
 LAYERS = [SWA, CSA, HCA, CSA, HCA]  # V4-Flash has 2 + 21 + 20

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from dsv4.integrations.paged_model import PagedModel
-from dsv4.integrations.serving import Serving
+from dsv4.model.paged_model import PagedModel
+from dsv4.model.serving import Serving
 
 ARRIVALS = {0: {"a": (45, 12), "b": (10, 6)}, 2: {"c": (70, 4)}, 3: {"d": (60, 5)}}  # step: name: (prompt, new tokens)
 

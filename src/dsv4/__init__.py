@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 # bare installation can still be looked at.
 if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.caches import Fp8Cache
-    from dsv4.compressor import compress
-    from dsv4.fmha import fmha, fmha_paged, fmha_varlen
-    from dsv4.indexer import index_topk
+    from dsv4.compress.api import compress
+    from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
+    from dsv4.index.api import index_topk
     from dsv4.merge import merge_states
-    from dsv4.plan import Plan, plan, warmup
-    from dsv4.v4 import v4_attention
+    from dsv4.runtime.plan import Plan, plan, warmup
+    from dsv4.v4.api import v4_attention
 
 __version__ = "0.1.0"
 __all__ = [

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dsv4
-from dsv4 import problem
-from dsv4.kernels import aot as launcher
-from dsv4.kernels.sm90 import fmha as hopper
+from dsv4.fmha import problem
+from dsv4.kernels.sm90.fmha import entry as hopper
+from dsv4.runtime import aot as launcher
 
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4 import checks, dispatch
+from dsv4.runtime import checks, dispatch
 
 HEAD_DIM = 512
 NOPE = 448  # values stored as e4m3

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks
-from dsv4.fmha import fmha, fmha_paged, fmha_varlen
+from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
 from dsv4.merge import merge_states
-from dsv4.v4 import v4_attention
+from dsv4.runtime import checks
+from dsv4.v4.api import v4_attention
 
 OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
 ORDERS = ("zigzag", "contiguous")

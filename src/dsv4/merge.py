@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks
+from dsv4.runtime import checks
 
 
 def merge_states(

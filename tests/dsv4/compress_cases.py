@@ -6,7 +6,7 @@ from test_compressor import KINDS, by_hand, inputs
 import dsv4
 import softsm
 from dsv4 import Fp8Cache
-from dsv4.kernels.shared import compress_launch
+from dsv4.kernels.shared.compress import prepare as compress_launch
 
 BOUND = 5e-6  # as for the torch code: fp32 throughout
 

@@ -4,7 +4,7 @@ import torch
 
 import dsv4
 import softsm
-from dsv4 import cpu_index
+from dsv4.index import cpu as cpu_index
 
 NAN = float("nan")
 

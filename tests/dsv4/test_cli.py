@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import dsv4
-from dsv4 import dispatch
 from dsv4.cli import app
 from dsv4.commands import demo, doctor
+from dsv4.runtime import dispatch
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import torch
 import dsv4
 from dsv4 import suites
 from dsv4.commands.compile import problems
-from dsv4.kernels import aot
 from dsv4.kernels.compat import TRITON_VERSION
+from dsv4.runtime import aot
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """What head dims 128 and 512 need for paged decode, with split keys."""
-    from dsv4.kernels.sm90 import fmha
+    from dsv4.kernels.sm90.fmha import entry as fmha
 
     directory = tmp_path_factory.mktemp("aot")
     for head_dim in (128, 512):
@@ -56,7 +56,7 @@ def test_the_same_bits_as_launched_by_triton(compiled, head_dim):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A directory with the kernel of two CTAs, which Triton 3.9 compiles: made here, or carried here."""
-    from dsv4.kernels.sm90 import fmha
+    from dsv4.kernels.sm90.fmha import entry as fmha
 
     p = next(problems(512, "bf16", "dense", "prefill"))
     with aot.collecting() as launches:

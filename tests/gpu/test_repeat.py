@@ -1,11 +1,13 @@
-"""Calls that repeat the launches of an earlier one (dsv4.repeat), on a GPU: the bits of the long way."""
+"""Calls that repeat the launches of an earlier one (dsv4.runtime.repeat), on a GPU: the bits of the long way."""
 
 import pytest
 import torch
 
 import dsv4
-from dsv4 import ops, repeat, suites
+from dsv4 import suites
 from dsv4.integrations.flash_mla import flash_mla_with_kvcache
+from dsv4.runtime import operators as ops
+from dsv4.runtime import repeat
 
 pytestmark = [
     pytest.mark.gpu,

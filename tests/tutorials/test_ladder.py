@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4 import dispatch
+from dsv4.runtime import dispatch
 
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the chapters are written for triton >= 3.9", allow_module_level=True)

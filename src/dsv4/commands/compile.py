@@ -13,10 +13,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import checks, dispatch, problem, v4_problem
 from dsv4.caches import Fp8Cache
-from dsv4.problem import FmhaProblem
-from dsv4.v4_problem import V4Problem
+from dsv4.fmha import problem
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.runtime import checks, dispatch
+from dsv4.v4 import problem as v4_problem
+from dsv4.v4.problem import V4Problem
 
 from . import show
 
@@ -60,8 +62,8 @@ def compile(  # noqa: A001 - the command's name
 
 
 def _compile_one(wanted: tuple, page_size: int, out: Path, arch: str) -> list[Path]:
-    from dsv4.kernels import aot
     from dsv4.kernels.compat import TRITON_VERSION
+    from dsv4.runtime import aot
 
     paths: dict[str, Path] = {}
     found = problems(*wanted, page_size) if len(wanted) == 4 else v4_problems(*wanted)

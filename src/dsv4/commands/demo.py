@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4 import dispatch, suites
+from dsv4 import suites
+from dsv4.runtime import dispatch
 from dsv4.suites import Case, Result, Where
 from dsv4.suites.fmha_cases import dense, paged, varlen, with_sink
 from dsv4.suites.v4_cases import batch, step

@@ -18,7 +18,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4 import dispatch, suites
+from dsv4 import suites
+from dsv4.runtime import dispatch
 from dsv4.suites import Where
 
 from . import show

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import checks, problem
+from dsv4.fmha import problem
+from dsv4.runtime import checks
 
 from . import show
 from .compile import v4_small
@@ -113,8 +114,8 @@ def launch_of(
     head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Any, list, dict]:
     """(kernel, arguments, compile-time constants) as a call would launch it; nothing runs."""
-    from dsv4.kernels import aot
-    from dsv4.kernels.sm100 import fmha
+    from dsv4.kernels.sm100.fmha import entry as fmha
+    from dsv4.runtime import aot
 
     q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
     if how in ("rows", "pair"):
@@ -132,8 +133,8 @@ def launch_of(
 
 def v4_launch_of(heads: int, rows: str, named: str) -> tuple[Any, list, dict]:
     """(kernel, arguments, compile-time constants) of V4 attention; nothing runs."""
-    from dsv4.kernels import aot
-    from dsv4.kernels.sm100 import v4
+    from dsv4.kernels.sm100.v4 import entry as v4
+    from dsv4.runtime import aot
 
     with aot.collecting() as launches:
         v4.forward(v4_small(rows, named, heads=heads))
@@ -145,8 +146,8 @@ def v4_line(heads: int, rows: str, named: str) -> str:
 
 
 def compiled_cells(launch: tuple[Any, list, dict]) -> str:
-    from dsv4.kernels import aot
     from dsv4.kernels.figures import figures
+    from dsv4.runtime import aot
 
     started = time.perf_counter()
     compiled = aot.compile_kernel(*launch, capability=100)

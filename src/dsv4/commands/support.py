@@ -18,8 +18,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4 import checks, dispatch, problem, v4_problem
 from dsv4.caches import Fp8Cache
+from dsv4.fmha import problem
+from dsv4.runtime import checks, dispatch
+from dsv4.v4 import problem as v4_problem
 
 BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
 END = "<!-- end of support matrix -->"

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks, problem
-from dsv4.fmha import fmha, fmha_paged, fmha_varlen
+from dsv4.fmha import problem
+from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
 from dsv4.integrations.naming import named
+from dsv4.runtime import checks
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks, repeat
 from dsv4.caches import HEAD_DIM, ROW_BYTES, Fp8Cache
-from dsv4.fmha import fmha_paged
+from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
-from dsv4.v4 import v4_attention
-from dsv4.v4_problem import Pool
+from dsv4.runtime import checks, repeat
+from dsv4.v4.api import v4_attention
+from dsv4.v4.problem import Pool
 
 FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 # of arguments, here and in dsv4.v4_attention

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks
-from dsv4.v4 import v4_attention
+from dsv4.runtime import checks
+from dsv4.v4.api import v4_attention
 
 NAME = "dsv4"
 _LAYER = threading.local()  # .now: the Layer whose forward runs in this thread

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import checks
 from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from dsv4.runtime import checks
 
 NAME = "dsv4_dense"
 ASKED = 4096  # queries that the model's rule is asked about; of more, every so many

@@ -60,7 +60,7 @@ def test_a_batch_and_float16_and_strides(arch):
 def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
     """Pieces of 256 items: 900 rows take two rounds, more for wide lists."""
     monkeypatch.setattr(PLAN, "INDEX_PIECE", 256)
-    monkeypatch.setattr("dsv4.kernels.shared.index_launch.INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.kernels.shared.index.scores.prepare.INDEX_PIECE", 256)
     g = torch.Generator().manual_seed(topk)
     scores = {
         "random": torch.randn(900, generator=g),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.sm100.fmha import tiling
+from dsv4.kernels.sm100.fmha.entry import tiling
 
 FLOPS_PER_CLOCK = 8192
 EXPONENTIALS_PER_CLOCK = 16

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import dsv4
 import softsm
-from dsv4 import dispatch, reference, suites
+from dsv4 import reference, suites
+from dsv4.runtime import checks, dispatch
 from dsv4.suites import Case, Draw, Where, run_case
 from dsv4.suites.calls import Call
 from dsv4.suites.fmha_cases import dense, paged, varlen
@@ -30,7 +31,7 @@ from dsv4.suites.fmha_cases import dense, paged, varlen
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
-from dsv4.kernels.sm100 import fmha
+from dsv4.kernels.sm100.fmha import entry as fmha
 from softsm.engine.launch import options
 
 WHERE = Where("softsm", "sm_100a")
@@ -198,7 +199,7 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
     compiled(key)
     d, dtype, _, how = key
-    monkeypatch.setattr(dsv4.checks, "values_checked", lambda x: False)
+    monkeypatch.setattr(checks, "values_checked", lambda x: False)
     page = 5 if how == CELLS else how
     draw = Draw(page)
     q, (k, v) = draw.normal(3, 2, 2, d, dtype=dtype), (draw.normal(40, page, 1, d, dtype=dtype) for _ in "kv")
@@ -263,8 +264,8 @@ def test_bounds_that_are_none(window: tuple[int, int], compiled) -> None:
 
 def test_grids_are_checked() -> None:
     """Batches and splits that no grid holds are refused by name; nothing is launched."""
-    from dsv4 import problem
-    from dsv4.kernels import aot
+    from dsv4.fmha import problem
+    from dsv4.runtime import aot
 
     q, k = (torch.empty(1, n, 128, 64, dtype=BF16) for n in (1, 256))
     p = replace(problem.dense(q, k, k), out=q, num_splits=512)
@@ -316,8 +317,8 @@ SPILL_FREE = [(64, BF16, True, ROWS), (128, BF16, True, ROWS), (512, BF16, False
 def test_spills(key: tuple, compiled, monkeypatch) -> None:
     """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, and at head dims 64 and 128
     nothing in a main loop."""
-    from dsv4.kernels import aot
     from dsv4.kernels.figures import figures
+    from dsv4.runtime import aot
 
     compiled(key)
     kernels = []

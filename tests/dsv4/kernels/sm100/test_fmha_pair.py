@@ -12,13 +12,15 @@ from agreement import assert_agrees
 
 import dsv4
 import softsm
-from dsv4 import dispatch, problem, reference
+from dsv4 import reference
+from dsv4.fmha import problem
+from dsv4.runtime import dispatch
 
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
-from dsv4.kernels.shared import launch
-from dsv4.kernels.sm100 import fmha
+from dsv4.kernels.shared.fmha import prepare as launch
+from dsv4.kernels.sm100.fmha import entry as fmha
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ORDERS = [("eager", 0), ("latest", 0), *(("random", seed) for seed in range(4))]

@@ -15,13 +15,14 @@ from v4_on_blackwell import NAN, compare, fp8, numbers, plain, rows, run
 
 import dsv4
 import softsm
-from dsv4 import dispatch, reference, suites
+from dsv4 import reference, suites
+from dsv4.runtime import checks, dispatch
 
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
 from dsv4.commands import kernels
-from dsv4.kernels.shared import v4_launch
+from dsv4.kernels.shared.v4 import prepare as v4_launch
 
 SEED = 11
 WHERE = suites.Where("softsm", "sm_100a")
@@ -80,7 +81,7 @@ def test_a_growing_maximum_rescales_what_is_there():
 
 def test_bad_numbers_count_as_nothing(monkeypatch):
     """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
-    monkeypatch.setattr(dsv4.checks, "values_checked", lambda q: False)
+    monkeypatch.setattr(checks, "values_checked", lambda q: False)
     window = rows(64)
     listed = numbers(1, 64, of=64)
     arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30))

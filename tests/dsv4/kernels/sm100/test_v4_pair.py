@@ -13,13 +13,15 @@ import torch
 from v4_on_blackwell import NAN, compare, fp8, numbers, plain, rows, run
 
 import dsv4
-from dsv4 import dispatch, reference
+from dsv4 import reference
+from dsv4.runtime import dispatch
+from dsv4.v4 import problem
 
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
-from dsv4.kernels.shared import v4_launch
-from dsv4.kernels.sm100 import v4
+from dsv4.kernels.shared.v4 import prepare as v4_launch
+from dsv4.kernels.sm100.v4 import entry as v4
 
 SEED = 12
 ORDERS = ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))]
@@ -174,7 +176,7 @@ def test_other_problems_go_to_one_cta(monkeypatch):
     for heads, window, compressed in ((64, rows(9), None), (192, rows(9), None), (128, odd, None), (128, cache, odd),
                                       (128, rows(9), cache)):  # fmt: skip
         listed = dict(compressed_indices=numbers(1, 9, of=9)) if compressed is not None else {}
-        p = dsv4.v4_problem.build(
+        p = problem.build(
             torch.zeros(1, heads, 512).bfloat16(), window, numbers(1, 9, of=9), compressed=compressed, **listed
         )
         v4.forward(p)

@@ -9,8 +9,12 @@ import torch
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.kernels.shared import combine, launch
-from dsv4.kernels.sm90 import fmha, rows, rows_loop, wide
+from dsv4.fmha import problem
+from dsv4.kernels.shared import combine
+from dsv4.kernels.shared.fmha import prepare as launch
+from dsv4.kernels.sm90.fmha import entry as fmha
+from dsv4.kernels.sm90.fmha import rows, rows_loop, wide
+from dsv4.runtime import checks
 
 SEED = 7
 WHERE = suites.Where("softsm", "sm_90a")
@@ -73,7 +77,7 @@ def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
-    assert fmha.tiling(dsv4.problem.dense(q, k, v, causal=causal)).loop
+    assert fmha.tiling(problem.dense(q, k, v, causal=causal)).loop
     out = torch.full_like(q, float("nan"))
     with softsm.use("sm_90a"):
         _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
@@ -85,7 +89,7 @@ def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
 def test_every_head_dim_has_a_configuration():
     for d, tokens in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
         q = torch.empty(1, tokens, 1, d, dtype=torch.bfloat16)
-        c = fmha.tiling(dsv4.problem.dense(q, q, q))
+        c = fmha.tiling(problem.dense(q, q, q))
         assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
 
 
@@ -128,7 +132,7 @@ def test_no_slot_is_filled_before_all_have_seen_it(seed, same_kv):
 @pytest.mark.parametrize("page, head_dim", [(16, 128), (5, 128), pytest.param(16, 512, marks=pytest.mark.slow)])
 def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, monkeypatch):
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
-    monkeypatch.setattr(dsv4.checks, "values_checked", lambda x: False)
+    monkeypatch.setattr(checks, "values_checked", lambda x: False)
     q = torch.randn(3, 2, 2, head_dim).bfloat16()
     k, v = (torch.randn(40, page, 1, head_dim).bfloat16() for _ in "kv")
     pages = -(-200 // page)
@@ -193,10 +197,10 @@ def test_a_deterministic_tiling_does_not_depend_on_the_batch():
 
     cu = torch.zeros(2, dtype=torch.int32)
     for d in (64, 128, 256, 512):
-        one, many = tilings(lambda n, d=d: dsv4.problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3))
+        one, many = tilings(lambda n, d=d: problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3))
         assert one == many and not one.loop
         rows = torch.empty(600, 1, d, dtype=torch.bfloat16)
-        one, many = tilings(lambda n, r=rows: dsv4.problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
+        one, many = tilings(lambda n, r=rows: problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
         assert one == many
 
 

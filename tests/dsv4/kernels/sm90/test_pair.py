@@ -8,9 +8,10 @@ import torch
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.kernels import aot
+from dsv4.fmha import problem
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.kernels.sm90 import fmha
+from dsv4.kernels.sm90.fmha import entry as fmha
+from dsv4.runtime import aot
 
 clusters = pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="Triton before 3.9 compiles no clusters of CTAs")
 
@@ -52,13 +53,13 @@ def kernel_of(p):
 def test_it_is_taken_only_where_it_is_asked_for_and_serves(monkeypatch):
     q, k, v = draw(65, 10)
     one, two = ("fmha_wide", 1), ("fmha_pair", 2)
-    assert kernel_of(dsv4.problem.dense(q, k, v)) == two
-    assert kernel_of(dsv4.problem.dense(q, k, k)) == one  # k is v
-    assert kernel_of(dsv4.problem.dense(q[:, :64], k, v)) == one  # one tile of rows
+    assert kernel_of(problem.dense(q, k, v)) == two
+    assert kernel_of(problem.dense(q, k, k)) == one  # k is v
+    assert kernel_of(problem.dense(q[:, :64], k, v)) == one  # one tile of rows
     cu = torch.tensor([0, 65], dtype=torch.int32)
-    assert kernel_of(dsv4.problem.varlen(q[0], k[0], v[0], cu, cu, max_seqlen_q=65)) == one
+    assert kernel_of(problem.varlen(q[0], k[0], v[0], cu, cu, max_seqlen_q=65)) == one
     monkeypatch.setenv("DSV4_PAIR", "0")
-    assert kernel_of(dsv4.problem.dense(q, k, v)) == one
+    assert kernel_of(problem.dense(q, k, v)) == one
 
 
 def test_a_triton_without_clusters_is_refused_by_name(monkeypatch):

@@ -9,6 +9,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference, suites
+from dsv4.runtime import checks
 
 SEED = 11
 WHERE = suites.Where("softsm", "sm_90a")
@@ -80,7 +81,7 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
 
 def test_bad_numbers_count_as_nothing(monkeypatch):
     """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
-    monkeypatch.setattr(dsv4.checks, "values_checked", lambda q: False)
+    monkeypatch.setattr(checks, "values_checked", lambda q: False)
     window = rows(64)
     listed = numbers(1, 64, of=64)
     rope = (reference.rope_table(9, 64), torch.tensor([8]))  # of int64, as above: the same variant

@@ -1,0 +1,225 @@
+"""Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
+
+from types import NoneType
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+from torch import Tensor
+
+from dsv4.runtime import checks, repeat
+from dsv4.runtime import operators as ops
+from dsv4.runtime.plan import Plan
+
+Both = tuple[Tensor, Tensor]  # out, lse
+Result = Tensor | Both
+
+RULES = """
+
+    Per sequence with T queries and S keys, query head h reading KV head ``h // (Hq / Hkv)``::
+
+        s_ij = softmax_scale * (q_i . k_j)                 softmax_scale defaults to D ** -0.5
+        seen = i + S - T - left <= j <= i + S - T + right  window = (left, right), -1 = no bound; causal: right = 0
+        out_i = sum_seen e^(s_ij) v_j / (sum_seen e^(s_ij) + e^sink_h)
+        lse_i = log(sum_seen e^(s_ij))                     natural log, without the sink
+
+    Rules:
+        Head dim D is 64, 128, 256 or 512; Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and
+        float16 everywhere, float32 on the cpu backend. The last dimension has stride 1, all other strides are
+        honoured as they are.
+        sink: fp32 [Hq] logit with value 0; -inf = none, +inf = out 0.
+        A query that sees no key gives out 0 and lse -inf, whatever the sink.
+        Rows of k and v that no query of the sequence sees may hold NaN or inf; rows that are seen must be finite.
+        Forward only: an input that requires grad raises under grad mode.
+
+    Args:
+        causal, window: see above; both count from the bottom right corner.
+        return_lse: return ``(out, lse)``, lse in fp32.
+        out: write here (any strides but the last, which is 1; apart from the inputs) and return it.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs). With a plan and
+            out= nothing is allocated where strides are multiples of 16 bytes; tensors of others are copied.
+        deterministic: a sequence gives the same bits on every run and in every batch.
+        backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
+
+    Raises:
+        ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
+            a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page that
+            does not exist is not read.
+"""
+
+
+class Options(TypedDict, total=False):
+    """What the three functions share, for type checkers: what comes back depends on return_lse alone."""
+
+    causal: bool
+    window: tuple[int, int]
+    sink: Tensor | None
+    softmax_scale: float | None
+    out: Tensor | None
+    plan: Plan | None
+    deterministic: bool
+    backend: str
+
+
+class VarlenOptions(Options, total=False):
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **_: Unpack[Options]) -> Tensor: ...
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[Options]) -> Both: ...
+@overload
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[Options]) -> Result: ...
+def fmha(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Attention of q [B, T, Hq, D] to k, v [B, S, Hkv, D] -> out [B, T, Hq, D], lse [B, Hq, T]."""
+    return _call("fmha", {"q": q, "k": k, "v": v}, {}, causal, window, sink, softmax_scale, return_lse, out, plan,
+                 deterministic, backend)  # fmt: skip
+
+
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: Literal[False] = ..., **_: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: Literal[True], **_: Unpack[VarlenOptions],
+) -> Both: ...  # fmt: skip
+@overload
+def fmha_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    *, return_lse: bool, **_: Unpack[VarlenOptions],
+) -> Result: ...  # fmt: skip
+def fmha_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Attention within sequences laid end to end: q [total_q, Hq, D], k, v [total_k, Hkv, D].
+
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], 0 first, never falling; sequence n owns rows cu[n] .. cu[n+1].
+    Rows of q past the last sequence give out 0, lse -inf. max_seqlen_q, max_seqlen_k: bounds on the longest
+    sequence, which save a GPU launch from assuming the worst; no sequence may be longer.
+    -> out [total_q, Hq, D], lse [total_q, Hq].
+    """
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _call("fmha_varlen", tensors, bounds, causal, window, sink, softmax_scale, return_lse, out, plan,
+                 deterministic, backend)  # fmt: skip
+
+
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: Literal[False] = ..., **_: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: Literal[True], **_: Unpack[Options],
+) -> Both: ...  # fmt: skip
+@overload
+def fmha_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
+    *, return_lse: bool, **_: Unpack[Options],
+) -> Result: ...  # fmt: skip
+def fmha_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Result:
+    """Attention of q [B, T, Hq, D] to keys in pages [P, page, Hkv, D] of any size and stride.
+
+    block_table: int32 [B, max_pages]; key j of sequence n is row ``j % page`` of page ``block_table[n, j // page]``.
+    lengths: int32 [B], the keys S of each sequence. Entries of the table past the length are not read.
+    -> out [B, T, Hq, D], lse [B, Hq, T].
+    """
+    tensors = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "lengths": lengths}
+    return _call("fmha_paged", tensors, {}, causal, window, sink, softmax_scale, return_lse, out, plan,
+                 deterministic, backend)  # fmt: skip
+
+
+for _function in (fmha, fmha_varlen, fmha_paged):
+    if _function.__doc__:  # absent under python -OO
+        _function.__doc__ = _function.__doc__.rstrip() + RULES
+
+
+def _call(
+    name: str, tensors: dict[str, Any], bounds: dict[str, Any], causal, window, sink, softmax_scale, return_lse,
+    out, plan, deterministic, backend,
+) -> Result:  # fmt: skip
+    """Python types here, where the dispatcher would answer in its own words; the rest is checked inside the op."""
+    given = (*tensors.values(), sink, out, plan.scratch if type(plan) is Plan else None)
+    repeated = None
+    if type(window) is tuple and len(window) == 2 and type(plan) in (Plan, NoneType) and type(backend) is str and (
+        repeat.plain((causal, return_lse, deterministic), (softmax_scale, *window, *bounds.values()))
+    ):  # fmt: skip
+        known = (causal, return_lse, deterministic, softmax_scale, window, *bounds.values(), backend)
+        repeated = repeat.key_of(name, given, (*known, repeat.of_plan(plan)), (1, 2))
+    if repeated is not None and (result := repeat.again(repeated, given, out)) is not None:
+        return result
+    for key, x in tensors.items():
+        if not checks.is_tensor(x):
+            checks.fail(key, checks.describe(x), "a tensor")
+    for key, x in (("sink", sink), ("out", out)):
+        if x is not None and not checks.is_tensor(x):
+            checks.fail(key, checks.describe(x), "None or a tensor")
+    bounds = {key: checks.bound(key, x) for key, x in bounds.items()}
+    checks.forward_only(**tensors, sink=sink, out=out)
+    left, right = checks.window(window, checks.flag("causal", causal))
+    options = dict(
+        bounds,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        sink=sink,
+        softmax_scale=None if softmax_scale is None else checks.scale(softmax_scale, 1),
+        deterministic=checks.flag("deterministic", deterministic),
+        backend=checks.backend(backend),
+    )
+    checks.flag("return_lse", return_lse)
+    def build() -> Any:
+        return ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)
+
+    return ops.call(name, tensors | options, build, return_lse, out, plan, repeated, given)

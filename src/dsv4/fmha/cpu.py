@@ -1,0 +1,280 @@
+"""The cpu backend: torch's own CPU flash kernel, called on the blocks where something is seen.
+
+The flash kernel knows no window, no bottom-right causality, no sink, no pages and no row that sees nothing, so a
+problem is cut until it fits: rows and keys that take no part are sliced off (which also keeps NaN in unseen rows out:
+the kernel computes 0 * NaN), a rectangle that is wholly seen goes in as it is, a causal triangle goes in as the
+kernel's top-left causality, and what remains is walked in blocks of queries with a small additive mask. Pieces that
+share queries are merged by their LSE in fp32.
+
+A CPU without bf16 or fp16 products runs the kernel in those types some hundred times slower than in fp32 (measured on
+a Neoverse-N1), so there the operands are widened block by block. Extra memory is O(block) whatever the lengths.
+"""
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache, reduce
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha.problem import FmhaProblem
+
+NEG_INF = float("-inf")
+QUERY_BLOCK = 128  # queries per masked block
+MASK_LIMIT = 1 << 20  # entries of one additive mask
+BLOCK_BYTES = 32 << 20  # fp32 queries of one outer block; fp32 keys and values of one chunk
+SPLIT_KEYS = 2048  # at least so many keys per thread when a lone product is spread over the threads
+FLASH_ROWS = 32  # query rows that the flash kernel gives to one thread when there are few
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """X sequences alike in length."""
+
+    q: Tensor  # [X, T, Hq, D]
+    out: Tensor  # [X, T, Hq, D]
+    lse: Tensor | None  # [X, Hq, T]
+    keys: int
+    chunk: int  # read at most so many keys at a time
+    read: Callable[[int, int], tuple[Tensor, Tensor]]  # keys lo .. hi -> k, v [X, hi - lo, Hkv, D]
+
+
+def forward(p: FmhaProblem) -> None:
+    work = p.q.dtype if native(p.q.dtype) else torch.float32
+    if p.kind == "varlen":
+        p.out.zero_()  # rows of no sequence
+        if p.lse is not None:
+            p.lse.fill_(NEG_INF)
+    for some in _sequences(p, work):
+        tokens = some.q.shape[1]
+        block = max(QUERY_BLOCK, BLOCK_BYTES // max(4 * some.q[:, :1].numel(), 1))
+        for i in range(0, tokens, block):
+            _attend_block(p, some, i, min(i + block, tokens), work)
+
+
+@cache
+def native(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of this dtype faster than by way of fp32."""
+    if dtype == torch.float32:
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # On Arm oneDNN claims fp16, but the flash kernel's products do not use it there.
+    return platform.machine() in ("x86_64", "AMD64") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
+    """The problem as batches of sequences of one length."""
+    row_bytes = 2 * 4 * p.kv_heads * p.head_dim  # K and V of one key in fp32
+    chunk = max(QUERY_BLOCK, BLOCK_BYTES // row_bytes)
+
+    def lse_of(n: slice) -> Tensor | None:
+        return None if p.lse is None else p.lse[n]
+
+    def slices(k: Tensor, v: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        return lambda lo, hi: (k[:, lo:hi].to(work), v[:, lo:hi].to(work))
+
+    if p.kind == "dense":
+        keys = p.k.shape[1]
+        if work == p.q.dtype or p.batch * keys <= chunk:
+            yield Sequences(p.q, p.out, p.lse, keys, keys, slices(p.k, p.v))
+        else:
+            for n in (slice(n, n + 1) for n in range(p.batch)):
+                yield Sequences(p.q[n], p.out[n], lse_of(n), keys, chunk, slices(p.k[n], p.v[n]))
+    elif p.kind == "varlen":
+        starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
+        for n in range(p.batch):
+            rows, own = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+            keys = own.stop - own.start
+            lse = None if p.lse is None else p.lse[rows].T[None]
+            chunked = keys if work == p.q.dtype else chunk
+            yield Sequences(
+                p.q[None, rows], p.out[None, rows], lse, keys, chunked, slices(p.k[None, own], p.v[None, own])
+            )
+    else:
+        for n, keys in enumerate(p.lengths.tolist()):
+            one = slice(n, n + 1)
+            yield Sequences(p.q[one], p.out[one], lse_of(one), keys, chunk, _page_reader(p, n, work))
+
+
+def _page_reader(p: FmhaProblem, n: int, work: torch.dtype) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Gather the pages that hold keys lo .. hi of sequence n."""
+    page = p.page_size
+
+    def read(lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        ids = p.block_table[n, lo // page : -(-hi // page)].long()
+        base = lo // page * page
+        k, v = (x[ids].flatten(0, 1)[None, lo - base : hi - base].to(work) for x in (p.k, p.v))
+        return k, v
+
+    return read
+
+
+def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: torch.dtype) -> None:
+    """Queries begin .. end to all keys they see, sink applied, written out."""
+    rows, group = slice(begin, end), p.group
+    offset = some.keys - some.q.shape[1] + begin  # query i of the block stands at key i + offset
+    first = 0 if p.left < 0 else max(0, offset - p.left)
+    last = some.keys if p.right < 0 else min(some.keys, end - begin + offset + p.right)
+    queries = _by_kv_head(some.q[:, rows].to(work), group)
+    results: list[tuple[Tensor, Tensor]] | None = None
+    for lo in range(first, last, max(some.chunk, 1)):
+        k, v = some.read(lo, min(lo + some.chunk, last))
+        part = [
+            attend(q, k1, v1, offset - lo, p.left, p.right, p.softmax_scale)
+            for q, k1, v1 in zip(queries, _keys(k, group), _keys(v, group), strict=True)
+        ]
+        results = part if results is None else [merge(a, b) for a, b in zip(results, part, strict=True)]
+
+    out_block = some.out[:, rows]
+    lse_block = None if some.lse is None else some.lse[:, :, rows]
+    if results is None:  # nothing is seen
+        out_block.zero_()
+        if lse_block is not None:
+            lse_block.fill_(NEG_INF)
+        return
+    outs = _by_kv_head(out_block, group)
+    lses = (
+        [None] * len(outs) if lse_block is None else _by_kv_head(lse_block.transpose(1, 2)[..., None], group)
+    )
+    sinks = [None] * len(outs)
+    if p.sink is not None:
+        sinks = _by_kv_head(
+            p.sink[None, None, :, None].expand(some.q.shape[0], -1, -1, -1), group
+        )  # [A, G, 1, 1]
+    for (o, lse), out_view, lse_view, sink in zip(results, outs, lses, sinks, strict=True):
+        if sink is not None:
+            # in fp64: the difference of an LSE and a large sink loses bits that the exponential multiplies
+            keep = torch.where(lse == NEG_INF, 0, torch.sigmoid(lse.double() - sink[..., 0]))
+            o = o * keep[..., None].to(lse.dtype)
+        out_view.copy_(o)
+        if lse_view is not None:
+            lse_view.copy_(lse[..., None])
+
+
+def _by_kv_head(x: Tensor, group: int) -> list[Tensor]:
+    """[X, T, Hq, D] as views [A, G, T, D], all heads of an entry a reading the same keys where G > 1.
+
+    Three dimensions (X, Hkv, G) do not fit into two without a copy unless one of them is 1, so X is walked otherwise.
+    """
+    if group == 1 or group == x.shape[2]:
+        return [x.transpose(1, 2)]
+    return [one.unflatten(1, (-1, group)).permute(1, 2, 0, 3) for one in x]
+
+
+def _keys(x: Tensor, group: int) -> list[Tensor]:
+    """[X, S, Hkv, D] as views [A, G, S, D] to match :func:`_by_kv_head`; G has stride 0."""
+    if group == 1:
+        return [x.transpose(1, 2)]
+    if x.shape[2] == 1:
+        return [x.transpose(1, 2).expand(-1, group, -1, -1)]
+    return [one.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for one in x]
+
+
+def attend(
+    q: Tensor,  # [A, G, T, D]
+    k: Tensor,  # [A, G, S, D]
+    v: Tensor,  # [A, G, S, D]
+    offset: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Query i sees key j iff i+offset-left <= j <= i+offset+right -> out [A, G, T, D], lse [A, G, T] fp32."""
+    t, s = q.shape[2], k.shape[2]
+    begin = 0 if right < 0 else max(0, -offset - right)  # the first query that sees a key here
+    end = t if left < 0 else min(t, s - offset + left)  # one past the last
+    if begin >= end or s == 0:
+        return _nothing_seen(q)
+    if end - begin < t:
+        out, lse = _nothing_seen(q)
+        some = slice(begin, end)
+        out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale)
+        return out, lse
+    # Every query sees at least one key from here on; keys that none sees are dropped.
+    first = 0 if left < 0 else max(0, offset - left)
+    last = s if right < 0 else min(s, t + offset + right)
+    k, v, offset, s = k[:, :, first:last], v[:, :, first:last], offset - first, last - first
+    open_left = left < 0 or t - 1 + offset - left <= 0
+    open_right = right < 0 or offset + right >= s - 1
+    if open_left and open_right:
+        return _attend_all(q, k, v, scale)
+    if t * s <= MASK_LIMIT and (t <= QUERY_BLOCK or not open_left):
+        return _call_flash(q, k, v, scale, mask=_mask(t, s, offset, left, right, q.dtype))
+    if open_left:
+        # Keys below the triangle's corner are seen by all; the rest is the kernel's own causality.
+        corner = offset + right
+        triangle = _call_flash(q, k[:, :, corner:], v[:, :, corner:], scale, causal=True)
+        return (
+            triangle
+            if corner == 0
+            else merge(_attend_all(q, k[:, :, :corner], v[:, :, :corner], scale), triangle)
+        )
+    if t <= QUERY_BLOCK:
+        halves = [(0, s // 2), (s // 2, s)]
+        a, b = (
+            attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves
+        )
+        return merge(a, b)
+    out, lse = _nothing_seen(q)
+    for i in range(0, t, QUERY_BLOCK):
+        rows = slice(i, i + QUERY_BLOCK)
+        out[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, offset + i, left, right, scale)
+    return out, lse
+
+
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    # The dtype is named because the caller may have set another default.
+    return torch.zeros_like(q), torch.full(q.shape[:3], NEG_INF, dtype=torch.float32)
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key."""
+    a, g, t, _ = q.shape
+    if t == 1 and k.stride(1) == 0:  # one token, shared keys: the heads are the rows of one product
+        out, lse = _attend_all(q.transpose(1, 2), k[:, :1], v[:, :1], scale)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    # One product alone: parts of the keys become a batch, so that every thread has one.
+    splits = (
+        min(torch.get_num_threads() // -(-t // FLASH_ROWS), k.shape[2] // SPLIT_KEYS) if a * g == 1 else 1
+    )
+    if splits < 2:
+        return _call_flash(q, k, v, scale)
+    part = k.shape[2] // splits
+    k0, v0 = (x[:, :, : splits * part].unflatten(2, (splits, part))[0].transpose(0, 1) for x in (k, v))
+    out, lse = _call_flash(q.expand(splits, -1, -1, -1), k0, v0, scale)  # [splits, 1, T, D]
+    pieces = [(out[n : n + 1], lse[n : n + 1]) for n in range(splits)]
+    if splits * part < k.shape[2]:
+        pieces.append(_call_flash(q, k[:, :, splits * part :], v[:, :, splits * part :], scale))
+    return reduce(merge, pieces)
+
+
+def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Tensor]:
+    if causal and scale <= 0:  # the kernel masks with -inf before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+@lru_cache(maxsize=4)
+def _mask(t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype) -> Tensor:
+    """[1, 1, T, S] additive: 0 where seen, -inf elsewhere. Blocks inside a window share theirs."""
+    i = torch.arange(t)[:, None] + offset
+    j = torch.arange(s)[None, :]
+    seen = torch.ones(t, s, dtype=torch.bool)
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    return torch.where(seen, 0.0, NEG_INF).to(dtype)[None, None]
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two partial results (out [..., D], lse [...]) over disjoint keys -> theirs together, out in fp32."""
+    lse = torch.logaddexp(a[1], b[1])
+    safe = torch.where(lse == NEG_INF, 0, lse)  # both empty: the weights are exp(-inf) = 0
+    return sum(out * (part - safe).exp()[..., None] for out, part in (a, b)), lse

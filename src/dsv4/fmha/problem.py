@@ -1,0 +1,207 @@
+"""A validated fmha problem: what every backend receives, whichever public operation it came from.
+
+The three builders check shapes, dtypes, devices and strides and raise ValueError; they read no tensor values, so they
+also serve the fake kernels that torch.compile traces. :func:`check_values` reads values and is called by the real
+kernels of the ops, where `checks.values_checked` allows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import checks
+
+
+@dataclass(frozen=True, eq=False)
+class FmhaProblem:
+    """Shapes by kind (any strides but the last, which is 1):
+
+    ======  ====================  =======================  ============  ================
+    kind    q, out                k, v                     lse           how keys are found
+    ======  ====================  =======================  ============  ================
+    dense   [B, T, Hq, D]         [B, S, Hkv, D]           [B, Hq, T]    row j
+    varlen  [total_q, Hq, D]      [total_k, Hkv, D]        [total_q, Hq] cu_seqlens_k[n] + j
+    paged   [B, T, Hq, D]         [P, page, Hkv, D]        [B, Hq, T]    page block_table[n, j // page], row j % page
+    ======  ====================  =======================  ============  ================
+
+    Query i of a sequence with T queries and S keys sees key j iff i+S-T-left <= j <= i+S-T+right; -1 = no bound.
+    Without value checks (on a GPU) lengths and cu_seqlens may be wrong: clamp them, treat a page number outside
+    0 .. P-1 as unseen rows, read nothing out of bounds. Varlen rows past the last sequence: out 0, lse -inf.
+    """
+
+    operation: ClassVar[str] = "fmha"
+
+    kind: Literal["dense", "varlen", "paged"]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    left: int
+    right: int  # 0 when causal
+    softmax_scale: float
+    max_seqlen_q: int  # no sequence has more queries (a bound, not always the true maximum)
+    max_seqlen_k: int
+    sink: Tensor | None = None  # [Hq] fp32
+    cu_seqlens_q: Tensor | None = None  # varlen: int32 [B + 1]
+    cu_seqlens_k: Tensor | None = None  # varlen: int32 [B + 1]
+    block_table: Tensor | None = None  # paged: int32 [B, max_pages]
+    lengths: Tensor | None = None  # paged: int32 [B]
+    out: Tensor | None = None  # filled in by the backend; set before a backend sees the problem
+    lse: Tensor | None = None  # fp32, or None when not wanted
+    deterministic: bool = False
+    num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
+    scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def q_heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head; query head h reads KV head h // group."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def page_size(self) -> int:
+        assert self.kind == "paged"
+        return self.k.shape[1]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.kind == "varlen":
+            return tuple(self.q.shape[:2])
+        b, t, hq, _ = self.q.shape
+        return b, hq, t
+
+    def no_keys(self) -> bool:
+        """True when the shapes alone say that no query sees a key."""
+        return self.k.numel() == 0 or self.max_seqlen_k == 0
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale, names=("k", "v")) -> dict:
+    """The checks that do not depend on the kind; ranks are already right."""
+    d = checks.head_dim("q", q.shape[-1])
+    for name, x in zip(names, (k, v)):
+        if x.shape[-1] != d:
+            checks.fail(name, f"head dim {x.shape[-1]}", f"head dim {d}, as q")
+        if x.dtype != q.dtype:
+            checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q")
+    if v.shape != k.shape:
+        checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
+    checks.head_ratio(q.shape[-2], k.shape[-2])
+    left, right = checks.window(window, checks.flag("causal", causal))
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        left=left,
+        right=right,
+        sink=checks.sink(sink, q.shape[-2], ("q", q)),
+        softmax_scale=checks.scale(softmax_scale, d),
+    )
+
+
+def dense(q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None) -> FmhaProblem:
+    checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.FLOATS, like=("q", q))
+        if x.shape[0] != q.shape[0]:
+            checks.fail(name, f"batch {x.shape[0]}", f"batch {q.shape[0]}, as q")
+    common = _common(q, k, v, causal, window, sink, softmax_scale)
+    return FmhaProblem("dense", max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], **common)
+
+
+def varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
+    causal=False, window=(-1, -1), sink=None, softmax_scale=None,
+) -> FmhaProblem:  # fmt: skip
+    checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor(name, x, ("total_k", "Hkv", "D"), checks.FLOATS, like=("q", q))
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.int32(name, x, ("B + 1",), ("q", q))
+        if x.shape[0] == 0:
+            checks.fail(name, "no entries", "B + 1 entries")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        checks.fail(
+            "cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q"
+        )
+    common = _common(q, k, v, causal, window, sink, softmax_scale)
+    return FmhaProblem(
+        "varlen",
+        max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q, q.shape[0]),
+        max_seqlen_k=_bound("max_seqlen_k", max_seqlen_k, k.shape[0]),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        **common,
+    )
+
+
+def paged(
+    q, k_pages, v_pages, block_table, lengths, *,
+    causal=False, window=(-1, -1), sink=None, softmax_scale=None,
+) -> FmhaProblem:  # fmt: skip
+    checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        checks.tensor(name, x, ("P", "page", "Hkv", "D"), checks.FLOATS, like=("q", q))
+    if k_pages.shape[1] == 0:
+        checks.fail("k_pages", f"shape {list(k_pages.shape)}", "pages of at least one row")
+    checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
+    checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
+    common = _common(q, k_pages, v_pages, causal, window, sink, softmax_scale, names=("k_pages", "v_pages"))
+    capacity = block_table.shape[1] * k_pages.shape[1]
+    return FmhaProblem(
+        "paged",
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=capacity,
+        block_table=block_table,
+        lengths=lengths,
+        **common,
+    )
+
+
+def _bound(name: str, x: Any, total: int) -> int:
+    """A longest-sequence hint; never more than the rows there are."""
+    x = checks.bound(name, x)
+    return total if x is None or x > total else x
+
+
+def check_values(p: FmhaProblem) -> None:
+    """Reads values: lengths, page numbers and cu_seqlens are what they must be."""
+    if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
+        for name, x, total, bound in (
+            ("q", p.cu_seqlens_q, p.q.shape[0], p.max_seqlen_q),
+            ("k", p.cu_seqlens_k, p.k.shape[0], p.max_seqlen_k),
+        ):
+            checks.cumulative(f"cu_seqlens_{name}", x, total, name)
+            longest = int((x[1:] - x[:-1]).max()) if x.shape[0] > 1 else 0
+            if longest > bound:
+                checks.fail(
+                    f"max_seqlen_{name}",
+                    bound,
+                    f"at least {longest}, the longest sequence in cu_seqlens_{name}",
+                )
+    elif p.lengths is not None and p.block_table is not None:
+        checks.in_range("lengths", p.lengths, 0, p.max_seqlen_k)
+        pages = p.k.shape[0]
+        used = (
+            torch.arange(p.block_table.shape[1], device=p.q.device) * p.page_size < p.lengths[:, None]
+        )  # [B, max_pages]
+        bad = used & ((p.block_table < 0) | (p.block_table >= pages))
+        if bool(bad.any()):
+            n, j = (int(e) for e in bad.nonzero()[0])
+            accepted = f"page numbers from 0 to {pages - 1} in the pages that lengths reaches"
+            checks.fail("block_table", f"{int(p.block_table[n, j])} at [{n}, {j}]", accepted)

@@ -1,0 +1,86 @@
+"""index_topk in torch: the CPU backend, and what a GPU runs where there is no kernel for a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsv4.index.problem import IndexProblem
+
+BLOCK_BYTES = 32 << 20  # scores held at once
+
+
+def forward(p: IndexProblem) -> None:
+    """Fill p.out and p.scores."""
+    assert p.out is not None
+    p.out.fill_(-1)
+    if p.scores is not None:
+        p.scores.fill_(float("-inf"))
+    m, h = p.max_seqlen_k, p.q_heads
+    compute = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    step = max(1, BLOCK_BYTES // max(1, (h + 8) * m * 4))  # 8: sums, comparisons, counts
+    visible = p.visible()
+    for begin, end, keys, names in _sequences(p, visible):
+        m = len(keys)
+        keys = keys.to(compute).T  # [D, M]
+        for first in range(begin, end if m and p.topk else begin, step):
+            some = slice(first, min(first + step, end))
+            seen = visible[some]
+            with torch.autocast(p.q.device.type, enabled=False):  # bf16 scores would choose other rows
+                per_head = (p.q[some].to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
+                w = p.weights[some].to(compute)  # [t', H]
+                # The scale comes last, so that scores of whole numbers are exact up to one factor.
+                total = torch.bmm(w[:, None], per_head)[:, 0] * p.scale  # [t', M]
+            hidden = torch.arange(m, device=p.q.device) >= seen[:, None]
+            # NaN, from a query that means nothing, would break the counting below.
+            total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
+            chosen, score = lowest_index_topk(total, min(p.topk, m))
+            absent = torch.arange(chosen.shape[1], device=p.q.device) >= seen[:, None]
+            if names is not None:
+                chosen = names[chosen]
+                absent |= chosen < 0
+            p.out[some, : chosen.shape[1]] = chosen.int().masked_fill_(absent, -1)
+            if p.scores is not None:
+                p.scores[some, : chosen.shape[1]] = score.float().masked_fill_(absent, float("-inf"))
+
+
+def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """(first query, past the last one, keys [M, D], what their rows are called) of each sequence that has queries."""
+
+    def needed(begin: int, end: int, rows: int) -> int:  # a GPU would have to be waited for
+        return rows if p.q.is_cuda or begin >= end else int(visible[begin:end].max())
+
+    if p.block_table is None:
+        for n, keys in enumerate(p.k):
+            begin, end = n * p.tokens, (n + 1) * p.tokens
+            yield begin, end, keys[: needed(begin, end, len(keys))], None
+        return
+    pages, page, _ = p.k.shape
+    starts = list(range(p.batch + 1)) if p.request_starts is None else p.request_starts.tolist()
+    for r, line in enumerate(p.block_table.long()):
+        begin, end = min(starts[r], p.batch), min(starts[r + 1], p.batch)
+        if begin >= end:
+            continue
+        line = line[: -(-needed(begin, end, p.max_seqlen_k) // page)]
+        # A page that is not there, possible where values are not checked: its rows are NaN, chosen last and called -1.
+        bad = ((line < 0) | (line >= pages)).repeat_interleave(page)
+        names = (line[:, None] * page + torch.arange(page, device=line.device)).flatten().masked_fill(bad, -1)
+        keys = p.k.flatten(0, 1)[names.clamp_min(0)] if p.k.numel() else p.k.new_zeros(len(names), p.head_dim)
+        yield begin, end, keys.masked_fill(bad[:, None], float("nan")), names
+
+
+def lowest_index_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(columns, values) of the k largest of each row [n, m], falling; of equal values the lower column first.
+
+    torch.topk leaves open which of equal values it takes; its k-th value is certain, and from that the choice is made.
+    """
+    bound = x.topk(k, dim=-1, sorted=True).values[:, -1:]  # [n, 1]
+    above = x > bound
+    equal = x == bound
+    room = k - above.sum(-1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(-1) <= room))  # k per row
+    columns = torch.nonzero_static(taken, size=x.shape[0] * k)[:, 1].view(-1, k)  # rising in each row; no sync
+    values, order = x.gather(1, columns).sort(dim=-1, descending=True, stable=True)
+    return columns.gather(1, order), values

@@ -1,0 +1,152 @@
+"""A validated index_topk problem: what every backend receives.
+
+:func:`build` reads no tensor values; :func:`check_values` does, where `checks.values_checked` allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import checks
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexProblem:
+    """Query n sees the first so many rows of its sequence: counts[n] of them, or with a ratio those that are finished
+    at position counts[n]. Its keys are
+
+    * k [1, M, D]: those of the one sequence; k [B, M, D]: of sequence n // tokens
+    * with a block table k [pages, page, D]: of request r, row j is row j % page of page block_table[r, j // page].
+
+    Without value checks (on a GPU) numbers may be wrong: clamp counts, take a page that is not there for rows that are
+    chosen last and named -1, read nothing out of bounds.
+    """
+
+    operation: ClassVar[str] = "index"
+
+    q: Tensor  # [N, H, D]
+    k: Tensor  # [sequences or pages, rows, D]
+    weights: Tensor  # [N, H]
+    counts: Tensor  # int32 or int64 [N]
+    ratio: int  # 0: counts are rows, else positions
+    topk: int
+    scale: float
+    tokens: int  # queries of a sequence, where k has the sequences one after the other
+    block_table: Tensor | None = None  # int32 [R, pages]
+    request_starts: Tensor | None = None  # int32 [R + 1]; None = every query is its own request
+    out: Tensor | None = None  # int32 [N, topk]; set before a backend sees the problem
+    scores: Tensor | None = None  # fp32 [N, topk], or None when not wanted
+    scratch: Tensor | None = None  # from a plan: flat fp32
+
+    # The names of FmhaProblem, so that a Plan fits both.
+    batch = property(lambda self: self.q.shape[0])
+    q_heads = property(lambda self: self.q.shape[1])
+    kv_heads = property(lambda self: 1)
+    head_dim = property(lambda self: self.q.shape[2])
+    max_seqlen_q = property(lambda self: 1)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """No query sees more rows than this."""
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def sequences(self) -> int:
+        return self.k.shape[0] if self.block_table is None else self.block_table.shape[0]
+
+    def owners(self) -> Tensor:
+        """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
+        n = torch.arange(self.batch, device=self.q.device)
+        if self.block_table is None:
+            return n // max(self.tokens, 1)
+        if self.request_starts is None:
+            return n
+        return torch.searchsorted(self.request_starts, n.int(), right=True) - 1
+
+    def visible(self) -> Tensor:
+        """int64 [N]: rows that each query sees."""
+        counts = self.counts.long()
+        counts = (counts + 1) // self.ratio if self.ratio else counts
+        counts = counts.clamp(0, self.max_seqlen_k)
+        return counts if self.request_starts is None else counts.masked_fill(self.owners() >= self.sequences, 0)
+
+
+def build(
+    q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None
+) -> IndexProblem:
+    """Check the arguments of dsv4.index_topk and give them their places."""
+    if not checks.is_tensor(q) or q.ndim not in (3, 4):
+        checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
+    lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
+    like = ("q", q)
+    checks.tensor("q", q, tuple(q.shape), FLOATS, unit_last=False)
+    if d == 0:
+        checks.fail("q", f"shape {list(q.shape)}", "a head dim of at least 1")
+    if block_table is None:
+        checks.tensor("k", k, (*lead[:-1], "M", d), FLOATS, like=like, unit_last=False)
+        if request_starts is not None:
+            checks.fail("request_starts", checks.describe(request_starts), "None without block_table")
+    else:
+        if q.ndim != 3:
+            checks.fail("q", f"shape {list(q.shape)}", "shape [N, H, D] with block_table")
+        checks.tensor("k", k, ("pages", "page", d), FLOATS, like=like, unit_last=False)
+        if k.shape[1] == 0:
+            checks.fail("k", f"shape {list(k.shape)}", "pages of at least one row")
+        _check_table(block_table, request_starts, q)
+    checks.tensor("weights", weights, (*lead, h), FLOATS, like=like, unit_last=False)
+    checks.at_least(0, "topk", topk)
+    checks.at_least(1, "ratio", ratio)
+    if (positions is None) == (lengths is None):
+        checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
+    name, counts = ("positions", positions) if lengths is None else ("lengths", lengths)
+    checks.tensor(name, counts, lead, INTEGERS, like=like, unit_last=False)
+    if q.ndim == 4:
+        q, weights, counts = q.flatten(0, 1), weights.flatten(0, 1), counts.flatten(0, 1)
+    return IndexProblem(
+        q=q,
+        k=k if k.ndim == 3 else k[None],
+        weights=weights,
+        counts=counts,
+        ratio=0 if positions is None else ratio,
+        topk=topk,
+        scale=d**-0.5 * max(h, 1) ** -0.5 if scale is None else checks.number("scale", scale),
+        tokens=lead[-1],
+        block_table=block_table,
+        request_starts=request_starts,
+    )
+
+
+def _check_table(block_table, request_starts, q: Tensor) -> None:
+    checks.int32("block_table", block_table, ("R", "pages"), ("q", q))
+    requests, n = block_table.shape[0], q.shape[0]
+    if request_starts is not None:
+        checks.int32("request_starts", request_starts, (requests + 1,), ("q", q))
+    elif requests != n:
+        accepted = f"int32 [{requests + 1}], needed when the block table has not one line per query ({n})"
+        checks.fail("request_starts", None, accepted)
+
+
+def check_values(p: IndexProblem) -> None:
+    """Reads values: every query sees rows that exist, in pages that exist."""
+    m = p.max_seqlen_k
+    # A position needs the rows that end at or before it to be there.
+    checks.in_range(*(("positions", p.counts, 0, (m + 1) * p.ratio - 2) if p.ratio else ("lengths", p.counts, 0, m)))
+    if p.request_starts is not None:
+        checks.cumulative("request_starts", p.request_starts, p.batch, "q")
+    if p.block_table is None:
+        return
+    longest = torch.zeros(p.sequences + 1, dtype=torch.int64, device=p.q.device)
+    longest.scatter_reduce_(0, p.owners(), p.visible(), "amax")
+    first_row = torch.arange(p.block_table.shape[1], device=p.q.device) * p.k.shape[1]
+    bad = (first_row < longest[:-1, None]) & ((p.block_table < 0) | (p.block_table >= p.k.shape[0]))
+    if bool(bad.any()):
+        r, j = (int(e) for e in bad.nonzero()[0])
+        accepted = f"page numbers from 0 to {p.k.shape[0] - 1} in the pages that some query sees"
+        checks.fail("block_table", f"{int(p.block_table[r, j])} at [{r}, {j}]", accepted)

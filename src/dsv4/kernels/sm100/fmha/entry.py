@@ -1,0 +1,63 @@
+"""FMHA forward on sm_100a: from a validated problem to launches. The kernels are in forward.py and forward_pair.py."""
+
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, forward_split, splits_keys
+from dsv4.kernels.sm100.fmha.forward import fmha_forward
+
+MAX_SHARED = 232_448  # bytes per CTA
+MAX_COLUMNS = 512  # of tensor memory
+PAIR = Tiling(128, 128, 128, dict(num_ctas=2, LOAD_REGS=128, WARP_REGS=120), loop=True, halves=True)
+OTHER_SHARED = 3072  # bytes at most for row statistics, barriers and the compiler's own
+
+
+def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
+    """Tile sizes of one head dim. p_tmem: P through tensor memory (the default where it fits) or shared memory."""
+    if p_tmem is None:
+        p_tmem = head_dim < 512
+    if p_tmem and head_dim == 512:
+        raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
+    # rows, keys, tiles, ring slots; registers of a softmax thread, and of the load and mma warps
+    rows, keys, tiles, slots, softmax, warp = {
+        64: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 4, 152, 96),
+        128: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 3, 152, 96),
+        256: (128, 64, 1, 4, 176, 96),
+        512: (64, 64, 1, 4, 208, 128),
+    }[head_dim]
+    check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
+    options = dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax,
+                   WARP_REGS=warp)  # fmt: skip
+    return Tiling(rows * tiles, keys, keys, options, dense_as_rows=True)
+
+
+def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
+    """What the compiler does not check: an over-budget kernel compiles to an empty body."""
+    columns = 2 * keys + tiles * head_dim * rows // 128
+    shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
+    if columns > MAX_COLUMNS or shared + OTHER_SHARED > MAX_SHARED:
+        raise ValueError(
+            f"head dim {head_dim} with {tiles} x {rows} rows, {keys} keys, {slots} slots: {columns} of {MAX_COLUMNS} "
+            f"columns of tensor memory, {shared} + up to {OTHER_SHARED} of {MAX_SHARED} bytes of shared memory"
+        )
+
+
+def supports(p: FmhaProblem) -> str | None:
+    """None, or why this kernel cannot run the problem."""
+    return batch_reason(p)
+
+
+def forward(p: FmhaProblem, p_tmem: bool | None = None) -> None:
+    if p_tmem is None and pairs(p):
+        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        from dsv4.kernels.sm100.fmha.forward_pair import fmha_pair
+
+        forward_split(p, fmha_pair, PAIR)
+    else:
+        forward_split(p, fmha_forward, tiling(p.head_dim, p_tmem))
+
+
+def pairs(p: FmhaProblem) -> bool:
+    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys not split, and every
+    key seen by some query: what lies before them may be NaN, and a pair loads its tiles as they are."""
+    if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
+        return False
+    return not 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q and not splits_keys(p, tiling(512))

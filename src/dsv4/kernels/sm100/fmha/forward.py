@@ -1,0 +1,493 @@
+"""FMHA forward on sm_100a, head dims 64 to 512.
+
+One CTA takes TILES tiles of BM packed query rows of one (sequence, KV head) and walks its keys in tiles of BN. With two
+tiles the softmax of one runs under the matrix products of the other; with one, S has two stages and the product for
+the next keys is issued before P V of these. Role chart (two tiles; S0 = scores of tile 0)::
+
+    load        | K0   V0   K1   V1   ...
+    mma         | S0 S1 | PV0 S0' | PV1 S1' | PV0' ...                     one warp, all tensor-core work
+    softmax 0   | load Q |  P0 | ...  | P0' | ...                          4 warps, a row per thread
+    softmax 1   | load Q |      P1 | ...  | P1'                            4 warps (two tiles only)
+    correction  |        |       | O0 *= alpha | O1 *= alpha | ... | O / l -> out, lse     4 warps
+
+head dim   BM x TILES   BN    S stages   tensor memory (columns)                shared memory (KiB), P in shared memory
+64         128 x 2      128   1          S 2x128, O 2x64      = 384             Q 32  ring 4 x 16   P 64
+128        128 x 2      128   1          S 2x128, O 2x128     = 512             Q 64  ring 3 x 32   P 64  (4 without P)
+256        128 x 1      64    2          S 2x64,  O 256       = 384             Q 64  ring 4 x 32   P 32
+512        64  x 1      64    2          S 2x64,  O 256 (*)   = 384             Q 64  ring 4 x 32   P 16
+(*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
+
+P takes the place of S in tensor memory (P_TMEM) or goes through shared memory. At 512 the A operand of 64 rows cannot
+come from tensor memory, so P goes through shared memory there. A ring slot holds BN keys of min(D, 256) columns:
+at 512 a K or V tile is two slots. With one query tile and k the same tensor as v (latents), a tile is loaded once and
+stays in its slots for both products.
+
+barrier          arrives                    waits          means
+q_ready          each softmax role          mma            Q is in shared memory, visible to the tensor core
+slot_ready[r]    TMA bytes, or load warp    mma            K or V is in ring slot r
+slot_free[r]     commit of mma              load           the products that read slot r are complete (k is v: both)
+s_ready[s]       commit of mma              softmax        S is complete; also every product issued before it, so P's
+                                                           buffer of the same stage may be overwritten
+p_ready[s]       softmax                    mma            P is stored and S is read
+stat_ready[i]    softmax                    correction     alpha (in the end: maximum and sum) of tile i is in stat
+stat_free[i]     correction                 softmax        stat of tile i is read
+o_rescaled[i]    correction                 mma            O of tile i is rescaled for the next P V
+pv_done[i]       commit of mma              correction     P V is complete: O of tile i may be touched
+landed           TMA bytes                  load           a tile with foreign rows is there, to be zeroed in part
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.tiles import (
+    bad_pages,
+    end_key,
+    first_key,
+    see_pages_by_bits,
+    sequence,
+    split_range,
+)
+
+
+@gluon.jit
+def advance(slot, phase, SLOTS: gl.constexpr):
+    """The next ring slot and the phase of its barrier."""
+    slot += 1
+    wrapped = slot == SLOTS
+    return gl.where(wrapped, 0, slot), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def load_tile(desc, cells, ring, slot_ready, slot_free, landed, state, where, row, BN: gl.constexpr, D: gl.constexpr,
+              SLOTS: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """One K or V tile: D // DS ring slots. state: (slot, its phase, slots filled so far, phase of ``landed``)."""
+    DS: gl.constexpr = ring.shape[2]
+    slot, phase, filled, landed_phase = state
+    for part in gl.static_range(D // DS):
+        mbarrier.wait(slot_free.index(slot), phase ^ 1)
+        if HOW == loads.CELLS:
+            loads.copy_cells(cells, ring.index(slot), where, row, part * DS, BN, DS)
+            if filled > 0:  # this slot's copies are under way while the one before is announced
+                loads.announce(slot_ready.index(gl.where(slot == 0, SLOTS, slot) - 1), 1)
+        else:
+            landed_phase = loads.fill(desc, ring.index(slot), slot_ready.index(slot), landed, landed_phase, where, row,
+                                      part * DS, BN, DS, HOW)  # fmt: skip
+        slot, phase = advance(slot, phase, SLOTS)
+        filled += 1
+    return slot, phase, filled, landed_phase
+
+
+@gluon.jit
+def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first, tile_begin, tile_end,
+              k_is_v, BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+              HOW: gl.constexpr):  # fmt: skip
+    """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 ..
+    with one, K0 K1 K2 .. when k is v."""
+    state = (0, 0, 0, 0)
+    if TILES == 1:
+        if tile_begin < tile_end:
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where,
+                              first + tile_begin * BN, BN, D, SLOTS, HOW)  # fmt: skip
+    for tile in range(tile_begin, tile_end):
+        row = first + tile * BN
+        if TILES == 1:
+            if tile + 1 < tile_end:
+                state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row + BN, BN, D,
+                                  SLOTS, HOW)  # fmt: skip
+        else:
+            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
+                              HOW)  # fmt: skip
+        if k_is_v == 0:
+            state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
+                              HOW)  # fmt: skip
+    if HOW == loads.CELLS:
+        if state[2] > 0:
+            loads.announce(slot_ready.index(gl.where(state[0] == 0, SLOTS, state[0]) - 1), 0)
+
+
+@gluon.jit
+def p_operand(s, p_smem, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
+    """Where P of a stage lives: the first half of S's columns, as 16-bit elements, or a shared-memory tile."""
+    if P_TMEM:
+        BM: gl.constexpr = s.shape[0]
+        BN: gl.constexpr = s.shape[1]
+        PL: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
+        return s.reinterpret(DTYPE, [BM, 2 * BN], PL).slice(0, BN)
+    else:
+        return p_smem
+
+
+@gluon.jit
+def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n, k_is_v,
+             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
+    DS: gl.constexpr = ring.shape[2]
+    PARTS: gl.constexpr = D // DS
+    mbarrier.wait(q_ready, 0)
+    slot = 0
+    phase = 0
+    if n > 0:
+        for part in gl.static_range(PARTS):
+            mbarrier.wait(slot_ready.index(slot), phase)
+            for i in gl.static_range(TILES):
+                tcgen05_mma(q.index(i * PARTS + part), ring.index(slot).permute((1, 0)), s.index(i), use_acc=part > 0)
+                if part == PARTS - 1:
+                    tcgen05_commit(s_ready.index(i))
+            tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
+            slot, phase = advance(slot, phase, SLOTS)
+        held = 0  # k is v: the slot of these keys, which P V reads once more and frees
+        for j in range(0, n):
+            if TILES == 1:
+                stage = j % 2
+                next_held = slot
+                if j + 1 < n:
+                    for part in gl.static_range(PARTS):
+                        mbarrier.wait(slot_ready.index(slot), phase)
+                        tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(1 - stage),
+                                    use_acc=part > 0)  # fmt: skip
+                        tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
+                        slot, phase = advance(slot, phase, SLOTS)
+                    tcgen05_commit(s_ready.index(1 - stage))
+                mbarrier.wait(p_ready.index(stage), (j // 2) % 2)
+                if j > 0:
+                    mbarrier.wait(o_rescaled.index(0), (j - 1) % 2)
+                p = p_operand(s.index(stage), p_smem.index(stage), ring.dtype, P_TMEM)
+                for part in gl.static_range(PARTS):
+                    v_slot = (held + part) % SLOTS
+                    if k_is_v == 0:
+                        v_slot = slot
+                        mbarrier.wait(slot_ready.index(slot), phase)
+                        slot, phase = advance(slot, phase, SLOTS)
+                    if PARTS == 1:
+                        tcgen05_mma(p, ring.index(v_slot), o.index(0), use_acc=j > 0)
+                    else:
+                        tcgen05_mma(p, ring.index(v_slot), o.index(0).slice(part * DS, DS), use_acc=j > 0)
+                    tcgen05_commit(slot_free.index(v_slot))
+                tcgen05_commit(pv_done.index(0))
+                held = next_held
+            else:
+                k_slot, k_phase = advance(slot, phase, SLOTS)
+                mbarrier.wait(slot_ready.index(slot), phase)
+                for i in gl.static_range(TILES):
+                    mbarrier.wait(p_ready.index(i), j % 2)
+                    if j > 0:
+                        mbarrier.wait(o_rescaled.index(i), (j - 1) % 2)
+                    p = p_operand(s.index(i), p_smem.index(i), ring.dtype, P_TMEM)
+                    tcgen05_mma(p, ring.index(slot), o.index(i), use_acc=j > 0)
+                    tcgen05_commit(pv_done.index(i))
+                    if i == TILES - 1:
+                        tcgen05_commit(slot_free.index(slot))
+                    if j + 1 < n:
+                        if i == 0:
+                            mbarrier.wait(slot_ready.index(k_slot), k_phase)
+                        # Overwrites S, where P was: the tensor core reads P before, the two are pipelined in order.
+                        tcgen05_mma(q.index(i), ring.index(k_slot).permute((1, 0)), s.index(i), use_acc=False)
+                        tcgen05_commit(s_ready.index(i))
+                        if i == TILES - 1:
+                            tcgen05_commit(slot_free.index(k_slot))
+                slot, phase = advance(k_slot, k_phase, SLOTS)
+
+
+@gluon.jit
+def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
+    """Some columns of S from tensor memory; those that a row does not see are -inf.
+
+    seen: each row's keys [first, end); the keys of the sequence; its pages, and whether any of them is none
+    """
+    row_first, row_end, keys, pages, bad = seen
+    x = s.load()
+    if masked:
+        x = softmax.see(x, first_column, row_first, row_end, L)
+    if HOW >= loads.PAGES:
+        if bad:
+            x = see_pages_by_bits(x, first_column, keys, pages, L)
+    return x
+
+
+@gluon.jit
+def store_p(x, scale, m, p):
+    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns row sums, before rounding."""
+    y = gl.exp2(x * scale - m[:, None])
+    p.store(y.to(p.dtype))
+    return gl.sum(y, 1)
+
+
+@gluon.jit
+def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
+                 head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale, sign,
+                 pages, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
+    DS: gl.constexpr = q.shape[2]
+    PARTS: gl.constexpr = D // DS
+    STAGES: gl.constexpr = 2 if TILES == 1 else 1
+    # C columns of S at a time. They are kept in registers from the maximum to P where P takes their place in tensor
+    # memory; where S stays and is wide, they are read twice: the addresses of a swizzled P leave no registers for all.
+    KEEP: gl.constexpr = P_TMEM or BN == 64
+    C: gl.constexpr = 64 if KEEP else 32
+    LS: gl.constexpr = s.index(0).slice(0, C).get_reg_layout()
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    for part in gl.static_range(PARTS):
+        loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh,
+                        part * DS, BM, DS, 64, sign)  # fmt: skip
+    fence_async_shared()  # generic stores -> tensor-core reads
+    mbarrier.arrive(q_ready, count=1)
+
+    row = tile_row + gl.arange(0, BM, layout=RS)
+    row_first = first_key(row // group, tokens, keys, left)
+    row_end = end_key(row // group, tokens, keys, right)
+    # Keys that all rows of this tile see; inside them no mask is needed.
+    token_last = gl.minimum((tile_row + BM - 1) // group, tokens - 1)
+    full_first = first_key(token_last, tokens, keys, left)
+    full_end = end_key(tile_row // group, tokens, keys, right)
+    bad = False
+    if HOW >= loads.PAGES:
+        bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
+    seen = (row_first, row_end, keys, pages, bad)
+
+    m = gl.full([BM], -float("inf"), gl.float32, RS)
+    l = gl.full([BM], 0.0, gl.float32, RS)
+    for j in range(0, tile_end - tile_begin):
+        stage = tile
+        if TILES == 1:
+            stage = j % 2
+        mbarrier.wait(s_ready.index(stage), (j // STAGES) % 2)
+        column = first + (tile_begin + j) * BN
+        masked = (column < full_first) | (column + BN > full_end)
+        parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
+        if KEEP:
+            x = scores(parts.index(0), column, masked, seen, LS, HOW)
+            top = gl.max(x, 1)
+            if BN == 128:
+                x1 = scores(parts.index(1), column + C, masked, seen, LS, HOW)
+                top = gl.maximum(top, gl.max(x1, 1))
+        else:
+            top = gl.full([BM], -float("inf"), gl.float32, RS)
+            for c in range(0, BN // C):
+                x = scores(parts.index(c), column + c * C, masked, seen, LS, HOW)
+                top = gl.maximum(top, gl.max(x, 1))
+        grown = top * scale
+        # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
+        moves = (grown - m > softmax.RESCALE_ABOVE) | (j == 0)
+        m_new = gl.where(moves, gl.maximum(grown, m), m)
+        alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
+        if j > 0:
+            mbarrier.wait(stat_free.index(tile), (j - 1) % 2)
+            stat.index(tile).store(alpha)
+            mbarrier.arrive(stat_ready.index(tile), count=1)
+        m = m_new
+        safe = gl.where(m == -float("inf"), 0.0, m)
+        p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
+        l *= alpha
+        if KEEP:
+            l += store_p(x, scale, safe, p.slice(0, C, dim=1))
+            if BN == 128:
+                l += store_p(x1, scale, safe, p.slice(C, C, dim=1))
+        else:
+            panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], q.dtype))
+            for c in range(0, BN // 64):
+                for i in gl.static_range(64 // C):
+                    x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
+                    l += store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1))
+        if not P_TMEM:
+            fence_async_shared()  # P is read by the tensor core
+        mbarrier.arrive(p_ready.index(stage), count=1)
+    last = gl.maximum(tile_end - tile_begin, 1) - 1
+    mbarrier.wait(stat_free.index(tile), last % 2)
+    stat.index(tile).store(m)
+    stat.index(TILES + tile).store(l)
+    mbarrier.arrive(stat_ready.index(tile), count=1)
+
+
+@gluon.jit
+def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free, o_rescaled,
+                    pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse,
+                    split, part_row, q_heads,
+                    D: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr):  # fmt: skip
+    """Rescales O when a maximum moved, and in the end normalises it and stores it."""
+    # Columns at a time. Two tiles leave this role few registers, and those of a store stay in use until it is done.
+    C: gl.constexpr = 32 if TILES == 2 else 64
+    RESCALED: gl.constexpr = 16 if TILES == 2 else 64
+    LR: gl.constexpr = o.index(0).slice(0, RESCALED).get_reg_layout()
+    LO: gl.constexpr = o.index(0).slice(0, C).get_reg_layout()
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    for j in range(1, n):
+        for i in gl.static_range(TILES):
+            mbarrier.wait(stat_ready.index(i), (j - 1) % 2)
+            alpha = stat.index(i).load(gl.SliceLayout(1, LR))
+            mbarrier.arrive(stat_free.index(i), count=1)
+            mbarrier.wait(pv_done.index(i), (j - 1) % 2)
+            if gl.min(alpha, 0) < 1.0:
+                for c in gl.static_range(D // RESCALED):
+                    view = o.index(i).slice(c * RESCALED, RESCALED)
+                    view.store(view.load() * alpha[:, None])
+            mbarrier.arrive(o_rescaled.index(i), count=1)
+    last = gl.maximum(n, 1) - 1
+    for i in gl.static_range(TILES):
+        mbarrier.wait(stat_ready.index(i), last % 2)
+        m = stat.index(i).load(RO)
+        l = stat.index(TILES + i).load(RO)
+        if n > 0:
+            mbarrier.wait(pv_done.index(i), (n - 1) % 2)
+        row = tile_row + i * BM + gl.arange(0, BM, layout=RO)
+        token = row // group
+        q_head = head * group + row % group
+        here = row < rows
+        part = (part_row + token.to(gl.int64)) * q_heads + q_head
+        target = loads.row_offsets(row, head, group, stride_ot, stride_oh)
+        sink = gl.load(sink_ptr + q_head, mask=here & (split == 0), other=-float("inf"))
+        factor, lse = softmax.finish(m, l, sink)
+        if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+            gl.store(part_lse_ptr + part, lse, mask=here)
+        else:
+            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh, lse * softmax.LN2,
+                     mask=here & (want_lse != 0))  # fmt: skip
+        for c in gl.static_range(D // C):
+            column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
+            x = gl.zeros([BM, C], gl.float32, LO)
+            if n > 0:  # else nobody ever wrote O
+                x = o.index(i).slice(c * C, C).load() * factor[:, None]
+            if split != 0:
+                gl.store(part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
+            else:
+                y = x.to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
+
+
+# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
+@gluon.jit(
+    do_not_specialize=[
+        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
+        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
+        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
+        "stride_vb", "stride_vt", "stride_vh", "k_is_v", "sign",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
+    ],
+)  # fmt: skip
+def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
+                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys,
+                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
+                 stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, k_is_v, sign,
+                 D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
+                 WARP_REGS: gl.constexpr):  # fmt: skip
+    seq = gl.program_id(2)
+    head = gl.program_id(1) % kv_heads
+    split = gl.program_id(1) // kv_heads
+    varlen = tokens == 0  # as the host says it
+    q_start, tokens, k_start, keys = sequence(seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr,
+                                              lengths_ptr, HOW)  # fmt: skip
+    rows = tokens * group
+    tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
+    if tile_row < rows:
+        token_last = gl.minimum((tile_row + BM * TILES - 1) // group, tokens - 1)
+        first = first_key(tile_row // group, tokens, keys, left)
+        end = end_key(token_last, tokens, keys, right)
+        if HOW == loads.PAGES:
+            first = first // k_desc.block_shape[1] * k_desc.block_shape[1]  # a TMA box stays within one page
+        tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
+        tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
+        n = tile_end - tile_begin
+
+        DTYPE: gl.constexpr = k_desc.dtype
+        DS: gl.constexpr = min(D, 256)
+        STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
+        QL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, DS], DTYPE)
+        KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DS], DTYPE)
+        PL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM if not P_TMEM else 8, BN], DTYPE)
+        ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        q = gl.allocate_shared_memory(DTYPE, [TILES * (D // DS), BM, DS], QL)
+        ring = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
+        p_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM if not P_TMEM else 8, BN], PL)
+        stat = gl.allocate_shared_memory(gl.float32, [2 * TILES, BM], ROW)  # alpha or maximum, then sums
+        BAR: gl.constexpr = mbarrier.MBarrierLayout()
+        q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+        slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+        s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+        p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+        stat_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+        stat_free = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+        o_rescaled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+        pv_done = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(q_ready, count=TILES)
+        mbarrier.init(landed, count=1)
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(slot_ready.index(i), count=1)
+            mbarrier.init(slot_free.index(i), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(s_ready.index(i), count=1)
+            mbarrier.init(p_ready.index(i), count=1)
+        for i in gl.static_range(TILES):
+            mbarrier.init(stat_ready.index(i), count=1)
+            mbarrier.init(stat_free.index(i), count=1)
+            mbarrier.init(o_rescaled.index(i), count=1)
+            mbarrier.init(pv_done.index(i), count=1)
+            mbarrier.arrive(stat_free.index(i), count=1)  # nothing to read yet
+
+        s = allocate_tensor_memory(gl.float32, [STAGES, BM, BN], TensorMemoryLayout([BM, BN], col_stride=1))
+        o = allocate_tensor_memory(gl.float32, [TILES, BM, D], TensorMemoryLayout([BM, DS], col_stride=1))
+
+        # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
+        q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
+        out_ptr += (seq.to(gl.int64) * stride_ob + q_start.to(gl.int64) * stride_ot) * 8
+        lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
+        table_ptr += seq.to(gl.int64) * table_stride
+        # Row of the partial results: split-major, then as the rows of q (token, head).
+        part_row = split.to(gl.int64) * total_q + gl.where(varlen, q_start, seq * tokens)
+        is_split = num_splits > 1
+        if HOW >= loads.PAGES:
+            is_split = is_split | (tiles_per_split > 0)  # deterministic
+        is_split = is_split.to(gl.int32)
+        q_heads = kv_heads * group
+        outer = gl.where(varlen, 0, seq)
+        # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
+        landed_end = keys
+        if HOW == loads.ROWS:
+            landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
+        pages = (table_ptr, page_size, total_k)
+        where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
+        # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
+        if TILES == 2 or HOW == loads.CELLS:
+            k_is_v = 0
+        k_cells = (k_ptr, total_k, stride_kb, stride_kt, stride_kh)
+        v_cells = (v_ptr, total_k, stride_vb, stride_vt, stride_vh)
+        if TILES == 2:
+            gl.warp_specialize([
+                (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
+                                   o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
+                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
+                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
+                                tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
+                                tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
+                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
+                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
+                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
+                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
+                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
+            ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
+                                   o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
+                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
+                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
+                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
+                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
+                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
+                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
+                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
+                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
+            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,30 @@
+"""V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
+
+from dsv4.caches import Fp8Cache
+from dsv4.kernels.shared.v4.prepare import comes_by_tma, forward_listed, supports
+from dsv4.kernels.sm100.v4.listed import v4_listed
+from dsv4.v4.problem import V4Problem
+
+__all__ = ["forward", "supports"]
+
+STEP = 64  # rows per step: one block
+PAIR_STEP = 128
+REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
+PAIR_REGISTERS = dict(GATHER_REGS=136, WARP_REGS=112)
+
+
+def forward(p: V4Problem) -> None:
+    if fits_pair(p):
+        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        from dsv4.kernels.sm100.v4.listed_pair import v4_listed_pair
+
+        forward_listed(p, v4_listed_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
+    else:
+        forward_listed(p, v4_listed, STEP, REGISTERS)
+
+
+def fits_pair(p: V4Problem) -> bool:
+    """Whole pairs of 64 heads, and rows of one kind, plain ones equally far apart."""
+    pools = [pool for pool in (p.window, p.compressed) if pool is not None]
+    cached = [isinstance(pool, Fp8Cache) for pool in pools]
+    return p.q_heads % 128 == 0 and (all(cached) or not any(cached) and all(comes_by_tma(pool) for pool in pools))

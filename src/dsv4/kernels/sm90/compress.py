@@ -1,5 +1,0 @@
-"""compress and rows into Fp8Cache pages on sm_90a: the kernels that every architecture shares."""
-
-from dsv4.kernels.shared.compress_launch import forward, supports, write
-
-__all__ = ["forward", "supports", "write"]

@@ -1,0 +1,27 @@
+"""index_topk on sm_90a: the scores by the kernel in index_scores.py, the choice by the shared one."""
+
+from dsv4.index.problem import IndexProblem
+from dsv4.kernels.shared.index import prepare as index_launch
+from dsv4.kernels.shared.index.prepare import supports
+from dsv4.kernels.sm90.index.scores import index_scores_sm90
+
+__all__ = ["forward", "supports"]
+
+SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
+
+
+def forward(p: IndexProblem) -> None:
+    index_launch.forward(p, index_scores_sm90, tiling)
+
+
+def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Queries of a sequence share the keys that a CTA reads. Two CTAs to a multiprocessor: one loads, or sums over the
+    heads, while another keeps the tensor cores busy."""
+    together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
+    if heads * dims > 64 * 128:
+        together, rows = 1, 128
+    residents, tile = 2, rows * dims * 2
+    stages = min((SHARED_BYTES // residents - 1024 - together * heads * dims * 2) // tile, 4)
+    if stages < 2:
+        residents, stages = 1, 2
+    return together, residents, dict(ROWS=rows, STAGES=stages, num_warps=4)

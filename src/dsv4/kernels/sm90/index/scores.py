@@ -1,0 +1,171 @@
+"""Index scores on Hopper: score(n, s) = factor * sum_h weights[n, h] * relu(q[n, h] . k[s]).
+
+One CTA: QUERIES neighbouring queries, and a share of the rows that they see, ROWS at a time. All warps do the same::
+
+    copy      rows of tile i + STAGES - 1 by cp.async | page numbers of tile i + STAGES   (no warp waits for either)
+    product   S_j = K_i Q_j^T, wgmma, one per query   | keys are its rows, heads its columns
+    sum       relu, times weights, over the heads     | of S_j while the tensor core makes S_j+1
+
+Shared memory: Q [QUERIES][HEADS, DIMS], ring of K [STAGES][ROWS, DIMS], both bf16 (fp16) with the 128-byte swizzle.
+A tile is complete when every thread has waited for its own copies, made them visible to the tensor core (fence), and
+the CTA has met at a barrier; the same barrier says that the products of the tile before are done, so its slot is free.
+"""
+
+from dsv4.kernels.compat import (
+    async_copy,
+    barrier,
+    cp_async,
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.shared.index.scores import BATCH, ONE, owner, relu, rows_seen
+
+
+@gluon.constexpr_function
+def lanes(warps):
+    """16 bytes per thread, 8 threads for 64 values of a row."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def rows_of(tile, ROWS: gl.constexpr):
+    return tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, lanes(gl.num_warps())))
+
+
+@gluon.jit
+def page_of(row, pool):
+    """row // rows of a page, for 0 <= row < 2^31, by the inverse that the host knows."""
+    wide = row.to(gl.uint32, bitcast=True).to(gl.uint64) * pool[5].to(gl.uint32, bitcast=True).to(gl.uint64)
+    return (wide >> pool[6].to(gl.uint64)).to(gl.int32)
+
+
+@gluon.jit
+def numbers_of(tile, most, line_ptr, pool, ROWS: gl.constexpr, HOW: gl.constexpr):
+    """Page numbers of the rows of a tile, -1 past those that are seen."""
+    row = rows_of(tile, ROWS)
+    if HOW == ONE or HOW == BATCH:
+        return gl.where(row < most, 0, -1)
+    return gl.load(line_ptr + page_of(row, pool), mask=row < most, other=-1)
+
+
+@gluon.jit
+def copy_tile(slot, tile, page, pool, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr,
+              HOW: gl.constexpr):  # fmt: skip
+    """Rows of a tile -> slot [ROWS, DIMS], one group of copies; rows that are not there become zeros."""
+    k_ptr, pages, page_rows, page_stride, row_stride = pool[:5]
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    panels = reinterpret(slot, [DIMS // 64, ROWS, 64], PANEL)
+    row = rows_of(tile, ROWS)
+    place = row
+    if not (HOW == ONE or HOW == BATCH):
+        place = row - page_of(row, pool) * page_rows
+    there = (page >= 0) & (page < pages)
+    at = page.to(gl.int64) * page_stride + place.to(gl.int64) * row_stride
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, lanes(gl.num_warps())))
+    pointers = k_ptr + at[:, None] * 8 + column[None, :]
+    for panel in gl.static_range(DIMS // 64):
+        if WHOLE:
+            cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None])
+        else:  # in cells of 8, so that 16-byte copies stay possible
+            inside = (column // 8 + panel * 8) < dims // 8
+            cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None] & inside[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, pool, table_ptr, table_line, scores_ptr,
+               scores_line, dims, QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr,
+               STAGES: gl.constexpr, WHOLE: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HEADS, 16])
+    most = gl.to_tensor(0)
+    for j in gl.static_range(QUERIES):
+        mine = (begin + j >= first) & (begin + j < last)
+        most = gl.maximum(most, gl.where(mine, seen[j], 0))
+    tiles = (most + ROWS - 1) // ROWS
+    each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
+    start = gl.program_id(1) * each
+    stop = gl.minimum(start + each, tiles)
+    line_ptr = table_ptr + sequence.to(gl.int64) * table_line
+    if HOW == BATCH:
+        pool = (pool[0] + sequence.to(gl.int64) * pool[3] * 8, pool[1], pool[2], pool[3], pool[4], pool[5], pool[6])
+    for i in gl.static_range(STAGES - 1):
+        page = numbers_of(start + i, gl.where(start + i < stop, most, 0), line_ptr, pool, ROWS, HOW)
+        copy_tile(ring.index(i), start + i, page, pool, dims, ROWS, DIMS, WHOLE, HOW)
+    ahead = start + STAGES - 1
+    page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, pool, ROWS, HOW)
+    slot = gl.to_tensor(0)
+    for tile in range(start, stop):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        barrier()
+        products = ()
+        for j in gl.static_range(QUERIES):
+            zero = gl.zeros([ROWS, HEADS], gl.float32, ACC)
+            product = warpgroup_mma(ring.index(slot), q.index(j).permute((1, 0)), zero, use_acc=False, is_async=True)
+            products = products + (product,)
+        ahead = tile + STAGES - 1
+        free = gl.where(slot == 0, STAGES - 1, slot - 1)
+        copy_tile(ring.index(free), ahead, page, pool, dims, ROWS, DIMS, WHOLE, HOW)
+        ahead = ahead + 1
+        page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, pool, ROWS, HOW)
+        for j in gl.static_range(QUERIES):
+            product = warpgroup_mma_wait(num_outstanding=QUERIES - 1 - j, deps=(products[j],))
+            total = gl.sum(relu(product) * w[j][None, :], 1) * factor
+            row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+            mine = (begin + j >= first) & (begin + j < last)
+            line = scores_ptr + (begin - base + j).to(gl.int64) * scores_line
+            gl.store(line + row, total, mask=(row < seen[j]) & mine)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+    barrier()
+
+
+@gluon.jit(do_not_specialize=[
+    "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
+    "page_inverse", "page_shift", "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn",
+    "stride_wh", "scores_line",
+])  # fmt: skip
+def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, factor, first_query,
+                      queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_inverse,
+                      page_shift, page_stride, row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh,
+                      scores_line, HOW: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr,
+                      ROWS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
+    """Strides of q and k are in units of 8 elements. Line n of the scores is that of query first_query + n; only what a
+    query sees is written."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HEADS, 16])
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    L: gl.constexpr = lanes(gl.num_warps())
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    q = gl.allocate_shared_memory(dtype, [QUERIES, HEADS, DIMS], TILE)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIMS], TILE)
+    begin = first_query + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries)
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    dim = gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))
+    acc_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, ACC))
+    w = ()
+    seen = ()
+    for j in gl.static_range(QUERIES):
+        n = (begin + j).to(gl.int64)
+        there = ((head < heads) & (n < end))[:, None] & (dim // 8 < dims // 8)[None, :]
+        offset = n * stride_qn * 8 + (head * stride_qh)[:, None] * 8 + dim[None, :]
+        q.index(j).store(gl.load(q_ptr + offset, mask=there, other=0.0))
+        weight_ptr = weights_ptr + n * stride_wn + acc_head * stride_wh
+        w = w + (gl.load(weight_ptr, mask=(acc_head < heads) & (n < end), other=0.0).to(gl.float32),)
+        seen = seen + (rows_seen(begin + j, count_ptr, ratio, capacity, n < end),)
+    fence_async_shared()  # Q by ordinary stores -> tensor-core reads
+    pool = (k_ptr, pages, page_rows, page_stride, row_stride, page_inverse, page_shift)
+    first = begin
+    while first < end:  # the queries of a CTA may belong to several sequences
+        sequence, next_one = owner(first, starts_ptr, requests, tokens, HOW)
+        last = gl.minimum(next_one, end)
+        if sequence < requests:
+            score_rows(first, last, first_query, begin, sequence, seen, w, factor, q, ring, pool, table_ptr,
+                       table_line, scores_ptr, scores_line, dims, QUERIES, HEADS, DIMS, ROWS, STAGES,
+                       WHOLE, HOW)  # fmt: skip
+        first = last

@@ -1,0 +1,382 @@
+"""The gathering warps of listed.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
+
+A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
+tensors come by cp.async. Rows of an Fp8Cache come through registers, where e4m3 becomes bf16, except their last 64
+values, which are bf16 already.
+
+A row that is not there (-1, out of range, past the length) is filled with zeros, and its bias is -inf: 0 * NaN would
+be NaN.
+"""
+
+from dsv4.kernels.compat import (
+    async_copy,
+    cp_async,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    reinterpret_as,
+)
+from dsv4.kernels.shared.fmha.tiles import split_range
+from dsv4.kernels.shared.v4.items import LIST, NONE, place_of, share
+
+
+@gluon.constexpr_function
+def lanes(warps):
+    """16 bytes of bf16 per thread, 8 threads for 64 values of a row."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def words(warps):
+    """16 bytes of 32-bit words per thread, 4 threads for 64 bytes of a row."""
+    return gl.BlockedLayout([1, 4], [8, 4], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def arrivals(warps):
+    """On ``ready``: one per gathering thread when its copies have landed, one for all ordinary stores."""
+    return 32 * warps + 1
+
+
+@gluon.jit
+def lists_of(query, names, requests, HOW: gl.constexpr):
+    """A query's two lists: (line, entries) of each and, between them, the blocks of the first."""
+    window, compressed = names
+    count, more, line = share(query, window[2:], compressed[2:], requests, HOW)
+    window_line = window[0] + query.to(gl.int64) * window[1]
+    return window_line, count, (count + 63) // 64, compressed[0] + line * compressed[1], more
+
+
+@gluon.jit
+def divide(number, pool):
+    """number // rows per page, for 0 <= number < 2^31; the host knows the inverse: ceil(2^shift / rows per page)."""
+    wide = number.to(gl.uint32, bitcast=True).to(gl.uint64) * pool[5].to(gl.uint32, bitcast=True).to(gl.uint64)
+    return (wide >> pool[6].to(gl.uint64)).to(gl.int32)
+
+
+@gluon.jit
+def numbers_of(lists, block, wanted, pool, entry, HOW: gl.constexpr):
+    """Row numbers of entries of a block, -1 past the end, or everywhere unless it is wanted. entry: below 64."""
+    window_line, window_count, window_blocks, line, count = lists
+    in_window = block < window_blocks
+    place = block * 64 - gl.where(in_window, 0, window_blocks * 64) + entry
+    listed = (place < window_count) & in_window & wanted
+    if HOW == NONE:
+        number = gl.load(window_line + place, mask=listed, other=-1)
+    elif HOW == LIST:
+        listed = listed | ((place < count) & (block >= window_blocks) & wanted)
+        number = gl.load(gl.where(in_window, window_line, line) + place, mask=listed, other=-1)
+    else:
+        rows, page_rows = pool[1], pool[2]
+        at = divide(place, pool)
+        page = gl.load(line + at, mask=(place < count) & (block >= window_blocks) & wanted, other=-1)
+        page = gl.where(page < rows // page_rows, page, -1)  # before the product, which may not fit
+        number = gl.load(window_line + place, mask=listed, other=-1)
+        number = gl.where(page >= 0, page * page_rows + place - at * page_rows, number)
+    return number
+
+
+@gluon.jit
+def pool_of(pools, in_window):
+    """The pool of a block: (pointer, rows, rows per page, page stride, row stride, inverse, shift)."""
+    a, b = pools
+    return (gl.where(in_window, a[0], b[0]), gl.where(in_window, a[1], b[1]), gl.where(in_window, a[2], b[2]),
+            gl.where(in_window, a[3], b[3]), gl.where(in_window, a[4], b[4]), gl.where(in_window, a[5], b[5]),
+            gl.where(in_window, a[6], b[6]))  # fmt: skip
+
+
+@gluon.jit
+def entries(L: gl.constexpr):
+    return gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def panels_of(tile):
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(tile, [4, 64, 64], PANEL)
+
+
+@gluon.jit
+def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
+    """256 columns of 64 rows by cp.async -> tile; rows that are not there become zeros. offset: in units of 8."""
+    L: gl.constexpr = lanes(gl.num_warps())
+    panels = panels_of(tile)
+    pointers = ptr + offset[:, None] * 8 + (COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
+    for panel in gl.static_range(4):
+        cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None])
+
+
+@gluon.jit
+def plain_rows(pool, number):
+    """Where the rows of a plain tensor are: (offset in units of 8 elements, whether they are there)."""
+    ptr, rows, page_rows, page_stride, row_stride = pool[:5]
+    page = divide(number, pool)
+    offset = page.to(gl.int64) * page_stride + (number - page * page_rows).to(gl.int64) * row_stride
+    return offset, (number >= 0) & (number < rows)
+
+
+@gluon.jit
+def fp8_place(pool, number, UNIT: gl.constexpr):
+    """Where the rows of an Fp8Cache are: (first byte, whether they are there, first byte of their scales)."""
+    ptr, rows, page_rows, page_stride = pool[:4]
+    page = divide(number, pool)
+    place = (number - page * page_rows).to(gl.int64)
+    start = page.to(gl.int64) * page_stride * UNIT
+    return start + place * 576, (number >= 0) & (number < rows), start + page_rows.to(gl.int64) * 576 + place * 8
+
+
+@gluon.jit
+def fp8_rows(pool, number, UNIT: gl.constexpr):
+    """Where the rows of an Fp8Cache are: (first byte, whether they are there, their eight scale bytes)."""
+    ptr = pool[0]
+    start, there, at = fp8_place(pool, number, UNIT)
+    if UNIT >= 8:
+        scales = gl.load((ptr + at).to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
+    else:
+        scales = gl.load(ptr + at, mask=there, other=0).to(gl.int64)
+        for i in gl.static_range(1, 7):
+            scales = scales | (gl.load(ptr + at + i, mask=there, other=0).to(gl.int64) << (8 * i))
+    return start, there, scales
+
+
+@gluon.jit
+def words_of(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.constexpr):
+    """N words of 4 bytes from word FIRST on of each row: int32 [64, N], 16 bytes per thread."""
+    column = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, words(gl.num_warps())))
+    if UNIT >= 8:
+        word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        x = gl.load(word_ptr + (data // 4)[:, None] + column[None, :], mask=there[:, None], other=0)
+    else:
+        pointers = ptr + data[:, None] + (column * 4)[None, :]
+        x = gl.load(pointers, mask=there[:, None], other=0).to(gl.int32)
+        for i in gl.static_range(1, 4):
+            x = x | (gl.load(pointers + i, mask=there[:, None], other=0).to(gl.int32) << (8 * i))
+    return x
+
+
+@gluon.constexpr_function
+def pieces(warps, panels):
+    """As `words`, with several pieces of 64 bytes per thread."""
+    return gl.BlockedLayout([1, panels, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def piece_rows(warps, panels):
+    return gl.SliceLayout(1, gl.SliceLayout(2, pieces(warps, panels)))
+
+
+@gluon.jit
+def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr):
+    """64 x PANELS of the 448 e4m3 values of each row, four to a word: int32 [64, PANELS, 16]."""
+    L: gl.constexpr = pieces(gl.num_warps(), PANELS)
+    R: gl.constexpr = piece_rows(gl.num_warps(), PANELS)
+    data = gl.convert_layout(data, R)[:, None, None]
+    there = gl.convert_layout(there, R)[:, None, None]
+    panel = FIRST + gl.arange(0, PANELS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    column = panel[None, :, None] * 16 + word[None, None, :]
+    if UNIT >= 8:
+        word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        x = gl.load(word_ptr + data // 4 + column, mask=there, other=0)
+    else:
+        pointers = ptr + data + column * 4
+        x = gl.load(pointers, mask=there, other=0).to(gl.int32)
+        for i in gl.static_range(1, 4):
+            x = x | (gl.load(pointers + i, mask=there, other=0).to(gl.int32) << (8 * i))
+    return x
+
+
+@gluon.jit
+def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
+    """e4m3 values [64, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [64, panels, 32].
+
+    S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
+    mends that. Four bytes at a time: their low and high bytes in bf16 are made apart, then interleaved. The scale is
+    applied by itself: 2^120 times a scale may not fit. Bytes that mean NaN do not occur in rows that count.
+    """
+    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
+    L: gl.constexpr = x.type.layout
+    panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    s = (scales >> (8 * panel.to(gl.int64))[None, :, None]).to(gl.int32) & 255
+    s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)) * 0x10001
+    x, s = gl.broadcast(x, s)
+    a, b = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, factor;
+        shl.b32 low, $2, 4;
+        and.b32 low, low, 0xf0f0f0f0;
+        shr.u32 high, $2, 4;
+        and.b32 high, high, 0x07070707;
+        lop3.b32 high, $2, 0x80808080, high, 0xea;
+        mov.b32 factor, 0x7b807b80;
+        prmt.b32 $0, low, high, 0x5140;
+        prmt.b32 $1, low, high, 0x7362;
+        mul.rn.bf16x2 $0, $0, factor;
+        mul.rn.bf16x2 $1, $1, factor;
+        mul.rn.bf16x2 $0, $0, $3;
+        mul.rn.bf16x2 $1, $1, $3;
+        }""",
+        "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(a, b).reshape([64, x.shape[1], 32])
+
+
+@gluon.jit
+def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Panels of a half block as bf16 in pairs: [64, COUNT, 32]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    return reinterpret_as(tile, gl.int32, [4 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT).permute((1, 0, 2))
+
+
+@gluon.jit
+def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
+    """The last 64 values of each row, which are bf16; makes all arrivals on ``ready`` but one."""
+    if UNIT >= 16:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
+        rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+        data = gl.convert_layout(data, gl.SliceLayout(1, L))
+        there = gl.convert_layout(there, gl.SliceLayout(1, L))
+        column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+        cp_async(panels_of(tile).index(3), rest_ptr + (data // 2)[:, None] + column[None, :], mask=there[:, None])
+        async_copy.mbarrier_arrive(ready, increment_count=False)
+    else:
+        PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
+        last.store(words_of(ptr, data, there, 112, 32, UNIT))
+        mbarrier.arrive(ready, count=32 * gl.num_warps())
+
+
+@gluon.jit
+def write_bias(bias, there):
+    """What is added to the scores of a block. Its reader has read the last one: it then freed half 0 or half 1."""
+    bias.store(gl.where(there, 0.0, -float("inf")))
+
+
+@gluon.jit
+def plain_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr):
+    """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
+    kv, bias, ready, free = ring
+    entry = entries(lanes(gl.num_warps()))
+    for block in range(first, end):
+        slot = block % 2 * 2
+        pool = pool_of(pools, block < lists[2])
+        offset, there = plain_rows(pool, number)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools[1], entry, HOW)
+        mbarrier.wait(free.index(slot), phase)
+        copy_rows(pool[0], offset, there, kv.index(slot), 0)
+        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.wait(free.index(slot + 1), phase)
+        copy_rows(pool[0], offset, there, kv.index(slot + 1), 256)
+        async_copy.mbarrier_arrive(ready.index(slot + 1), increment_count=False)
+        write_bias(bias.index(block % 2), there)
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        phase = phase ^ (block % 2)
+    return phase
+
+
+@gluon.jit
+def fp8_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
+    """Blocks [first, end) of FP8 rows. As values leave the registers, those of the next block are asked for: loads do
+    not wait for a free slot."""
+    kv, bias, ready, free = ring
+    entry = entries(words(gl.num_warps()))
+    following = numbers_of(lists, first + 1, first + 1 < end, pools[1], entry, HOW)
+    pool = pool_of(pools, first < lists[2])
+    ptr = pool[0]
+    data, there, scales = fp8_rows(pool, number, UNIT)
+    x = fp8_load(ptr, data, there, 0, 2, UNIT)
+    y = fp8_load(ptr, data, there, 2, 2, UNIT)
+    z = fp8_load(ptr, data, there, 4, 2, UNIT)
+    u = fp8_load(ptr, data, there, 6, 1, UNIT)
+    for block in range(first, end):
+        slot = block % 2 * 2
+        pool = pool_of(pools, block + 1 < lists[2])
+        next_data, next_there, next_scales = fp8_rows(pool, following, UNIT)
+        following = numbers_of(lists, block + 2, block + 2 < end, pools[1], entry, HOW)
+
+        # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
+        mbarrier.wait(free.index(slot), phase)
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(x, scales, 0))
+        x = fp8_load(pool[0], next_data, next_there, 0, 2, UNIT)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(y, scales, 2))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+        y = fp8_load(pool[0], next_data, next_there, 2, 2, UNIT)
+
+        mbarrier.wait(free.index(slot + 1), phase)
+        tile = kv.index(slot + 1)
+        fp8_rest(ptr, data, there, tile, ready.index(slot + 1), UNIT)
+        write_bias(bias.index(block % 2), there)
+        ptr, data, there = pool[0], next_data, next_there
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, scales, 4))
+        z = fp8_load(ptr, data, there, 4, 2, UNIT)
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, scales, 6))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        u = fp8_load(ptr, data, there, 6, 1, UNIT)
+        scales = next_scales
+        phase = phase ^ (block % 2)
+    return phase
+
+
+@gluon.jit
+def mixed_blocks(lists, pools, ring, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr,
+                 UNIT: gl.constexpr):  # fmt: skip
+    """Where one pool is a plain tensor and the other an Fp8Cache: block by block, nothing ahead of its time."""
+    window, compressed = pools
+    for block in range(first, end):
+        if (block < lists[2]) == WINDOW_FP8:
+            eight = window if WINDOW_FP8 else compressed
+            eight_number = numbers_of(lists, block, True, eight, entries(words(gl.num_warps())), HOW)
+            phase = fp8_blocks(eight_number, lists, (eight, eight), ring, block, block + 1, phase, HOW, UNIT)
+        else:
+            plain = compressed if WINDOW_FP8 else window
+            number = numbers_of(lists, block, True, plain, entries(lanes(gl.num_warps())), HOW)
+            phase = plain_blocks(number, lists, (plain, plain), ring, block, block + 1, phase, HOW)
+    return phase
+
+
+@gluon.jit
+def write_job(job, turn, what):
+    """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for i in gl.static_range(4):
+        job.index(turn * 4 + i).store(gl.full([1], what[i], gl.int32, L))
+
+
+@gluon.jit
+def gather_role(q_rows, names, requests, pools, smem, barriers, items, sizes, HOW: gl.constexpr, FP8: gl.constexpr,
+                UNIT: gl.constexpr):  # fmt: skip
+    """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free."""
+    q, kv, bias, job = smem
+    q_ready, q_free, ready, free = barriers
+    queries, heads, num_splits, tiles_per_split = sizes
+    q_ptr, stride_qn, stride_qh = q_rows
+    ring = (kv, bias, ready, free)
+    LQ: gl.constexpr = lanes(gl.num_warps())
+    phase = 1  # the first wait on an untouched barrier passes
+    turn = 1
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        query, first_head, split = place_of(item, queries, heads)
+        lists = lists_of(query, names, requests, HOW)
+        steps = (lists[2] + (lists[4] + 63) // 64 + 1) // 2
+        begin, end = split_range(steps, split, num_splits, tiles_per_split)
+        L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
+        number = numbers_of(lists, begin * 2, begin < end, pools[1], entries(L), HOW)  # on its way while Q is asked for
+        mbarrier.wait(q_free, turn)
+        head = first_head + entries(LQ)
+        offset = query.to(gl.int64) * stride_qn + head.to(gl.int64) * stride_qh
+        for h in gl.static_range(2):
+            copy_rows(q_ptr, offset, head < heads, q.index(h), h * 256)
+        async_copy.mbarrier_arrive(q_ready, increment_count=False)
+        write_job(job, 1 - turn, (end - begin, query, first_head, split))
+        mbarrier.arrive(q_ready, count=1)
+        turn = turn ^ 1
+        if FP8[0] != FP8[1]:
+            phase = mixed_blocks(lists, pools, ring, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
+        elif FP8[0]:
+            phase = fp8_blocks(number, lists, pools, ring, begin * 2, end * 2, phase, HOW, UNIT)
+        else:
+            phase = plain_blocks(number, lists, pools, ring, begin * 2, end * 2, phase, HOW)

@@ -1,0 +1,132 @@
+"""The small steps between the matrix products of a layer: norms, RoPE, rows into the window, compressor, streams.
+
+Arithmetic is fp32, rounded once. `Torch` is for the CPU, and leaves the residual streams to the model; `Kernels` is for
+a GPU, or for softsm, and needs one launch for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.model import paging
+from dsv4.runtime import dispatch
+from dsv4.v4.problem import Pool
+
+
+def choose(backend: str, device: torch.device) -> Torch:
+    found = dispatch.resolve(backend, device)
+    return Torch() if found == "cpu" else Kernels(found, device)
+
+
+class Torch:
+    kernels = False
+
+    def running(self) -> AbstractContextManager[Any]:
+        """To be entered around a step."""
+        return nullcontext()
+
+    def join(self, projections: list[Any]) -> Tensor | None:
+        """For the layers to come: one matrix for these linear maps of the same input, or None."""
+        return None
+
+    def norm(self, x: Tensor, by: Any) -> Tensor:
+        """RMSNorm of [N, D] with the weight of the module ``by``."""
+        return _normed(x, by.variance_epsilon, by.weight).to(x.dtype)
+
+    def turned(self, x: Tensor, cos_sin: Tensor, positions: Tensor, eps: float | None = None) -> Tensor:
+        """Heads [N, H, D], normed without a weight if eps is given, their last dims rotated at positions [N]."""
+        return _rope(x.float() if eps is None else _normed(x, eps), cos_sin, positions).to(x.dtype)
+
+    def store(self, pool: Pool, slots: Tensor, x: Tensor, by: Any, cos_sin: Tensor, positions: Tensor) -> None:
+        """Rows [N, D], normed by the module ``by`` and rotated at positions [N], to the row numbers slots [N]."""
+        paging.write(pool, slots, _rope(_normed(x, by.variance_epsilon, by.weight), cos_sin, positions))
+
+
+class Kernels(Torch):
+    kernels = True
+
+    def __init__(self, backend: str, device: torch.device):
+        from dsv4.kernels.shared import hyper_connections as streams
+        from dsv4.kernels.shared import normed_rows as normed  # with Triton, which a CPU does not need
+        from dsv4.kernels.shared.compress import rings  # with Triton, which a CPU does not need
+
+        self.backend, self.device = backend, device
+        self.normed, self.rings, self.streams = normed.normed, rings.compress_rings, streams
+
+    def running(self) -> AbstractContextManager[Any]:
+        if self.backend == "cuda":
+            return torch.cuda.device(self.device)
+        import softsm
+
+        return softsm.use(dispatch.softsm_arch())
+
+    def join(self, projections: list[Any]) -> Tensor | None:
+        """The weights become parts of the one matrix, in place: what else uses them sees no difference."""
+        weights = [p.weight for p in projections]
+        plain = all(type(p) is torch.nn.Linear and p.bias is None for p in projections)
+        if not plain or len({(w.dtype, w.device) for w in weights}) > 1:
+            return None
+        sizes = [len(w) for w in weights]
+        first, total = weights[0].detach(), sum(sizes)
+        # Another engine of the same model may have done it: then the memory is shared.
+        begins = [first.data_ptr() + n * first[:1].nbytes for n in itertools.accumulate([0, *sizes[:-1]])]
+        if [w.data_ptr() for w in weights] == begins and first.untyped_storage().nbytes() >= total * first[:1].nbytes:
+            return first.as_strided((total, first.shape[1]), (first.shape[1], 1))
+        joined = torch.cat([w.detach() for w in weights])
+        for weight, part in zip(weights, joined.split(sizes)):
+            weight.data = part
+        return joined
+
+    def norm(self, x: Tensor, by: Any) -> Tensor:
+        return self.normed(x, eps=by.variance_epsilon, weight=by.weight)
+
+    def turned(self, x: Tensor, cos_sin: Tensor, positions: Tensor, eps: float | None = None) -> Tensor:
+        return self.normed(x, eps=eps, rope=(cos_sin, positions))
+
+    def store(self, pool: Pool, slots: Tensor, x: Tensor, by: Any, cos_sin: Tensor, positions: Tensor) -> None:
+        options = dict(eps=by.variance_epsilon, weight=by.weight, rope=(cos_sin, positions))
+        self.normed(x, **options, to=pool, slots=slots)
+
+    def compress(
+        self, pool: Pool, states: tuple[Tensor, Tensor], kv: Tensor, gate: Tensor, by: Any, cos_sin: Tensor, rows: Any,
+        positions: Tensor,
+    ) -> None:  # fmt: skip
+        """The rows (step.Rows) of the projections [N, width], by a compressor, into the pool; and the tokens into the
+        states, if that is not for later."""
+        which = (rows.numbers, rows.lines, rows.begins, rows.starts, rows.targets)
+        self.rings(
+            kv, gate, by.position_bias, by.kv_norm.weight, by.kv_norm.variance_epsilon, cos_sin, states, which, pool,
+            positions, rows.places if rows.kept is None else None,
+        )  # fmt: skip
+
+    def collapse(self, streams: Tensor, by: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Streams [N, H, D] -> (weights for spread, [N, D]), by a DeepseekV4HyperConnection."""
+        mixed = torch.nn.functional.linear(streams.flatten(1).float(), by.fn.float())
+        post, comb, x = self.streams.collapse(
+            streams.contiguous(), mixed, by.base, by.scale, by.hc_sinkhorn_iters, by.input_norm.eps, by.hc_eps
+        )
+        return (post, comb), x
+
+    def spread(self, streams: Tensor, y: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
+        """The output [N, D] of a block into the streams [N, H, D]."""
+        return self.streams.spread(streams.contiguous(), y.contiguous(), *weights)
+
+
+def _normed(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    x = x.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight.float()
+
+
+def _rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """Turn the interleaved pairs of the last dims of x [N, ..., D]."""
+    r = cos_sin.shape[1]
+    cos, sin = cos_sin[positions].reshape(-1, *(1,) * (x.ndim - 2), r).chunk(2, -1)
+    even, odd = x[..., -r:].unflatten(-1, (r // 2, 2)).unbind(-1)
+    pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-r], pairs], -1)

@@ -1,0 +1,260 @@
+"""Kernels compiled ahead of time: cubins with JSON metadata, made without a GPU, launched without a compiler.
+
+`dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or :func:`use`) every launch whose variant
+is in DIR goes through the CUDA driver API; the others are compiled as usual. A variant is named by the kernel and by
+everything that was fixed at compile time; its file also carries the hash of the kernel sources and of the cubin, and
+is refused by name when one does not match.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dsv4.runtime import repeat
+from dsv4.runtime.dispatch import ARCHITECTURES
+
+FORMAT = 2
+# What the cubins are made of.
+SOURCES = ("compat.py", "shared/**/*.py", "sm90/**/*.py", "sm100/**/*.py")
+# Triton's element types of TMA descriptors -> CUtensorMapDataType
+TMA_TYPES = {8: 10, 9: 8, 10: 9}
+
+
+@cache
+def source_hash() -> str:
+    """Of all kernel source files: a cubin made from others is stale."""
+    here = Path(__file__).parent.parent / "kernels"
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(here.glob(pattern)):
+            digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:
+    """The name of a variant: arguments are type names in order, constants what is fixed at compile time."""
+    text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True)
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def argument_type(x: Any) -> str:
+    """The type of a launch argument as it counts for a variant."""
+    if hasattr(x, "block_shape"):
+        return f"tensordesc {_dtype(x.base)} {list(x.block_shape)}"
+    if isinstance(x, (bool, int)):
+        if not -(1 << 31) <= x < 1 << 31:
+            raise ValueError(f"an integer argument is {x}; compiled kernels take 32 bits")
+        return "i32"
+    if isinstance(x, float):
+        return "f32"
+    return f"*{_dtype(x)}" + ("" if x.data_ptr() % 16 == 0 else " unaligned")
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------------------- compiling
+
+
+def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> Any:
+    """triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 take the same calls."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*arguments, **constants)
+    options, signature, constexprs, attributes = kernel._pack_args(backend, constants, bound, specialization, options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def write(
+    directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a"
+) -> Path:
+    """Compile one variant into DIRECTORY -> its JSON file."""
+    capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry[1] == arch)
+    compiled = compile_kernel(kernel, arguments, constants, capability)
+    cubin = compiled.asm["cubin"]
+    types = [argument_type(x) for x in arguments]
+    name = variant(kernel.__name__, types, constants, arch)
+    meta = compiled.metadata
+    record = {
+        "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": arch, "arguments": types,
+        "constants": constants, "threads": meta.num_warps * 32, "shared": meta.shared, "clusters": meta.num_ctas,
+        "descriptors": [dict(d) for d in meta.tensordesc_meta], "triton": _triton_version(),
+        "sources": source_hash(), "cubin": hashlib.sha256(cubin).hexdigest(),
+    }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.cubin").write_bytes(cubin)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+# ---------------------------------------------------------------------------------------------------- launching
+
+_directory: Path | None = Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None
+launched: list[str] = []  # the variants launched from files, in order
+_collected: list[tuple[Any, list[Any], dict[str, Any]]] | None = None
+
+
+@contextmanager
+def collecting() -> Iterator[list[tuple[Any, list[Any], dict[str, Any]]]]:
+    """Within, launches are not made: the list given gets (kernel, arguments, constants) of each."""
+    global _collected
+    _collected = launches = []
+    try:
+        yield launches
+    finally:
+        _collected = None
+
+
+def use(directory: str | Path | None) -> None:
+    """Launch from this directory where it has the variant; None = compile everything."""
+    global _directory
+    _directory = None if directory is None else Path(directory)
+    repeat.forget()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants: Any) -> None:
+    """kernel[grid](*arguments, **constants), from a compiled file where there is one."""
+    if _collected is not None:
+        _collected.append((kernel, arguments, constants))
+        return
+    watch = repeat.current.watch
+    if _directory is not None and arguments[0].is_cuda:
+        name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, _arch(arguments[0]))
+        if (_directory / f"{name}.json").exists():
+            found = loaded(str(_directory), name, arguments[0].device.index)
+
+            def run(*arguments: Any, stream: int | None = None) -> None:
+                found.launch(grid, arguments, stream)
+                launched.append(name)
+
+            run(*arguments)
+            if watch is not None:
+                watch.launches.append((run, arguments, False))
+            return
+    if constants.get("num_ctas", 1) > 1 and _before_clusters():
+        raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
+                           "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
+    compiled = kernel[grid](*arguments, **constants)
+    if watch is not None and compiled is not None:
+        rest = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
+        watch.launches.append((compiled[(*grid, 1, 1)[:3]], [*arguments, *rest], arguments[0].is_cuda))
+
+
+def _before_clusters() -> bool:
+    from dsv4.kernels.compat import TRITON_VERSION
+
+    return TRITON_VERSION < (3, 9)
+
+
+def _arch(x: Any) -> str:
+    """Of the GPU that a tensor is on; the name of no variant where there are no kernels for it."""
+    import torch
+
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(x.device), ("", "unknown"))[1]
+
+
+@cache
+def loaded(directory: str, name: str, device: int) -> Loaded:
+    return Loaded(Path(directory), name)
+
+
+class Loaded:
+    """One variant, checked and loaded into the current CUDA context."""
+
+    def __init__(self, directory: Path, name: str):
+        path = directory / f"{name}.json"
+        self.record = record = read(path)
+        cubin = (directory / f"{name}.cubin").read_bytes()
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), cubin)
+        self._call("cuModuleGetFunction", ctypes.byref(self.function), module, record["entry"].encode())
+        self._call("cuFuncSetAttribute", self.function, 8, record["shared"])  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.driver, name)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self.driver.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({self.record['kernel']})")
+
+    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any], on: int | None = None) -> None:
+        """on: the stream, as a number; the current one if None."""
+        import torch
+
+        values: list[Any] = []
+        descriptors = iter(self.record["descriptors"])
+        for x in arguments:
+            if hasattr(x, "block_shape"):
+                values.append(self._tensor_map(x, next(descriptors)))
+                values += [ctypes.c_uint32(n) for n in x.shape]
+                values += [ctypes.c_uint64(n) for n in x.strides]
+            elif isinstance(x, float):
+                values.append(ctypes.c_float(x))
+            elif isinstance(x, (bool, int)):
+                values.append(ctypes.c_int32(x))
+            else:
+                values.append(ctypes.c_uint64(x.data_ptr()))
+        values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # global and profile scratch, unused
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if on is None else on)
+        blocks = [*grid, 1, 1][:3]
+        blocks[0] *= self.record["clusters"]  # the grid counts clusters, whose size is in the cubin
+        self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],
+                   stream, pointers, None)  # fmt: skip
+
+    def _tensor_map(self, x: Any, meta: dict[str, Any]) -> Any:
+        """CUtensorMap, 64-byte aligned. Dimensions go innermost first."""
+        buffer = (ctypes.c_uint8 * 192)()
+        aligned = (ctypes.c_uint8 * 128).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
+        rank = len(x.shape)
+        shape = (ctypes.c_uint64 * rank)(*reversed(x.shape))
+        strides = (ctypes.c_uint64 * (rank - 1))(*(s * meta["elem_size"] for s in reversed(x.strides[:-1])))
+        box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+        ones = (ctypes.c_uint32 * rank)(*[1] * rank)
+        kind = TMA_TYPES.get(meta["elem_type"], meta["elem_type"])
+        # no interleave, the layout's swizzle, 128-byte L2 promotion, zeros out of bounds: as Triton's launcher does
+        self._call("cuTensorMapEncodeTiled", ctypes.byref(aligned), kind, rank, ctypes.c_void_p(x.base.data_ptr()),
+                   shape, strides, box, ones, 0, meta["swizzle"], 2, 0)  # fmt: skip
+        return aligned
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record of a variant; RuntimeError names the file and what is wrong with it."""
+    try:
+        record = json.loads(path.read_text())
+        digest = hashlib.sha256(path.with_suffix(".cubin").read_bytes()).hexdigest()
+        named = variant(record["kernel"], record["arguments"], record["constants"], record["arch"])
+    except (OSError, ValueError, KeyError) as why:
+        raise RuntimeError(f"{path}: not a compiled kernel of this package: {why}") from why
+    if record.get("format") != FORMAT or named != path.stem:
+        raise RuntimeError(f"{path}: its contents belong to {named}, not to this name")
+    if digest != record["cubin"]:
+        raise RuntimeError(f"{path.with_suffix('.cubin')}: not the cubin that {path.name} was written with")
+    if record["sources"] != source_hash():
+        raise RuntimeError(f"{path}: stale, compiled from other kernel sources; run dsv4 compile again")
+    return record

@@ -1,0 +1,229 @@
+"""The attention of DeepSeek-V4 layers: window rows and compressed rows in one softmax, with a sink."""
+
+from dataclasses import replace
+from types import NoneType
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+from torch import Tensor
+
+from dsv4.caches import Fp8Cache
+from dsv4.runtime import checks, repeat
+from dsv4.runtime import operators as ops
+from dsv4.runtime.plan import Plan
+from dsv4.v4 import problem as v4_problem
+from dsv4.v4.problem import Pool
+
+
+class V4Options(TypedDict, total=False):
+    """For type checkers: what comes back depends on return_lse alone."""
+
+    window_lengths: Tensor | None
+    compressed_lengths: Tensor | None
+    compressed_block_table: Tensor | None
+    request_starts: Tensor | None
+    inverse_rope: tuple[Tensor, Tensor] | None
+    sink: Tensor | None
+    softmax_scale: float | None
+    out: Tensor | None
+    plan: Plan | None
+    deterministic: bool
+    backend: str
+
+
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **_: Unpack[V4Options],
+) -> Tensor: ...
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **_: Unpack[V4Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def v4_attention(
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: bool,
+    **_: Unpack[V4Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def v4_attention(
+    q: Tensor,
+    window: Tensor | Fp8Cache,
+    window_indices: Tensor,
+    compressed: Tensor | Fp8Cache | None = None,
+    compressed_indices: Tensor | None = None,
+    *,
+    window_lengths: Tensor | None = None,
+    compressed_lengths: Tensor | None = None,
+    compressed_block_table: Tensor | None = None,
+    request_starts: Tensor | None = None,
+    inverse_rope: tuple[Tensor, Tensor] | None = None,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
+
+    Every row is key and value at once (MQA with K = V). For each query n and head h, over the rows k_i that n lists::
+
+        s_i = softmax_scale * (q_nh . k_i)                          softmax_scale defaults to 512 ** -0.5
+        out = sum_i e^(s_i) k_i / (sum_i e^(s_i) + e^sink_h)        ONE softmax over window and compressed rows
+        lse = log(sum_i e^(s_i))                                    natural log, without the sink
+
+    One operation serves the three kinds of layer:
+
+        SWA   v4_attention(q, window, window_indices)
+        CSA   v4_attention(q, window, window_indices, compressed, compressed_indices)     indices from dsv4.index_topk
+        HCA   v4_attention(q, window, window_indices, compressed, compressed_block_table=..., compressed_lengths=...)
+
+    Args:
+        window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype, a tensor [pages, page, 512], or an
+            :class:`dsv4.Fp8Cache`. Row number r is row ``r % page`` of page ``r // page``.
+        window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
+            listed twice counts twice.
+        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; what follows may be
+            anything.
+        compressed_block_table: int32 [R, pages], in place of compressed_indices: query n of request r sees the
+            rows 0 .. compressed_lengths[n] - 1 of r; row j is row ``j % page`` of page ``table[r, j // page]``
+            (a plain [rows, 512] tensor has pages of one row). Entries past the lengths are not read.
+        request_starts: int32 [R + 1], 0 first, never falling: queries starts[r] .. starts[r+1] - 1 belong to
+            request r. Queries past the last request see no compressed rows. Default: every query is its own request.
+        inverse_rope: (cos_sin fp32 [positions, r], positions int32 or int64 [N]): rotate the interleaved pairs of
+            the last r dims of out by -position, as V4 needs because V carries RoPE. cos_sin is r/2 cosines, then
+            r/2 sines (dsv4.reference.rope_table).
+        sink: fp32 [H] logit with value 0, not scaled; -inf = none, +inf = out 0.
+        return_lse: return ``(out, lse)``, lse in fp32.
+        out: write here (any strides but the last, which is 1; apart from the inputs) and return it.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
+        deterministic: the same bits on every run.
+        backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
+
+    Rules:
+        bfloat16 everywhere; float16 and float32, and head dims 64, 128 and 256, on the cpu backend. The last
+        dimension has stride 1, all other strides are honoured as they are. out has q's dtype.
+        A query that lists no row gives out 0 and lse -inf, whatever the sink.
+        Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
+        Forward only: an input that requires grad raises under grad mode.
+
+    Raises:
+        ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
+            a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
+    """
+    cos_sin, positions = inverse_rope if type(inverse_rope) is tuple and len(inverse_rope) == 2 else (None, None)
+    tensors = (
+        q, _rows(window), window_indices, _rows(compressed), compressed_indices, window_lengths, compressed_lengths,
+        compressed_block_table, request_starts, cos_sin, positions, sink, out,
+        plan.scratch if type(plan) is Plan else None,
+    )  # fmt: skip
+    key = None
+    if repeat.plain((return_lse, deterministic), (softmax_scale,)) and (
+        (inverse_rope is None or cos_sin is not None) and type(plan) in (Plan, NoneType) and type(backend) is str
+    ):
+        options = (_paging(window), _paging(compressed), return_lse, deterministic, softmax_scale, backend)
+        key = repeat.key_of("v4_attention", tensors, (*options, repeat.of_plan(plan)))
+    if key is not None and (result := repeat.again(key, tensors, out)) is not None:
+        return result
+    checks.flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
+    checks.backend(backend)
+    # The dispatcher would answer a wrong type or rank in its own words, so the shapes are checked before it is asked.
+    problem = v4_problem.build(
+        q, window, window_indices, compressed, compressed_indices, window_lengths=window_lengths,
+        compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
+        request_starts=request_starts, inverse_rope=inverse_rope, sink=sink, softmax_scale=softmax_scale,
+    )  # fmt: skip
+    differentiable = {"q": q, "window": _rows(window), "compressed": _rows(compressed), "sink": sink, "out": out}
+    checks.forward_only(**differentiable, **{"inverse_rope[0] (cos_sin)": problem.cos_sin})
+    arguments = dict(
+        q=q,
+        **_travelling("window", window),
+        window_indices=window_indices,
+        window_lengths=window_lengths,
+        **_travelling("compressed", compressed),
+        compressed_indices=compressed_indices,
+        compressed_lengths=compressed_lengths,
+        compressed_block_table=compressed_block_table,
+        request_starts=request_starts,
+        cos_sin=problem.cos_sin,
+        positions=problem.positions,
+        sink=sink,
+        softmax_scale=problem.softmax_scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return ops.call("v4_attention", arguments, lambda: problem, return_lse, out, plan, key, tensors)
+
+
+# The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
+
+ARGUMENTS = (
+    "Tensor q, Tensor window, Tensor window_indices, Tensor? compressed=None, Tensor? compressed_indices=None, "
+    "*, SymInt window_rows_per_page=0, SymInt window_page_stride=0, "
+    "SymInt compressed_rows_per_page=0, SymInt compressed_page_stride=0, "
+    "Tensor? window_lengths=None, Tensor? compressed_lengths=None, Tensor? compressed_block_table=None, "
+    "Tensor? request_starts=None, Tensor? cos_sin=None, Tensor? positions=None, Tensor? sink=None, "
+    "float? softmax_scale=None, bool deterministic=False, str backend='auto'"
+)
+
+
+def _rows(pool: Any) -> Any:
+    return pool.storage if isinstance(pool, Fp8Cache) else pool
+
+
+def _paging(pool: Any) -> tuple[int, int] | None:
+    return (pool.rows_per_page, pool.page_stride) if isinstance(pool, Fp8Cache) else None
+
+
+def _travelling(name: str, pool: Tensor | Fp8Cache | None) -> dict[str, Any]:
+    if not isinstance(pool, Fp8Cache):
+        return {name: pool}
+    return {
+        name: pool.storage,
+        f"{name}_rows_per_page": pool.rows_per_page,
+        f"{name}_page_stride": pool.page_stride,
+    }
+
+
+def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Tensor | Fp8Cache | None:
+    return storage if storage is None or not rows_per_page else Fp8Cache(storage, rows_per_page, page_stride)
+
+
+def _build(
+    q, window, window_indices, compressed=None, compressed_indices=None, *,
+    window_rows_per_page=0, window_page_stride=0, compressed_rows_per_page=0, compressed_page_stride=0,
+    cos_sin=None, positions=None, deterministic=False, **options,
+) -> v4_problem.V4Problem:  # fmt: skip
+    problem = v4_problem.build(
+        q,
+        _arrived(window, window_rows_per_page, window_page_stride),
+        window_indices,
+        _arrived(compressed, compressed_rows_per_page, compressed_page_stride),
+        compressed_indices,
+        inverse_rope=None if cos_sin is None and positions is None else (cos_sin, positions),
+        **options,
+    )
+    return replace(problem, deterministic=deterministic)
+
+
+ops.define_attention("v4_attention", ARGUMENTS, _build, v4_problem.check_values)

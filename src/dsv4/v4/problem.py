@@ -1,0 +1,236 @@
+"""A validated v4_attention problem: what every backend receives.
+
+:func:`build` checks shapes, dtypes, devices and strides and reads no tensor values, so that it also serves the fake
+kernels that torch.compile traces; :func:`check_values` reads values where `checks.values_checked` allows.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4 import caches
+from dsv4.caches import Fp8Cache
+from dsv4.runtime import checks
+
+Pool = Tensor | Fp8Cache  # [rows, D], [pages, rows per page, D], or pages of 584-byte rows
+
+
+@dataclass(frozen=True, eq=False)
+class V4Problem:
+    """q and out [N, H, D], lse [N, H]. Query n attends, in one softmax, to
+
+    * window rows     window_indices[n, :window_lengths[n]]              (-1 = nothing there)
+    * compressed rows compressed_indices[n, :compressed_lengths[n]], or, with a block table, the rows
+      0 .. compressed_lengths[n]-1 of its request r: row j is row j % page of page block_table[r, j // page].
+
+    Any strides but the last, which is 1. D is 64, 128, 256 or 512; an Fp8Cache means 512. Queries past the last
+    request see no compressed rows. Without value checks (on a GPU) numbers may be wrong: treat a row or page number
+    out of range as -1, clamp lengths and positions, read nothing out of bounds.
+    """
+
+    operation: ClassVar[str] = "v4"
+
+    q: Tensor
+    window: Pool
+    window_indices: Tensor  # int32 [N, Kw]
+    softmax_scale: float
+    window_lengths: Tensor | None = None  # int32 [N]
+    compressed: Pool | None = None
+    compressed_indices: Tensor | None = None  # int32 [N, Kc]
+    compressed_lengths: Tensor | None = None  # int32 [N]; always there with a block table
+    block_table: Tensor | None = None  # int32 [R, pages]
+    request_starts: Tensor | None = None  # int32 [R + 1]; None = every query is its own request
+    cos_sin: Tensor | None = None  # fp32 [positions, r]: rotate the last r dims of out back ...
+    positions: Tensor | None = None  # int32 or int64 [N]: ... by the angle of this position
+    sink: Tensor | None = None  # fp32 [H]
+    out: Tensor | None = None  # filled in by the backend; set before a backend sees the problem
+    lse: Tensor | None = None  # fp32, or None when not wanted
+    deterministic: bool = False
+    num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
+    scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
+
+    # The names below are those of FmhaProblem, so that a Plan fits both: N sequences of one query, one KV head.
+    batch = property(lambda self: self.q.shape[0])
+    q_heads = property(lambda self: self.q.shape[1])
+    kv_heads = property(lambda self: 1)
+    max_seqlen_q = property(lambda self: 1)
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def lse_shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.q.shape[1]
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """No query sees more rows than this."""
+        return self.window_indices.shape[1] + self.compressed_capacity
+
+    @property
+    def compressed_capacity(self) -> int:
+        """No query has more compressed rows than this."""
+        if self.block_table is not None and self.compressed is not None:
+            return self.block_table.shape[1] * caches.pool_page(self.compressed)
+        return 0 if self.compressed_indices is None else self.compressed_indices.shape[1]
+
+    def no_keys(self) -> bool:
+        """True when the shapes alone say that no query sees a row."""
+        window = caches.pool_size(self.window) and self.window_indices.shape[1]
+        compressed = (
+            self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
+        )
+        return not window and not compressed
+
+
+def build(
+    q, window, window_indices, compressed=None, compressed_indices=None, *,
+    window_lengths=None, compressed_lengths=None, compressed_block_table=None, request_starts=None,
+    inverse_rope=None, sink=None, softmax_scale=None,
+) -> V4Problem:  # fmt: skip
+    """Check the arguments of dsv4.v4_attention and give them their places."""
+    checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS)
+    n, heads, _ = q.shape
+    d = checks.head_dim("q", q.shape[-1])
+    like = ("q", q)
+    _pool("window", window, q)
+    checks.int32("window_indices", window_indices, (n, "Kw"), like)
+    if window_lengths is not None:
+        checks.int32("window_lengths", window_lengths, (n,), like)
+    requests = None
+    if compressed is None:
+        for name, x in (
+            ("compressed_indices", compressed_indices),
+            ("compressed_lengths", compressed_lengths),
+            ("compressed_block_table", compressed_block_table),
+        ):
+            if x is not None:
+                checks.fail(name, checks.describe(x), "None when compressed is None")
+    else:
+        _pool("compressed", compressed, q)
+        if (compressed_indices is None) == (compressed_block_table is None):
+            came = "neither" if compressed_indices is None else "both"
+            checks.fail(
+                "compressed_indices, compressed_block_table", came, "one of them, when compressed is given"
+            )
+        if compressed_indices is not None:
+            checks.int32("compressed_indices", compressed_indices, (n, "Kc"), like)
+        else:
+            checks.int32("compressed_block_table", compressed_block_table, ("R", "pages"), like)
+            requests = compressed_block_table.shape[0]
+            if compressed_lengths is None:
+                checks.fail("compressed_lengths", None, f"int32 [{n}], needed with compressed_block_table")
+            if request_starts is None and requests != n:
+                accepted = (
+                    f"int32 [{requests + 1}], needed when the block table has not one line per query ({n})"
+                )
+                checks.fail("request_starts", None, accepted)
+        if compressed_lengths is not None:
+            checks.int32("compressed_lengths", compressed_lengths, (n,), like)
+    if request_starts is not None:
+        checks.int32("request_starts", request_starts, ("R + 1" if requests is None else requests + 1,), like)
+        if request_starts.shape[0] == 0:
+            checks.fail("request_starts", "no entries", "R + 1 entries")
+    cos_sin, positions = _rope(inverse_rope, n, d, like)
+    return V4Problem(
+        q=q,
+        window=window,
+        window_indices=window_indices,
+        softmax_scale=checks.scale(softmax_scale, d),
+        window_lengths=window_lengths,
+        compressed=compressed,
+        compressed_indices=compressed_indices,
+        compressed_lengths=compressed_lengths,
+        block_table=compressed_block_table,
+        request_starts=request_starts,
+        cos_sin=cos_sin,
+        positions=positions,
+        sink=checks.sink(sink, heads, like),
+    )
+
+
+def _pool(name: str, x, q: Tensor) -> None:
+    d = q.shape[-1]
+    if isinstance(x, Fp8Cache):
+        if d != caches.HEAD_DIM:
+            checks.fail(name, f"an Fp8Cache with q of head dim {d}", "an Fp8Cache with q of head dim 512")
+        if x.device != q.device:
+            checks.fail(name, f"an Fp8Cache on {x.device}", f"the device of q, {q.device}")
+        return
+    if not checks.is_tensor(x):
+        checks.fail(
+            name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache"
+        )
+    shape = ("pages", "rows per page", d) if x.ndim == 3 else ("rows", d)
+    checks.tensor(name, x, shape, checks.FLOATS, like=("q", q))
+    if x.dtype != q.dtype:
+        checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q, or an Fp8Cache")
+    if x.ndim == 3 and x.shape[1] == 0:
+        checks.fail(name, f"shape {list(x.shape)}", "pages of at least one row")
+
+
+def _rope(x, n: int, d: int, like) -> tuple[Tensor | None, Tensor | None]:
+    if x is None:
+        return None, None
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        checks.fail("inverse_rope", checks.describe(x), "None or (cos_sin, positions)")
+    cos_sin, positions = x
+    checks.tensor("inverse_rope[0] (cos_sin)", cos_sin, ("positions", "r"), (torch.float32,), like=like)
+    r = cos_sin.shape[1]
+    if r == 0 or r % 2 or r > d:
+        checks.fail(
+            "inverse_rope[0] (cos_sin)", f"width {r}", f"an even width from 2 to {d}: cosines, then sines"
+        )
+    integers = (torch.int32, torch.int64)
+    checks.tensor("inverse_rope[1] (positions)", positions, (n,), integers, like=like, unit_last=False)
+    return cos_sin, positions
+
+
+def check_values(p: V4Problem) -> None:
+    """Reads values: every number that will be used names a row, a page, a position that exists."""
+    _listed("window", p.window_indices, p.window_lengths, caches.pool_size(p.window))
+    if p.request_starts is not None:
+        checks.cumulative("request_starts", p.request_starts, p.batch, "q")
+    if p.compressed is None:
+        pass
+    elif p.compressed_indices is not None:
+        _listed("compressed", p.compressed_indices, p.compressed_lengths, caches.pool_size(p.compressed))
+    elif p.block_table is not None and p.compressed_lengths is not None:
+        checks.in_range("compressed_lengths", p.compressed_lengths, 0, p.compressed_capacity)
+        page = caches.pool_page(p.compressed)
+        pages = caches.pool_size(p.compressed) // page
+        longest = torch.zeros(p.block_table.shape[0] + 1, dtype=torch.int32, device=p.q.device)
+        owner = requests_of(p)  # R, past the last request, is the spare place
+        longest.scatter_reduce_(0, owner, p.compressed_lengths, "amax")
+        first_row = torch.arange(p.block_table.shape[1], device=p.q.device) * page
+        bad = (first_row < longest[:-1, None]) & ((p.block_table < 0) | (p.block_table >= pages))
+        if bool(bad.any()):
+            r, j = (int(e) for e in bad.nonzero()[0])
+            accepted = f"page numbers from 0 to {pages - 1} in the pages that compressed_lengths reaches"
+            checks.fail("compressed_block_table", f"{int(p.block_table[r, j])} at [{r}, {j}]", accepted)
+    if p.positions is not None and p.cos_sin is not None:
+        checks.in_range("inverse_rope[1] (positions)", p.positions, 0, p.cos_sin.shape[0] - 1)
+
+
+def _listed(pool: str, indices: Tensor, lengths: Tensor | None, rows: int) -> None:
+    if lengths is not None:
+        checks.in_range(f"{pool}_lengths", lengths, 0, indices.shape[1])
+        counted = torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
+        indices = indices.masked_fill(~counted, -1)  # what lies past the length may be anything
+    if indices.numel():
+        least, most = (int(e) for e in torch.aminmax(indices))
+        if least < -1 or most >= rows:
+            accepted = f"row numbers from 0 to {rows - 1}, the rows of {pool}, or -1 for nothing"
+            checks.fail(f"{pool}_indices", f"values from {least} to {most}", accepted)
+
+
+def requests_of(p: V4Problem) -> Tensor:
+    """int64 [N]: the request of each query; R for queries past the last one."""
+    n = torch.arange(p.batch, device=p.q.device)
+    if p.request_starts is None:
+        return n
+    # right=True: a query that starts a request belongs to it, and empty requests in between are stepped over.
+    return torch.searchsorted(p.request_starts, n.int(), right=True) - 1

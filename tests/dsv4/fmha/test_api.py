@@ -1,0 +1,130 @@
+"""dsv4.fmha on the cpu backend against the oracle: masks, sinks, heads, dtypes, strides, sizes."""
+
+import pytest
+import torch
+from agreement import assert_agrees, qkv
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsv4
+from dsv4 import reference
+from dsv4.fmha import cpu
+
+INF = float("inf")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(q, k, v, **options):
+    got = dsv4.fmha(q, k, v, return_lse=True, **options)
+    assert got[0].dtype == q.dtype and got[0].is_contiguous()
+    assert_agrees(got, reference.fmha, q, k, v, **options)
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_head_dims_and_dtypes(d, dtype):
+    check(*qkv(2, 17, 40, 4, 2, d, dtype), causal=True, sink=torch.randn(4))
+
+
+@pytest.mark.parametrize("hq, hkv", [(1, 1), (4, 4), (4, 2), (6, 1), (6, 3)])
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize("t", [1, 5])
+def test_head_groups(b, t, hq, hkv):
+    check(*qkv(b, t, 30, hq, hkv, 64), causal=True, sink=torch.randn(hq))
+
+
+@given(
+    t=st.sampled_from([1, 2, 7, 33, 150]),
+    s=st.sampled_from([1, 3, 33, 100, 301]),
+    left=st.sampled_from([-1, 0, 1, 5, 40, 500]),
+    right=st.sampled_from([-1, 0, 1, 5, 40, 500]),
+    causal=st.booleans(),
+    sink=st.sampled_from([None, 0.5, -INF, INF, 80.0]),
+    block=st.sampled_from([8, 128]),
+    mask_limit=st.sampled_from([64, 1 << 20]),
+    chunk=st.sampled_from([1 << 10, 32 << 20]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limit, chunk, dtype):
+    """Small limits reach the code that otherwise only long sequences reach. Rows nobody sees are poisoned."""
+    q, k, v = qkv(2, t, s, 4, 2, 64, dtype, seed=t + s)
+    unseen = ~reference.visible(t, s, causal, (left, right)).any(0)
+    k[:, unseen], v[:, unseen] = float("nan"), INF
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "QUERY_BLOCK", block)
+        patch.setattr(cpu, "MASK_LIMIT", mask_limit)
+        patch.setattr(cpu, "BLOCK_BYTES", chunk)
+        patch.setattr(cpu, "SPLIT_KEYS", 16)
+        check(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=(left, right),
+            sink=None if sink is None else torch.full((4,), sink),
+        )
+
+
+def test_one_query_on_many_keys_uses_all_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        check(*qkv(1, 1, 9001, 8, 1, 64))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_outer_strides(dtype):
+    packed = torch.randn(2, 20, 3, 4, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    q, k, v = packed.unbind(2)
+    check(q, k, v, causal=True)
+    wide = torch.randn(4, 20, 2, 80).to(dtype)
+    check(q.transpose(1, 2).contiguous().transpose(1, 2), k[::2].expand(2, -1, -1, -1), wide[::2, :, :, 8:72][:, :, :1]
+          .expand(-1, -1, 4, -1))  # fmt: skip
+
+
+def test_out_is_written_and_returned():
+    q, k, v = qkv(2, 9, 20, 4, 2, 64)
+    want = dsv4.fmha(q, k, v, causal=True)
+    storage = torch.full((2, 4, 9, 80), float("nan"))
+    out = storage[..., 8:72].transpose(1, 2)  # [2, 9, 4, 64] with strides of its own
+    got, lse = dsv4.fmha(q, k, v, causal=True, out=out, return_lse=True)
+    assert got is out and torch.equal(out, want)
+    assert bool(storage[..., :8].isnan().all()) and bool(storage[..., 72:].isnan().all())
+    assert torch.equal(lse, dsv4.fmha(q, k, v, causal=True, return_lse=True)[1])
+
+
+@pytest.mark.parametrize("b, t, s", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])
+def test_empty_sizes(b, t, s):
+    q, k, v = qkv(b, t, s, 4, 2, 64)
+    out, lse = dsv4.fmha(q, k, v, sink=torch.zeros(4), return_lse=True)
+    assert out.shape == (b, t, 4, 64) and lse.shape == (b, 4, t)
+    assert bool((out == 0).all()) and bool((lse == -INF).all())
+
+
+def test_scale_and_large_logits():
+    q, k, v = qkv(1, 16, 64, 2, 1, 128)
+    check(q, k, v, softmax_scale=0.0)
+    check(q, k, v, softmax_scale=-0.3)
+    out, lse = dsv4.fmha(q * 30, k * 30, v, return_lse=True)  # logits of some thousands
+    ref, ref_lse = reference.fmha(q * 30, k * 30, v)
+    torch.testing.assert_close(out.double(), ref, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=0)
+
+
+def test_the_same_bits_every_time():
+    q, k, v = qkv(2, 65, 257, 4, 1, 64, torch.bfloat16)
+    a, b = (dsv4.fmha(q, k, v, causal=True, window=(50, 0), deterministic=True) for _ in range(2))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
+    """More queries than one masked block, so that the flash kernel's own causality is used."""
+    q, k, v = (torch.randn(1, 150, 2, 64) for _ in "qkv")
+    out, lse = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, return_lse=True)
+    want, want_lse = reference.fmha(q, k, v, causal=True, softmax_scale=scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)

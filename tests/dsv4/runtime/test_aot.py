@@ -1,0 +1,74 @@
+"""Kernels compiled ahead of time, without a GPU: what is written, and what is refused by name."""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+from dsv4.commands.compile import problems  # noqa: E402
+from dsv4.kernels.sm90.fmha import entry as fmha  # noqa: E402
+from dsv4.runtime import aot  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def launches():
+    p, _ = problems(128, "bf16", "dense", "split")
+    with aot.collecting() as found:
+        fmha.forward(p)
+    return found
+
+
+@pytest.fixture
+def compiled(launches, tmp_path):
+    """The combine kernel: the smallest."""
+    kernel, arguments, constants = launches[1]
+    return aot.write(tmp_path, kernel, arguments, constants)
+
+
+def test_forward_says_what_it_launches(launches):
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["fmha_rows", "combine"]
+
+
+def test_written_files_are_complete_and_named_by_content(compiled, launches):
+    record = aot.read(compiled)
+    kernel, arguments, constants = launches[1]
+    assert compiled.stem == aot.variant("combine", [aot.argument_type(x) for x in arguments], constants)
+    assert record["arch"] == "sm_90a" and record["threads"] == 128 and record["entry"] == "combine"
+    assert compiled.with_suffix(".cubin").read_bytes()[:4] == b"\x7fELF"
+    assert aot.variant("combine", record["arguments"], {**constants, "D": 64}) != compiled.stem
+
+
+def test_a_tampered_cubin_is_refused(compiled):
+    cubin = compiled.with_suffix(".cubin")
+    cubin.write_bytes(cubin.read_bytes()[:-1] + b"?")
+    with pytest.raises(RuntimeError, match=f"{cubin.name}: not the cubin"):
+        aot.read(compiled)
+
+
+def test_a_stale_file_is_refused(compiled):
+    record = json.loads(compiled.read_text())
+    compiled.write_text(json.dumps({**record, "sources": "0" * 64}))
+    with pytest.raises(RuntimeError, match=f"{compiled.name}: stale"):
+        aot.read(compiled)
+
+
+def test_a_file_under_another_name_is_refused(compiled):
+    other = compiled.with_name("combine-0123456789abcdef.json")
+    compiled.rename(other)
+    compiled.with_suffix(".cubin").rename(other.with_suffix(".cubin"))
+    with pytest.raises(RuntimeError, match=f"{other.name}: its contents belong to {compiled.stem}"):
+        aot.read(other)
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    path = tmp_path / "combine-x.json"
+    path.write_text("{")
+    with pytest.raises(RuntimeError, match="combine-x.json: not a compiled kernel"):
+        aot.read(path)
+
+
+def test_an_architecture_is_part_of_the_name(launches, tmp_path):
+    """Both architectures merge splits by the same kernel: their files must not stand for each other."""
+    kernel, arguments, constants = launches[1]
+    paths = [aot.write(tmp_path, kernel, arguments, constants, arch) for arch in ("sm_90a", "sm_100a")]
+    assert paths[0] != paths[1] and [aot.read(path)["arch"] for path in paths] == ["sm_90a", "sm_100a"]

@@ -1,0 +1,115 @@
+"""Which backend runs what, and what is said when it cannot."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from agreement import qkv
+
+import dsv4
+from dsv4.runtime import dispatch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    "backend, device, want",
+    [
+        ("auto", CPU, "cpu"),
+        ("auto", CUDA, "cuda"),
+        ("cpu", CPU, "cpu"),
+        ("cuda", CUDA, "cuda"),
+        ("softsm", CPU, "softsm"),
+    ],
+)
+def test_resolve(backend, device, want):
+    assert dispatch.resolve(backend, device) == want
+
+
+@pytest.mark.parametrize("backend, device", [("cpu", CUDA), ("softsm", CUDA), ("cuda", CPU)])
+def test_the_backend_must_suit_the_device(backend, device):
+    with pytest.raises(ValueError, match=f"backend: got '{backend}' with tensors on {device.type}"):
+        dispatch.resolve(backend, device)
+
+
+@pytest.mark.parametrize(
+    "version, arch, needed", [((3, 5), (9, 0), "3.6"), ((3, 8), (10, 0), "3.9"), (None, (9, 0), "3.6")]
+)
+def test_old_triton_is_named(monkeypatch, version, arch, needed):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: version)
+    with pytest.raises(RuntimeError, match=f"need triton >= {needed}"):
+        dispatch.kernel_module("fmha", arch)
+
+
+def test_unknown_architecture_is_named():
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0; there are for 9\.0, 10\.0"):
+        dispatch.kernel_module("fmha", (8, 0))
+
+
+def test_missing_kernel_is_named():
+    with pytest.raises(RuntimeError, match="no nothing kernel for sm_90a"):
+        dispatch.kernel_module("nothing", (9, 0))
+
+
+def test_fp32_is_for_the_cpu_backend():
+    with pytest.raises(ValueError, match="q: got dtype torch.float32 on backend 'softsm'"):
+        dsv4.fmha(*qkv(1, 2, 3, 1, 1, 64), backend="softsm")
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A stand-in for softsm and for the kernels of both architectures: records what was asked of them."""
+    seen = SimpleNamespace(archs=[], inside=None, active=None, reason=None, problems=[])
+
+    class Use:
+        def __init__(self, arch):
+            self.arch = arch
+
+        def __enter__(self):
+            seen.inside = self.arch
+            seen.archs.append(self.arch)
+
+        def __exit__(self, *_):
+            seen.inside = None
+
+    fake = ModuleType("softsm")
+    fake.use, fake.active_arch = Use, lambda: seen.active
+    monkeypatch.setitem(sys.modules, "softsm", fake)
+
+    def kernels(operation, capability):
+        def forward(problem):
+            assert seen.inside is not None
+            seen.problems.append((capability, problem))
+            problem.out.fill_(7)
+            if problem.lse is not None:
+                problem.lse.fill_(1)
+
+        return SimpleNamespace(supports=lambda problem: seen.reason, forward=forward)
+
+    monkeypatch.setattr(dispatch, "kernel_module", kernels)
+    return seen
+
+
+@pytest.mark.parametrize("active, capability", [(None, (10, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0))])
+def test_softsm_runs_the_kernels_of_the_active_architecture(played, active, capability):
+    played.active = active
+    q, k, v = qkv(1, 2, 3, 2, 1, 64, torch.bfloat16)
+    out, lse = dsv4.fmha(q, k, v, backend="softsm", causal=True, return_lse=True)
+    assert bool((out == 7).all()) and bool((lse == 1).all())
+    assert played.archs == [active or "sm_100a"] and played.inside is None
+    got_capability, problem = played.problems[0]
+    assert (
+        got_capability == capability and (problem.left, problem.right) == (-1, 0) and problem.kind == "dense"
+    )
+
+
+def test_what_the_kernel_refuses_is_passed_on(played):
+    played.reason = "head dim 64 is not built"
+    with pytest.raises(ValueError, match="'softsm' cannot run this fmha problem: head dim 64 is not built"):
+        dsv4.fmha(*qkv(1, 2, 3, 2, 1, 64, torch.bfloat16), backend="softsm")
+
+
+def test_kernels_never_see_a_problem_without_keys(played):
+    out, lse = dsv4.fmha(*qkv(1, 2, 0, 2, 1, 64, torch.bfloat16), backend="softsm", return_lse=True)
+    assert not played.problems and bool((out == 0).all()) and bool((lse == -float("inf")).all())

@@ -1,0 +1,141 @@
+"""Plans: sized by capacities alone, refused for a problem they do not cover, without effect on the result."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from agreement import qkv
+
+import dsv4
+from dsv4.runtime.plan import _splits, deterministic_cut
+
+CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
+
+
+def test_a_plan_changes_nothing_but_the_speed():
+    q, k, v = qkv(2, 3, 9, 4, 2, 64)
+    made = dsv4.plan(dsv4.fmha, **CAPACITY)
+    assert made.num_splits == 1 and made.scratch.numel() == 0
+    for size in (9, 5):
+        want = dsv4.fmha(q, k[:, :size], v[:, :size], return_lse=True)
+        for a, b in zip(dsv4.fmha(q, k[:, :size], v[:, :size], return_lse=True, plan=made), want):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("function", [dsv4.fmha, dsv4.fmha_varlen, dsv4.fmha_paged])
+def test_warmup_runs_the_operation(function):
+    made = dsv4.warmup(function, **CAPACITY)
+    assert isinstance(made, dsv4.Plan) and made.operation == function.__name__
+
+
+def kinds_of(operation, **more):
+    """(k is v, causal, deterministic) of the calls that warmup makes."""
+    seen = set()
+
+    def spy(q, k, v, *tensors, **options):
+        seen.add((k.data_ptr() == v.data_ptr(), options["causal"], options["deterministic"]))
+        return operation(q, k, v, *tensors, **options)
+
+    spy.__name__ = operation.__name__
+    dsv4.warmup(spy, **CAPACITY | more)
+    return seen
+
+
+@pytest.mark.parametrize("operation", [dsv4.fmha, dsv4.fmha_varlen, dsv4.fmha_paged])
+def test_warmup_makes_every_kind_of_call(operation):
+    """Each of them may be another kernel: one that is missing would be compiled in the middle of serving."""
+    assert kinds_of(operation) == set(itertools.product((False, True), repeat=3))
+    assert {same for same, _, _ in kinds_of(operation, same_kv=False)} == {False}
+    assert {bits for _, _, bits in kinds_of(operation, deterministic=False)} == {False}
+
+
+def test_warmup_makes_every_kind_of_v4_call():
+    seen = []
+
+    def v4_attention(*tensors, **options):
+        seen.append((isinstance(tensors[1], dsv4.Fp8Cache), len(tensors), "compressed_block_table" in options))
+        return dsv4.v4_attention(*tensors, **options)
+
+    sizes = dict(batch=2, q_heads=4, kv_heads=1, head_dim=512, max_seqlen_k=80, device="cpu")
+    dsv4.warmup(v4_attention, **sizes)
+    forms = [(3, False), (5, False), (4, True)]  # window only, a list, a block table
+    assert set(seen) == {(fp8, *form) for fp8 in (False, True) for form in forms}
+    seen.clear()
+    dsv4.warmup(v4_attention, **sizes, fp8=True)
+    assert all(fp8 for fp8, _, _ in seen)
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"batch": 1}, "batch"),
+        ({"q_heads": 2}, "q_heads"),
+        ({"kv_heads": 4}, "kv_heads"),
+        ({"head_dim": 128}, "head_dim"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q"),
+        ({"max_seqlen_k": 8}, "max_seqlen_k"),
+        ({"device": "meta"}, "device"),
+    ],
+)
+def test_a_plan_too_small_is_refused(change, word):
+    made = dsv4.plan(dsv4.fmha, **CAPACITY | change)
+    with pytest.raises(ValueError, match=f"plan: got .*{word}|plan: got .*meta"):
+        dsv4.fmha(*qkv(2, 3, 9, 4, 2, 64), plan=made)
+
+
+def test_a_plan_for_another_operation_is_refused():
+    with pytest.raises(ValueError, match="plan: got a plan for fmha_paged"):
+        dsv4.fmha(*qkv(2, 3, 9, 4, 2, 64), plan=dsv4.plan(dsv4.fmha_paged, **CAPACITY))
+
+
+@pytest.mark.parametrize(
+    "change, argument",
+    [
+        ({"batch": 0}, "batch"),
+        ({"batch": 2.0}, "batch"),
+        ({"head_dim": 96}, "head_dim"),
+        ({"q_heads": 3}, "q_heads"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k"),
+    ],
+)
+def test_bad_capacities(change, argument):
+    with pytest.raises(ValueError, match=f"^{argument}: got "):
+        dsv4.plan(dsv4.fmha, **CAPACITY | change)
+
+
+def test_bad_operation():
+    with pytest.raises(ValueError, match="operation: got "):
+        dsv4.plan(print, **CAPACITY)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 33, 132, 200])
+@pytest.mark.parametrize("keys", [1, 128, 4096, 1 << 20])
+def test_splits_fill_the_machine_and_no_more(tiles, keys):
+    splits = _splits(132, batch=tiles, q_heads=8, kv_heads=1, max_seqlen_q=1, max_seqlen_k=keys)
+    assert 1 <= splits <= max(1, keys // 32)  # no split of a few keys
+    if keys == 1 << 20:
+        rounds = tiles * splits / 132
+        assert rounds / math.ceil(rounds) > 0.75  # no nearly empty last round when there is enough to split
+    if tiles == 132:
+        assert splits == 1
+
+
+@pytest.mark.parametrize("step", [64, 128])
+@pytest.mark.parametrize("rows", [1, 64, 65, 200, 1023])
+def test_deterministic_cuts_depend_on_the_sequence_alone(rows, step):
+    """Whatever the capacity, the splits of a sequence are those of the capacity that is just its own."""
+
+    def cut(keys: int, capacity: int) -> int:
+        splits, each = deterministic_cut(rows, capacity)
+        tiles = -(-keys // step) + 1  # the range may start within a tile
+        chunk = max(-(-tiles // splits), each // step)
+        assert splits * chunk >= tiles
+        return chunk
+
+    for keys in (1, 2000, 2048, 4096, 30_000, 65_536, 100_000, 1_000_000):
+        assert len({cut(keys, capacity) for capacity in (keys, keys + 63, 2 * keys, 50 * keys)}) == 1
+
+
+def test_many_rows_are_never_split_when_deterministic():
+    assert deterministic_cut(1024, 1 << 20) == (0, 0)
