@@ -1,7 +1,7 @@
 """Problems for the compress kernel and for rows into pages; shared by the tests of all architectures."""
 
 import torch
-from test_compressor import KINDS, by_hand, inputs
+from compress_inputs import KINDS, by_hand, inputs
 
 import dsv4
 import softsm

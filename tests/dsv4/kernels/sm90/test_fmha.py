@@ -1,7 +1,6 @@
 """The Hopper kernels on a CPU, through softsm: one case per part of the code; the rest of the suites is slow."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from dsv4.kernels.shared.fmha import prepare as launch
 from dsv4.kernels.sm90.fmha import entry as fmha
 from dsv4.kernels.sm90.fmha import rows, rows_loop, wide
 from dsv4.runtime import checks
+from dsv4.runtime import plan as plans
 
 SEED = 7
 WHERE = suites.Where("softsm", "sm_90a")
@@ -170,7 +170,7 @@ def test_any_sign_of_the_scale_without_a_copy(scale, monkeypatch):
 
 def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
     """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table."""
-    monkeypatch.setattr(sys.modules["dsv4.plan"], "DETERMINISTIC_KEYS", 128)  # dsv4.plan itself is the function
+    monkeypatch.setattr(plans, "DETERMINISTIC_KEYS", 128)
     q, sink = torch.randn(2, 1, 2, 128).bfloat16(), torch.randn(2)
     k, v = (torch.randn(24, 16, 1, 128).bfloat16() for _ in "kv")
     table = torch.randperm(24).to(torch.int32).view(2, 12)
