@@ -1,23 +1,26 @@
-"""mbarriers and TMA boxes under the checkers: initialisation, counts, phases, boxes outside their tensor."""
+"""mbarriers and the cluster barrier under the checkers: initialisation, counts, phases."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.memory.box_copy import ADDRESSES, Region, _row_region
 from softsm.report.diagnostics import Diagnostic
 
 
 class BarrierChecks:
     """The part of the checker that knows mbarriers."""
 
+    def __init__(self, checker):
+        self.checker, self.order = checker, checker.order
+        self.report, self.strict, self.party = checker.report, checker.strict, checker.findings.party
+
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
-        self.clock_of(barrier).home = barrier.home = cta
-        slot = w.cta.slot0 + w.index
-        barrier.origin = [slot, int(w.clock[slot]), w.pc, w, 0]
-        w.initialised.append(barrier)
-        self.access(w, cta, offset, offset + 8, True)
+        self.order.clock_of(barrier).home = barrier.home = cta
+        slot = w.view.slot
+        barrier.origin = [slot, int(w.view.clock[slot]), w.pc, w, 0]
+        w.view.initialised.append(barrier)
+        self.checker.memory.access(w, cta, offset, offset + 8, True)
         self.mark_live(cta, offset, True)
         threads = cta.threads * len(cta.cluster)
         if count > threads:
@@ -32,7 +35,7 @@ class BarrierChecks:
 
     def mark_live(self, cta, offset: int, live: bool) -> None:
         """The word is an mbarrier from now on, or no longer."""
-        bytes_of = cta.shadow.reshape(-1, sh.FIXED + 2 * self.warps)[offset // 4 : offset // 4 + 2, 3]
+        bytes_of = cta.view.shadow.reshape(-1, sh.FIXED + 2 * self.checker.warps)[offset // 4 : offset // 4 + 2, 3]
         if live:
             bytes_of |= np.uint32(sh.LIVE)
         else:
@@ -67,28 +70,28 @@ class BarrierChecks:
     def fence_init(self, w) -> None:
         """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
-        for barrier in w.initialised:
+        for barrier in w.view.initialised:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
-        w.initialised = []
+        w.view.initialised = []
 
     def cluster_arrival(self, barrier, w, relaxed: bool) -> None:
         """Someone arrives at the cluster barrier. A relaxed arrival orders nothing by the letter. Triton puts one
         between the start of a kernel and the first copy into a peer: by default such copies come after what was before
         it."""
         if barrier.loose is None:
-            barrier.loose = np.zeros((2, self.slots), np.uint32)  # gathered, published
-        np.maximum(barrier.loose[0], w.clock[: self.slots], out=barrier.loose[0])
-        self.clock_of(barrier).gather(relaxed)
+            barrier.loose = np.zeros((2, self.order.slots), np.uint32)  # gathered, published
+        np.maximum(barrier.loose[0], w.view.clock[: self.order.slots], out=barrier.loose[0])
+        self.order.clock_of(barrier).gather(relaxed)
         if relaxed:
-            self.tick(w)
+            self.order.tick(w)
 
     def cluster_passed(self, barrier) -> None:
         if barrier.loose is not None:
             barrier.loose[1] = barrier.loose[0]
 
     def cluster_waited(self, barrier, w) -> None:
-        self.acquire(w, barrier)
-        np.maximum(w.loose, barrier.loose[1], out=w.loose)
+        self.order.acquire(w, barrier)
+        np.maximum(w.view.loose, barrier.loose[1], out=w.view.loose)
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
         """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""
@@ -99,12 +102,12 @@ class BarrierChecks:
         if barrier.origin is None:
             return
         slot, epoch, pc, creator, fenced = barrier.origin
-        seen = int(w.clock[slot]) >= epoch or creator is w
+        seen = int(w.view.clock[slot]) >= epoch or creator is w
         if fenced and not seen:  # behind the fence even a relaxed arrival at the cluster barrier is enough
             passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
             seen = passed is not None and passed.generation >= fenced
         if asynchronous and self.strict and not fenced:
-            seen = seen and int(w.clock[self.slots + slot]) >= epoch
+            seen = seen and int(w.view.clock[self.order.slots + slot]) >= epoch
         if not seen:
             kind = "the copy engine may not see" if asynchronous else "another warp may not see"
             self.report.add(
@@ -116,47 +119,12 @@ class BarrierChecks:
             )
 
     def phase_skipped(self, barrier) -> None:
-        w = self.machine.current
+        w = self.checker.machine.current
         self.report.add(
             Diagnostic(
                 "barrier-phase",
                 f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase "
                 f"{barrier.phase - 1}",
-                (self.party(w, self.performing, "ends the phase"),),
+                (self.party(w, self.order.performing, "ends the phase"),),
             )
         )
-
-    def filled(self, w, box) -> None:
-        """A TMA load is issued: a box wholly outside its tensor brings nothing but fill."""
-        if self.strict and not len(box_spans(box)):
-            m = box.map
-            outside = [
-                f"{c} of dimension {i} (0 to {d - 1})"
-                for i, (c, d) in enumerate(zip(box.coords, m.dims))
-                if not -m.box[i] < c < d
-            ]
-            rows = len(box.rows) if box.rows is not None else m.rows
-            self.report.add(
-                Diagnostic(
-                    "out-of-bounds-fill",
-                    f"the box at {box.coords} of {m.describe()} lies outside the tensor: all {rows} rows are "
-                    f"filled; coordinate {', '.join(outside) or 'of every row'}",
-                    (self.party(w, None, "loads it"),),
-                )
-            )
-
-
-def box_spans(box) -> np.ndarray:
-    """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
-    if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
-        _, first, length = _row_region(box.map, box.coords[0])
-        rows = [r for r in box.rows if r is not None and length]
-        starts = np.array([box.map.base + r + first & ADDRESSES for r in rows], np.int64)
-    else:
-        region = Region(box.map, box.coords)
-        if not region.nbytes:
-            return np.empty((0, 2), np.int64)
-        starts, length = np.array([region.address], np.int64), region.shape[-1]
-        for count, stride in zip(region.shape[:-1], region.strides[:-1]):
-            starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).reshape(-1)
-    return np.ascontiguousarray(np.stack([starts, starts + length], 1))

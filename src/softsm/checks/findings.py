@@ -19,15 +19,24 @@ ONE_INSTRUCTION = (
 class Findings:
     """The part of the checker that writes the report."""
 
+    def __init__(self, checker):
+        self.checker = checker
+        self.machine, self.report, self.strict = checker.machine, checker.report, checker.strict
+        self.confined_pairs: dict[tuple[int, int], bool] = {}  # (load, store), see checks/replicas.py
+
     def collect(self, w, op=None) -> None:
         """Turn the compiled code's findings into diagnostics."""
-        n = int(self.races[0])
-        entries = self.races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
-        self.races[0] = 0
+        races = self.checker.memory.races
+        n = int(races[0])
+        if not n:
+            return
+        entries = races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
+        races[0] = 0
+        agents, operations = self.checker.agents, self.checker.operations.by_number
         for kind, place, address, pc, agent, epoch, other_pc, lanes in entries:
             lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
             if kind == sh.OVER_BARRIER:
-                self.over_barrier(w, op, self.agents[other_pc + 1].cta, address & ~7, pc, lane)
+                self.checker.barriers.over_barrier(w, op, agents[other_pc + 1].cta, address & ~7, pc, lane)
                 continue
             if kind == sh.UNINITIALISED and not self.strict and replicas.masked_atomic(self.machine.program, pc):
                 continue
@@ -46,20 +55,20 @@ class Findings:
                 continue
             did = "read" if kind == sh.WAR else "wrote"
             if agent >= sh.ASYNC:
-                other_op = self.operations.get(epoch)
+                other_op = operations.get(epoch)
                 if other_op is None:
                     other = Party("an earlier operation")
-                elif other_op is self.before:
+                elif other_op is self.checker.grids.before:
                     other = Party(f"the {other_op.kind}", what=f"{did} {where}")
                 else:
                     other = self.party(other_op.warp, other_op, f"{did} {where}")
             else:
                 other_op = None
-                other = self.party(self.agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
+                other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
             mend = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             found = self.race(this, other, f"{memory} memory", other_op, mend)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
-                them = self.agents[agent]
+                them = agents[agent]
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
                 if them.cta is w.cta and self.confined(load, store):
@@ -82,19 +91,19 @@ class Findings:
     def suspect(self, reader, found: Diagnostic, store: int, lanes: int) -> None:
         """A race, unless the reader only repeats what others do and its lanes do not come to pass the store's guard:
         the guard's last value tells, when the reader has ended."""
-        reader.suspected.append((found, store, lanes))
+        reader.view.suspected.append((found, store, lanes))
         if not reader.fragments:
             self.ended(reader)
 
     def ended(self, w) -> None:
         """A warp has exited; its predicates are still there."""
-        if w.predicates is None:
-            w.predicates = w.P.copy()
-        for found, store, lanes in w.suspected:
+        if w.view.predicates is None:
+            w.view.predicates = w.P.copy()
+        for found, store, lanes in w.view.suspected:
             row, inverted = self.machine.program.code[store, 6:8].tolist()
-            if (int(w.predicates[row]) ^ inverted) & lanes:
+            if (int(w.view.predicates[row]) ^ inverted) & lanes:
                 self.report.add(found)
-        w.suspected.clear()
+        w.view.suspected.clear()
 
     def used_early(self, w, load, move: bool) -> None:
         """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
@@ -116,7 +125,7 @@ class Findings:
     def race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> Diagnostic:
         if mend:
             pass
-        elif other_op is not None and other_op is self.before:
+        elif other_op is not None and other_op is self.checker.grids.before:
             mend = grids.MEND
         elif other_op is not None:
             mend = (

@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.checks.accesses import MemoryAccesses, Touched
+from softsm.checks.operations import Operations
+from softsm.checks.order import Order
 from softsm.engine.asynchrony import AsyncOp
 
 KIND = "grid before this one"
@@ -20,25 +23,23 @@ MEND = (
 
 
 class GridChecks:
-    """The part of the checker that knows the launch before."""
+    """The part of the checker that knows the launch before, where this one may begin before that has ended."""
 
-    def follow(self, earlier) -> None:
-        """earlier: the checker of the launch before."""
-        number = int(self.counter[0])
-        self.counter[0] = number + 1
-        self.before = self.operations[number] = AsyncOp(KIND, None, 0, 0, lambda: None, number=number)
-        for start, mine in zip(self.origins(), self.global_shadows):
-            for other_start, theirs in zip(earlier.origins(), earlier.global_shadows):
+    def __init__(self, order: Order, operations: Operations, memory: MemoryAccesses, earlier: Touched | None):
+        self.order = order
+        self.before: AsyncOp | None = None
+        if earlier is None:
+            return
+        number = order.number()
+        self.before = operations.by_number[number] = AsyncOp(KIND, None, 0, 0, lambda: None, number=number)
+        for start, mine in zip(*memory.touched):
+            for other_start, theirs in zip(*earlier):
                 inherit(mine, start, theirs, other_start, number)
 
-    def origins(self) -> list[int]:
-        """The address of the first word of each shadow of global memory."""
-        return [a.start & ~3 for a in self.machine.global_memory.allocations]
-
-    def grid_over(self, w) -> None:
+    def over(self, w) -> None:
         """griddepcontrol.wait: the grid before has ended, and what it wrote is visible."""
         if self.before is not None:
-            self.observe(w, self.before)
+            self.order.observe(w, self.before)
 
 
 def inherit(mine: np.ndarray, start: int, theirs: np.ndarray, other_start: int, number: int) -> None:

@@ -23,15 +23,15 @@ class WrittenMap:
 class MapChecks:
     """The part of the checker that knows tensor maps in global memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, checker):
+        self.findings = checker.findings
         self.maps: dict[int, WrittenMap] = {}  # by address
 
-    def map_written(self, w, address: int, released: bool) -> None:
-        slot = w.cta.slot0 + w.index
-        self.maps[address] = WrittenMap(w, slot, int(w.clock[slot]), w.pc, released)
+    def written(self, w, address: int, released: bool) -> None:
+        slot = w.view.slot
+        self.maps[address] = WrittenMap(w, slot, int(w.view.clock[slot]), w.pc, released)
 
-    def map_fence(self, w, address: int | None) -> None:
+    def fence(self, w, address: int | None) -> None:
         """fence.proxy.tensormap: acquire of the map at an address, or release (None) of what the warp knows of."""
         if address is None:
             for written in self.maps.values():
@@ -39,13 +39,13 @@ class MapChecks:
             return
         written = self.maps.get(address)
         if written is not None and self.has_seen(w, written.slot, written.epoch):
-            slot = w.cta.slot0 + w.index
-            written.acquired.append((slot, int(w.clock[slot])))
+            slot = w.view.slot
+            written.acquired.append((slot, int(w.view.clock[slot])))
 
     def has_seen(self, w, slot: int, epoch: int) -> bool:
-        return slot == w.cta.slot0 + w.index or int(w.clock[slot]) >= epoch
+        return slot == w.view.slot or int(w.view.clock[slot]) >= epoch
 
-    def map_used(self, w, address: int) -> None:
+    def used(self, w, address: int) -> None:
         """A copy with the map at this address is issued."""
         written = self.maps.get(address)
         if written is None:
@@ -59,9 +59,9 @@ class MapChecks:
             mend = "put fence.proxy.tensormap::generic.acquire with the map's address before the copy"
         if mend:
             where = f"the tensor map at {address:#x}"
-            self.add_race(
-                self.party(w, None, f"issues a copy with {where}"),
-                self.party(written.warp, None, f"wrote {where}", pc=written.pc),
+            self.findings.add_race(
+                self.findings.party(w, None, f"issues a copy with {where}"),
+                self.findings.party(written.warp, None, f"wrote {where}", pc=written.pc),
                 "a tensor map",
                 None,
                 mend,

@@ -107,7 +107,7 @@ class Products:
             ),
             default=0,
         )
-        op = self.checker.performing
+        op = self.checker.order.performing
         if self.tap is not None:
             d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
             self.tap.mma.append(
@@ -152,12 +152,12 @@ class Products:
                 )
             for e in self.expectations:
                 if e.column is None:
-                    self.compare(e, "a", a, part, [cta], self.checker.performing, place)
-                    self.compare(e, "b", b, part, [cta], self.checker.performing, place)
+                    self.compare(e, "a", a, part, [cta], self.checker.order.performing, place)
+                    self.compare(e, "b", b, part, [cta], self.checker.order.performing, place)
             if self.nan:
                 for operand, values in (("a", a), ("b", b)):
                     if np.isnan(values).any():
-                        self.report_nan(operand, values, part, [cta], self.checker.performing)
+                        self.report_nan(operand, values, part, [cta], self.checker.order.performing)
                         break
 
     def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:
@@ -203,7 +203,7 @@ class Products:
         )
 
     def add(self, code: str, message: str, operand: str, row: int, k: int, p, ctas, op) -> None:
-        parties = [self.checker.party(op.warp, op, f"reads {operand.upper()}")]
+        parties = [self.checker.findings.party(op.warp, op, f"reads {operand.upper()}")]
         parties += self.provenance(operand, row, k, p, ctas)
         self.checker.report.add(Diagnostic(code, message, tuple(parties)))
 
@@ -224,7 +224,7 @@ class Products:
             rows, descriptor, k_major, element = s.n // len(ctas), p.b, s.b_k_major, s.b
         cta, row = ctas[row // rows], row % rows
         if descriptor is None:
-            number = self.checker.tensor_shadow(cta).writer[
+            number = self.checker.tensor.shadow_of(cta).writer[
                 tcgen05.lane_plan(rows, s.n, p.ws, p.pair, p.lane).lanes[row] // 16, p.a_column
             ]
             return self.by_number(int(number), f"wrote row {row} of A")
@@ -237,7 +237,7 @@ class Products:
 
     def writer(self, cta, address: int) -> list[Party]:
         checker = self.checker
-        record = cta.shadow.reshape(-1, sh.FIXED + 2 * checker.warps)[address // 4].tolist()
+        record = cta.view.shadow.reshape(-1, sh.FIXED + 2 * checker.warps)[address // 4].tolist()
         what = f"wrote shared byte {address:#x}"
         if record[0] == 0:
             return [Party("nobody", what=what)]
@@ -246,12 +246,12 @@ class Products:
         w = checker.agents[record[0]]
         fed = feeding_load(checker.machine.program.instructions, record[2])
         return [
-            checker.party(w, None, what, pc=record[2]),
-            *([] if fed is None else [checker.party(w, None, "loaded it", pc=fed)]),
+            checker.findings.party(w, None, what, pc=record[2]),
+            *([] if fed is None else [checker.findings.party(w, None, "loaded it", pc=fed)]),
         ]
 
     def by_number(self, number: int, what: str) -> list[Party]:
-        op = self.checker.operations.get(number)
+        op = self.checker.operations.by_number.get(number)
         if op is None:
             return []
         for region in op.reads:
@@ -260,7 +260,7 @@ class Products:
             elif region[0] == "global":
                 what += f" from global address {region[1]:#x}"
                 break
-        return [self.checker.party(op.warp, op, what)]
+        return [self.checker.findings.party(op.warp, op, what)]
 
 
 def feeding_load(instructions: list, pc: int) -> int | None:

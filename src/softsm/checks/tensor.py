@@ -64,16 +64,18 @@ class Where:
 class TensorChecks:
     """The part of the checker that knows tensor memory."""
 
-    def __init__(self) -> None:
-        self.tmem: dict[int, TensorShadow] = {}  # by SM
+    def __init__(self, checker):
+        self.order, self.operations, self.findings = checker.order, checker.operations.by_number, checker.findings
+        self.report, self.strict = checker.report, checker.strict
+        self.by_sm: dict[int, TensorShadow] = {}
 
-    def tensor_shadow(self, cta) -> TensorShadow:
-        shadow = self.tmem.get(cta.sm.index)
+    def shadow_of(self, cta) -> TensorShadow:
+        shadow = self.by_sm.get(cta.sm.index)
         if shadow is None:
-            shadow = self.tmem[cta.sm.index] = TensorShadow()
+            shadow = self.by_sm[cta.sm.index] = TensorShadow()
         return shadow
 
-    def tensor_access(self, op, region, write: bool) -> None:
+    def access(self, op, region, write: bool) -> None:
         """region: ('tmem', cta, first column, end column[, lanes as a mask of groups of 16[, note]]).
 
         note: 'accumulate' and the type when a product adds to what it overwrites, else the element type an operand A is
@@ -81,7 +83,7 @@ class TensorChecks:
         _, cta, low, high, *more = region
         groups = more[0] if more else (1 << LANE_GROUPS) - 1
         note = more[1] if len(more) > 1 else ""
-        shadow = self.tensor_shadow(cta)
+        shadow = self.shadow_of(cta)
         w = op.warp
         window = cells(groups, low, high)
         where = Where(groups, low, high)
@@ -92,7 +94,7 @@ class TensorChecks:
                 Diagnostic(
                     "uninitialised",
                     "tensor-memory cells are read, but nobody wrote them",
-                    (self.party(w, op, f"reads {where}"),),
+                    (self.findings.party(w, op, f"reads {where}"),),
                 )
             )
         others = {(n, "wrote") for n in writers if n}
@@ -101,21 +103,21 @@ class TensorChecks:
                 others |= {(n, "read") for n in distinct(ring[window]) if n}
         for number, did in sorted(others):
             other = self.operations.get(number)
-            if other is None or other is op or self.knows(w, number, self.tensor if self.strict else None):
+            if other is None or other is op or self.order.knows(w, number, self.order.tensor if self.strict else None):
                 continue
             if self.in_order(other, did, op, write):
                 continue
             if write and did == "wrote" and self.read_between(shadow, window, other, op):
                 continue
             mend = ""
-            if self.strict and self.knows(w, number):
+            if self.strict and self.order.knows(w, number):
                 mend = (
                     "they are synchronised, but tcgen05.fence::before_thread_sync before the arrival, or "
                     "tcgen05.fence::after_thread_sync after the wait, is missing"
                 )
-            self.add_race(
-                self.party(w, op, f"{verb} {where}"),
-                self.party(other.warp, other, f"{did} {where}"),
+            self.findings.add_race(
+                self.findings.party(w, op, f"{verb} {where}"),
+                self.findings.party(other.warp, other, f"{did} {where}"),
                 "tensor memory",
                 other,
                 mend,
@@ -140,9 +142,9 @@ class TensorChecks:
         if not found.any():
             return
         other = self.operations.get(int(shadow.writer[window][found][0]))
-        parties = [self.party(op.warp, op, what.format(where))]
+        parties = [self.findings.party(op.warp, op, what.format(where))]
         if other is not None:
-            parties.append(self.party(other.warp, other, f"wrote {where}"))
+            parties.append(self.findings.party(other.warp, other, f"wrote {where}"))
         self.report.add(Diagnostic("type", text, tuple(parties)))
 
     def in_order(self, old, did: str, new, write: bool) -> bool:
@@ -179,27 +181,27 @@ class TensorChecks:
 
     def allocated(self, cta, column: int, columns: int) -> None:
         """Fresh cells: nobody wrote them yet."""
-        shadow = self.tensor_shadow(cta)
+        shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
         for table in (shadow.writer, *shadow.readers, shadow.held):
             table[window] = 0
 
     def deallocated(self, w, cta, column: int, columns: int) -> None:
-        shadow = self.tensor_shadow(cta)
+        shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
         for number in sorted(
             {int(n) for t in (shadow.writer, *shadow.readers) for n in np.unique(t[window]) if n}
         ):
             op = self.operations.get(number)
-            if op is not None and not self.knows(w, number):
+            if op is not None and not self.order.knows(w, number):
                 where = f"tensor memory columns {column} to {column + columns - 1}"
                 self.report.add(
                     Diagnostic(
                         "in-flight",
                         f"tensor memory is freed while this {op.kind} may still use it",
                         (
-                            self.party(w, None, f"frees {where}"),
-                            self.party(op.warp, op, "may still be in flight"),
+                            self.findings.party(w, None, f"frees {where}"),
+                            self.findings.party(op.warp, op, "may still be in flight"),
                         ),
                     )
                 )

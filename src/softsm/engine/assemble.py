@@ -62,6 +62,7 @@ class Assembler(AsyncRegisters):
         self.instructions: list[Instruction] = []
         self.macros: list[pg.MacroCall] = []
         self.pool: list[int] = []
+        self.carry: int | None = None  # row of the condition code CC.CF, once it is used
         self.count = {"R": 1, "Q": 1, "P": 1}  # row 0 of R and Q stays zero; predicate 0 is always true
         self.rows: dict[str, int] = {}
         self.const_rows: dict[tuple[str, int], int] = {}

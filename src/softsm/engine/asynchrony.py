@@ -79,7 +79,7 @@ class AsyncEngine:
 
     def issue(self, op: AsyncOp) -> AsyncOp:
         if self.checker is not None:
-            self.checker.issued(op)
+            self.checker.operations.issued(op)
         if self.order == "eager":
             self.perform(op)
         else:
@@ -99,9 +99,10 @@ class AsyncEngine:
         if self.checker is None:
             op.effects()
             return
-        outer, self.checker.performing = self.checker.performing, op
+        order = self.checker.order
+        outer, order.performing = order.performing, op
         op.effects()
-        self.checker.performing = outer
+        order.performing = outer
 
     require = perform
 

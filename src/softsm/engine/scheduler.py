@@ -11,16 +11,15 @@ from collections import deque
 
 import numpy as np
 
+from softsm.checks.views import CtaView, WarpView
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, AsyncOp, Blocked, Waitable
+from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, Blocked, Waitable
 from softsm.engine.deadlock import DeadlockWatch
+from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault, StepBudget
 
 QUANTUM = 20_000
 TURN = 512
-# What a warp and a CTA keep when their cluster is over; the checker's clocks stay comparable.
-KEPT_OF_WARPS = ("cta", "index", "pc", "spins", "clock", "copies", "issued", "suspected", "predicates")
-KEPT_OF_CTAS = ("machine", "ctaid", "rank", "sm", "threads", "shared")
 
 
 class Fragment:
@@ -38,13 +37,16 @@ class Fragment:
             self.pc += 1
             checker = self.warp.cta.machine.checker
             if checker is not None:
-                checker.acquire(self.warp, self.blocked.on)
+                checker.order.acquire(self.warp, self.blocked.on)
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)
 
 
 class Warp:
     """32 lanes of one CTA. R, Q, P are its register files (see engine/program.py)."""
+
+    __slots__ = ("P", "Q", "R", "S", "__weakref__", "alive", "cta", "fragment", "fragments", "in_flight", "index",
+                 "local", "pc", "queued", "spins", "state", "view")
 
     def __init__(self, cta: Cta, index: int, lanes: int):
         self.cta, self.index = cta, index
@@ -57,7 +59,8 @@ class Warp:
         self.R, self.Q, self.P, self.S, self.local = cta.machine.register_files(cta, index)
         self.state = self.S.ctypes.data
         self.S[pg.S_ALIVE] = lanes
-        self.pending_tmem_loads: list[AsyncOp] = []
+        self.in_flight: InFlight | None = InFlight()
+        self.view: WarpView | None = None  # when races are checked
 
     @property
     def machine(self) -> Machine:
@@ -82,15 +85,18 @@ class Warp:
 
     def forget(self) -> None:
         """See Cta.forget."""
-        left = {name: x for name, x in self.__dict__.items() if name in KEPT_OF_WARPS}
-        self.__dict__.clear()
-        self.__dict__.update(left, fragments=[])
+        self.fragments, self.fragment, self.in_flight = [], None, None
+        self.R = self.Q = self.P = self.S = self.local = None
+        if self.view is not None:
+            self.view.forget()
 
 
 class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
-    __slots__ = ("__dict__",)
+    __slots__ = ("barriers", "cluster", "cluster_barrier", "ctaid", "exit_hooks", "lane_hooks", "live", "machine",
+                 "named_barriers", "rank", "shared", "shared_address", "shared_base", "sm", "threads", "view",
+                 "warpgroups", "warps")
 
     def __init__(self, machine: Machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
         super().__init__()
@@ -100,6 +106,9 @@ class Cta(Waitable):
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
         self.named_barriers: dict[int, object] = {}
+        self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
+        self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
+        self.view: CtaView | None = None  # when races are checked
         self.exit_hooks: list = []  # called with the warp when one has exited
         self.lane_hooks: list = []  # called with the warp when lanes of it have exited and others live on
         self.threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -133,9 +142,8 @@ class Cta(Waitable):
         what is told of an operation later, needs only who issued it and the bytes of shared memory."""
         for w in self.warps:
             w.forget()
-        left = {name: x for name, x in self.__dict__.items() if name in KEPT_OF_CTAS}
-        self.__dict__.clear()
-        self.__dict__.update(left, cluster=[], warps=[], barriers={}, named_barriers={})
+        self.cluster, self.warps, self.barriers, self.named_barriers, self.warpgroups = [], [], {}, {}, {}
+        self.exit_hooks, self.lane_hooks, self.cluster_barrier, self.view = [], [], None, None
 
     def __str__(self) -> str:
         return f"CTA {self.ctaid}"
@@ -159,7 +167,7 @@ class Machine:
         self.parameters = parameters  # uint8 array, the parameter buffer
         self.shared_dynamic = shared
         self.shared_limit = pg.SHARED_START + self.program.shared_static + shared
-        self.engine = AsyncEngine(options.order, options.seed)
+        self.engine = self.new_engine()
         self.issue, self.require = self.engine.issue, self.engine.require
         self.random = self.engine.random
         self.ready: deque[Warp] = deque()
@@ -186,9 +194,12 @@ class Machine:
         self.left = nx * ny * nz
         self.per_sm = kernel.occupancy(self)
         if options.checks is not None and options.checks.races:
-            from softsm.checks.races import Checker
+            from softsm.checks.checker import Checker
 
             self.checker = self.engine.checker = Checker(self, options.checks.report, options.checks.strict)
+
+    def new_engine(self) -> AsyncEngine:
+        return AsyncEngine(self.options.order, self.options.seed)
 
     @property
     def explicit_cluster(self) -> bool:
@@ -292,8 +303,8 @@ class Machine:
             self.steps += steps
             quantum -= steps
             fragment.pc, warp.pc = pc, pc
-            if checker is not None and checker.races[0]:
-                checker.collect(warp)
+            if checker is not None and checker.memory.races[0]:
+                checker.findings.collect(warp)
             if multi:
                 fragment.steps += steps
             if mask != fragment.mask:

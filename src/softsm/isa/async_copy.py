@@ -6,7 +6,7 @@ import numpy as np
 
 from softsm.engine.asynchrony import AsyncOp
 from softsm.isa import copy_kernels
-from softsm.isa.copying import global_view, groups, observe, start
+from softsm.isa.copying import global_view, observe, start
 from softsm.isa.mbarriers import (
     SHARED_SPACES,
     Issuer,
@@ -32,7 +32,7 @@ def group_count(asm, ins, operand) -> int:
 def lower(asm, ins, mods):
     """`mods` follow .async."""
     if mods == ("commit_group",):
-        return asm.macro(do_commit, ins, kind="cp_async")
+        return asm.macro(do_commit, ins)
     if mods == ("wait_group",):
         return asm.macro(do_wait, ins, newest=group_count(asm, ins, ins.operands[0]))
     if mods == ("wait_all",):
@@ -94,7 +94,7 @@ def do_cp_async(w, mask, o):
         writes = tuple(("shared", w.cta, int(x), int(x) + size) for x in to)
         reads = tuple(("global", int(x), int(x + k)) for x, k in zip(plan[1, :n], plan[2, :n]) if k)
     op = machine.issue(AsyncOp("cp.async", w, lanes(mask)[0], w.line(), effects, reads=reads, writes=writes))
-    groups(w, "cp_async").add(mask, op)
+    w.in_flight.cp_async.add(mask, op)
 
 
 def _explain(w, mask: int, o, ignored: int) -> None:
@@ -117,11 +117,11 @@ def _explain(w, mask: int, o, ignored: int) -> None:
 
 
 def do_commit(w, mask, o):
-    groups(w, o.kind).commit(mask)
+    w.in_flight.cp_async.commit(mask)
 
 
 def do_wait(w, mask, o):
-    mine = groups(w, "cp_async")
+    mine = w.in_flight.cp_async
     for op in mine.take_all(mask) if o.newest is None else mine.take(mask, o.newest):
         w.machine.require(op)
         observe(w, op)
@@ -129,7 +129,7 @@ def do_wait(w, mask, o):
 
 def do_copy_arrive(w, mask, o):
     """cp.async.mbarrier.arrive: an arrival that happens when the lane's earlier cp.async have completed."""
-    mine = groups(w, "cp_async")
+    mine = w.in_flight.cp_async
     at: dict[Mbarrier, int] = {}
     row, generic = o.at
     if not generic and (w.R[row] == w.R[row, 0]).all():

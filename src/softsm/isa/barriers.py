@@ -162,7 +162,7 @@ def named_barrier(w, row: int, mask: int) -> NamedBarrier:
             cta.lane_hooks.append(_lanes_exited)
         barrier = cta.named_barriers[number] = NamedBarrier(cta, number)
         if w.machine.checker is not None:
-            w.machine.checker.clock_of(barrier)
+            w.machine.checker.order.clock_of(barrier)
     return barrier
 
 
@@ -248,14 +248,14 @@ def _split(w, over: int, mask: int) -> int:
 
 def _acquire(w, barrier) -> None:
     if w.machine.checker is not None:
-        w.machine.checker.acquire(w, barrier)
+        w.machine.checker.order.acquire(w, barrier)
 
 
 def do_warp_sync(w, mask, o):
     """The race checker, if races are checked, learns that accesses of the warp's lanes from now on come after those
     before."""
     if w.machine.checker is not None:
-        w.machine.checker.tick(w)
+        w.machine.checker.order.tick(w)
     return SEEN
 
 
@@ -337,7 +337,7 @@ class ClusterBarrier(Arrivals):
             )
         self.here[w] = here | mask
         if w.machine.checker is not None:
-            w.machine.checker.cluster_arrival(self, w, relaxed)
+            w.machine.checker.barriers.cluster_arrival(self, w, relaxed)
         self.enter(id(w), mask)
         self.settle()
 
@@ -351,7 +351,7 @@ class ClusterBarrier(Arrivals):
             self.generation += 1
             if self.clock is not None:
                 self.clock.complete()
-                self.clock.checker.cluster_passed(self)
+                self.cluster[0].machine.checker.barriers.cluster_passed(self)
             self.cluster[0].machine.writes += 1
             self.wake()
 
@@ -364,7 +364,7 @@ class ClusterBarrier(Arrivals):
 
 def cluster_barrier(w) -> ClusterBarrier:
     first = w.cta.cluster[0]
-    if not hasattr(first, "cluster_barrier"):
+    if first.cluster_barrier is None:
         first.cluster_barrier = ClusterBarrier(w.cta.cluster)
     return first.cluster_barrier
 
@@ -381,7 +381,7 @@ def do_cluster_wait(w, mask, o):
     if waiting:
         return Blocked(barrier, Later(barrier))
     if w.machine.checker is not None:
-        w.machine.checker.cluster_waited(barrier, w)
+        w.machine.checker.barriers.cluster_waited(barrier, w)
     barrier.leave(id(w), over)
     return None
 
@@ -453,23 +453,23 @@ def fence(asm, ins):
 def do_fence_async(w, mask, o):
     """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
     if w.machine.checker is not None:
-        w.machine.checker.fence_async(w, o.wide)
+        w.machine.checker.order.fence_async(w, o.wide)
     return SEEN
 
 
 def do_fence_init(w, mask, o):
-    w.machine.checker.fence_init(w)
+    w.machine.checker.barriers.fence_init(w)
     return SEEN
 
 
 def do_fence_map(w, mask, o):
     for lane in [None] if o.at is None else lanes(mask):
-        w.machine.checker.map_fence(w, None if lane is None else int(w.Q[o.at, lane]))
+        w.machine.checker.maps.fence(w, None if lane is None else int(w.Q[o.at, lane]))
     return SEEN
 
 
 def do_fence(w, mask, o):
-    w.machine.checker.fence(w, o.release, o.acquire, o.scope)
+    w.machine.checker.order.fence(w, o.release, o.acquire, o.scope)
     return SEEN
 
 
@@ -484,7 +484,7 @@ def griddepcontrol(asm, ins):
 
 
 def do_grid_wait(w, mask, o):
-    w.machine.checker.grid_over(w)
+    w.machine.checker.grids.over(w)
     return SEEN
 
 

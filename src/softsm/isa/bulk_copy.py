@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from softsm.isa.copying import global_view, groups, observe, start
+from softsm.isa.copying import global_view, observe, start
 from softsm.isa.mbarriers import (
     Issuer,
     barrier_at,
@@ -187,7 +187,7 @@ def signalled(w, address: int):
     """The mbarrier a copy signals; the race checker asks whether the copy engine can see it."""
     barrier = barrier_at(w, address)
     if w.machine.checker is not None:
-        w.machine.checker.uses_barrier(w, barrier, asynchronous=True)
+        w.machine.checker.barriers.uses_barrier(w, barrier, asynchronous=True)
     return barrier
 
 
@@ -255,7 +255,7 @@ def store_in_two(
     held: list = []
     first = start(w, lane, f"{kind} (read)", lambda: held.append(read()), reads=reads)
     second = start(w, lane, kind, lambda: write(held.pop()), after=(first,), writes=writes)
-    groups(w, "bulk").add(1 << lane, first, second)
+    w.in_flight.bulk.add(1 << lane, first, second)
 
 
 def do_bulk_store(w, mask, o):
@@ -285,9 +285,13 @@ def do_bulk_store(w, mask, o):
         )  # fmt: skip
 
 
+def do_bulk_commit(w, mask, o):
+    w.in_flight.bulk.commit(mask)
+
+
 def do_bulk_wait(w, mask, o):
     """wait_group N, or wait_group.read N: then only the reads of shared memory must be over."""
-    mine = groups(w, "bulk")
+    mine = w.in_flight.bulk
     if not o.read:
         for op in mine.take(mask, o.newest):
             w.machine.require(op)

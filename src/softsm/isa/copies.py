@@ -18,7 +18,7 @@ def cp(asm, ins):
     else:
         return asm.refuse(ins, "expected cp.async, cp.async.bulk or cp.reduce.async.bulk")
     if rest == ("commit_group",) and not reduction:
-        return asm.macro(async_copy.do_commit, ins, kind="bulk")
+        return asm.macro(bulk_copy.do_bulk_commit, ins)
     if rest[:1] == ("wait_group",) and rest[1:] in ((), ("read",)) and not reduction:
         newest = async_copy.group_count(asm, ins, ins.operands[0])
         return asm.macro(bulk_copy.do_bulk_wait, ins, newest=newest, read="read" in rest)

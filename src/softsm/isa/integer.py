@@ -120,7 +120,7 @@ def add_sub(asm, ins):
 
 def carry_row(asm) -> int:
     """The condition code CC.CF: one predicate for the whole function."""
-    if not hasattr(asm, "carry"):
+    if asm.carry is None:
         asm.carry = asm.temp("p")
     return asm.carry
 

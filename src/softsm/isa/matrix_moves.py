@@ -37,7 +37,7 @@ def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[ob
     for at in (int(offsets.min()), int(offsets.max())):
         located(w, cta.check_shared, at, 16, what)
     if w.machine.checker is not None and what != "stmatrix":
-        w.machine.checker.lines(w, cta, offsets, False)
+        w.machine.checker.memory.lines(w, cta, offsets, False)
     return cta, offsets
 
 
@@ -135,7 +135,7 @@ def do_stmatrix(w, mask, o):
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
     if w.machine.checker is not None:
         same = np.array_equal(load_rows(cta, offsets).reshape(-1), data.reshape(-1))
-        w.machine.checker.lines(w, cta, offsets, True, same)
+        w.machine.checker.memory.lines(w, cta, offsets, True, same)
     lines[offsets >> 4] = data.reshape(-1).view(np.complex128)
     w.machine.writes += 1
 

@@ -95,7 +95,7 @@ def barrier_at(w, address: int) -> Mbarrier:
     cta, offset = located(w, w.cta.resolve_shared, address)
     barrier = cta.barriers.get(offset)
     if barrier is not None and w.machine.checker is not None:
-        w.machine.checker.uses_barrier(w, barrier)
+        w.machine.checker.barriers.uses_barrier(w, barrier)
     if barrier is None:
         shared_bytes(w, address, 8, "mbarrier", 8)
         raise w.fault(
@@ -110,7 +110,7 @@ def arrived_at(w, address: int) -> Mbarrier:
     """The mbarrier this thread itself changes now, be it a peer's."""
     barrier = barrier_at(w, address)
     if w.machine.checker is not None and barrier.home is not None and barrier.home is not w.cta:
-        w.machine.checker.touches_peer(w, barrier.home)
+        w.machine.checker.operations.touches_peer(w, barrier.home)
     return barrier
 
 
@@ -257,14 +257,14 @@ def do_init(w, mask, o):
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")
         if old is not None and w.machine.checker is not None:
-            w.machine.checker.initialised_again(w, old)
+            w.machine.checker.barriers.initialised_again(w, old)
         count = int(w.R[o.count, lane])
         name = name_of(cta, offset)
         if w.machine.options.checks is not None:
             name = source_name(w.instruction(), offset, cta) or name
         barrier = cta.barriers[offset] = located(w, _new, count, name, Issuer(w))
         if w.machine.checker is not None:
-            w.machine.checker.initialised(w, barrier, cta, offset, count)
+            w.machine.checker.barriers.initialised(w, barrier, cta, offset, count)
     w.machine.writes += 1
 
 
@@ -280,7 +280,7 @@ def do_inval(w, mask, o):
         cta, offset = w.cta.resolve_shared(shared_address(w, o.at, lane))
         del cta.barriers[offset]
         if w.machine.checker is not None:
-            w.machine.checker.mark_live(cta, offset, False)
+            w.machine.checker.barriers.mark_live(cta, offset, False)
     w.machine.writes += 1
 
 
@@ -368,9 +368,9 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
             elif w.machine.checker is not None:
                 barrier.waited = barrier.phase - 1
                 if o.relaxed:
-                    w.machine.checker.waits_relaxed(w, barrier, o.scope)
+                    w.machine.checker.order.waits_relaxed(w, barrier, o.scope)
                 else:
-                    w.machine.checker.acquire(w, barrier, o.scope)
+                    w.machine.checker.order.acquire(w, barrier, o.scope)
         if passed:
             bits |= mask if whole else 1 << lane
     return bits, waits.pop() if len(waits) == 1 else None

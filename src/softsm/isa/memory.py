@@ -170,7 +170,7 @@ def do_synchronise(w, mask, o):
         cta = None
         if o.space == ln.SHARED or pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
             cta, address = w.cta.resolve_shared(address & pg.ALL)
-        w.machine.checker.strong(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
+        w.machine.checker.order.strong(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
     return SEEN
 
 
@@ -293,7 +293,7 @@ def locate(
             there = cta.shared[at : at + size]
             if w.machine.checker is not None:
                 same = new is not None and np.array_equal(there, new)
-                w.machine.checker.access(w, cta, at, at + size, access != "load", strong, lane, same)
+                w.machine.checker.memory.access(w, cta, at, at + size, access != "load", strong, lane, same)
             return there
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:
@@ -303,7 +303,7 @@ def locate(
         there = w.machine.global_memory.view(address, size, what)
         if w.machine.checker is not None:
             same = new is not None and np.array_equal(there, new)
-            w.machine.checker.global_access(w, address, address + size, access != "load", strong, lane, same)
+            w.machine.checker.memory.global_access(w, address, address + size, access != "load", strong, lane, same)
         return there
     except Fault as error:
         if error.placed:

@@ -50,13 +50,13 @@ def issue(
 ) -> None:
     """Start an asynchronous operation of one thread."""
     machine = w.machine
-    pending = [entry for entry in w.__dict__.setdefault("tensor_ops", []) if not entry[0].done]
+    pending = [entry for entry in w.in_flight.tensor_ops if not entry[0].done]
     after = tuple(op for op, _, other in pending if pipelined(other, footprint))
     op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
     machine.issue(op)
     if not op.done:
         pending.append((op, lane, footprint))
-    w.tensor_ops = pending
+    w.in_flight.tensor_ops = pending
 
 
 # ---- cp, shift, commit --------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def do_commit(w, mask, o):
             for barrier in barriers:
                 barrier.arrive(1, who)
 
-        pending = w.__dict__.setdefault("tensor_ops", [])
+        pending = w.in_flight.tensor_ops
         after = tuple(op for op, lane, _ in pending if lane == thread and not op.done)
         op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
         w.machine.issue(op)

@@ -150,8 +150,8 @@ def do_alloc(w, mask, o):
         w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4
     )
     if w.machine.checker is not None:
-        w.machine.checker.access(w, owner, offset, offset + 4, True)
-        w.machine.checker.allocated(cta, column, columns)
+        w.machine.checker.memory.access(w, owner, offset, offset + 4, True)
+        w.machine.checker.tensor.allocated(cta, column, columns)
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
@@ -210,7 +210,7 @@ def do_dealloc(w, mask, o):
             "tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0"
         )
     if w.machine.checker is not None:
-        w.machine.checker.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
+        w.machine.checker.tensor.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
 
 
@@ -330,12 +330,12 @@ def do_ld(w, mask, o):
     def effects() -> None:
         registers[o.rows] = tm.load(cells, o.shape, o.repeat, o.packed, lane, column, o.split)
 
-    stores = w.__dict__.setdefault("pending_tmem_stores", [])
+    stores = w.in_flight.tensor_stores
     op = w.machine.issue(AsyncOp("tcgen05.ld", w, 0, w.line(), effects, tuple(stores), reads=regions))
     if w.machine.checker is not None:
-        w.__dict__.setdefault("unwaited_loads", []).append(op)
+        w.view.unwaited_loads.append(op)
     if not op.done:
-        w.pending_tmem_loads.append(op)
+        w.in_flight.tensor_loads.append(op)
 
 
 def do_st(w, mask, o):
@@ -347,11 +347,11 @@ def do_st(w, mask, o):
     def effects() -> None:
         tm.store(cells, values, o.shape, o.repeat, o.packed, lane, column, o.split)
 
-    stores = w.__dict__.setdefault("pending_tmem_stores", [])
-    after = (*stores, *w.pending_tmem_loads)
+    stores = w.in_flight.tensor_stores
+    after = (*stores, *w.in_flight.tensor_loads)
     op = w.machine.issue(AsyncOp("tcgen05.st", w, 0, w.line(), effects, after, writes=regions))
     if w.machine.checker is not None:
-        w.__dict__.setdefault("unwaited_stores", []).append(op)
+        w.view.unwaited_stores.append(op)
     if not op.done:
         stores.append(op)
 
@@ -359,29 +359,30 @@ def do_st(w, mask, o):
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
     checker = w.machine.checker
-    if checker is not None and o is not None and o.use and w.__dict__.get("unwaited_loads"):
-        checker.used_early(w, w.unwaited_loads[-1], o.use == "move")
-    for op in w.pending_tmem_loads:
+    if checker is not None and o is not None and o.use and w.view.unwaited_loads:
+        checker.findings.used_early(w, w.view.unwaited_loads[-1], o.use == "move")
+    for op in w.in_flight.tensor_loads:
         w.machine.require(op)
-    w.pending_tmem_loads.clear()
+    w.in_flight.tensor_loads.clear()
 
 
 def do_wait_ld(w, mask, o):
     flush_tmem_loads(w)
-    waited(w, "unwaited_loads")
+    if w.view is not None:
+        waited(w, w.view.unwaited_loads)
 
 
-def waited(w, name: str) -> None:
+def waited(w, operations: list[AsyncOp]) -> None:
     """The race checker learns that these operations of the warp are complete."""
-    if w.machine.checker is not None:
-        for op in w.__dict__.get(name, ()):
-            w.machine.checker.observe(w, op)
-        w.__dict__[name] = []
+    for op in operations:
+        w.machine.checker.order.observe(w, op)
+    operations.clear()
 
 
 def do_wait_st(w, mask, o):
-    waited(w, "unwaited_stores")
-    stores = w.__dict__.setdefault("pending_tmem_stores", [])
+    if w.view is not None:
+        waited(w, w.view.unwaited_stores)
+    stores = w.in_flight.tensor_stores
     for op in stores:
         w.machine.require(op)
     stores.clear()
@@ -410,4 +411,4 @@ def lower_fence(asm, ins, modifiers) -> None:
 
 
 def do_fence(w, mask, o):
-    w.machine.checker.fence_tensor(w, o.before)
+    w.machine.checker.order.fence_tensor(w, o.before)

@@ -72,12 +72,12 @@ def do_replace(w, mask, o):
                 w, shared_address(w, o.at, lane), NBYTES, "tensormap.replace", ALIGNMENT
             )
             if w.machine.checker is not None:
-                w.machine.checker.access(w, cta, offset, offset + NBYTES, True)
+                w.machine.checker.memory.access(w, cta, offset, offset + NBYTES, True)
             image = cta.shared[offset : offset + NBYTES]
         else:
             image = _global(w, int(w.Q[o.at, lane]))
             if w.machine.checker is not None:
-                w.machine.checker.map_written(w, int(w.Q[o.at, lane]), released=False)
+                w.machine.checker.maps.written(w, int(w.Q[o.at, lane]), released=False)
         try:
             replace_field(image, o.field, o.ordinal, int((w.Q if o.wide else w.R)[o.value, lane]))
         except ValueError as error:
@@ -96,7 +96,7 @@ def do_cp_fenceproxy(w, mask, o):
     lane = lanes(mask)[0]
     cta, offset = shared_bytes(w, int(w.R[o.src, lane]), NBYTES, "tensormap.cp_fenceproxy", ALIGNMENT)
     if w.machine.checker is not None:
-        w.machine.checker.access(w, cta, offset, offset + NBYTES, False)
-        w.machine.checker.map_written(w, int(w.Q[o.dst, lane]), released=True)
+        w.machine.checker.memory.access(w, cta, offset, offset + NBYTES, False)
+        w.machine.checker.maps.written(w, int(w.Q[o.dst, lane]), released=True)
     _global(w, int(w.Q[o.dst, lane]))[:] = cta.shared[offset : offset + NBYTES]
     w.machine.writes += 1

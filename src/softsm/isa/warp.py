@@ -42,7 +42,7 @@ def do_check_members(w, mask, o):
     strangers = [lane for lane in range(32) if mask >> lane & 1 and not int(named[lane]) >> lane & 1]
     if strangers:
         text = f"the membermask {int(named[strangers[0]]):#010x} does not name the lanes that execute the instruction"
-        party = w.machine.checker.party(w, None, "is not named", lane=strangers[0])
+        party = w.machine.checker.findings.party(w, None, "is not named", lane=strangers[0])
         w.machine.checker.report.add(Diagnostic("divergent", text, (party,)))
     return SEEN
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp, Blocked, Waitable
+from softsm.engine.asynchrony import AsyncOp, Blocked
+from softsm.engine.in_flight import Batch, GroupSequence, Warpgroup
 from softsm.errors import Fault
 from softsm.isa import fragments, tensor_core
 from softsm.isa.mbarriers import located
@@ -154,48 +155,11 @@ def lower_mma(asm, ins, modifiers) -> None:
 # ---- the warpgroup ------------------------------------------------------------------------------------------------
 
 
-class Warpgroup(Waitable):
-    """Four warps and the groups of products they have committed."""
-
-    __slots__ = ("batches", "first", "warps")
-
-    def __init__(self, warps: list):
-        super().__init__()
-        self.warps = warps
-        self.first = warps[0].index
-        self.batches: dict[int, Batch] = {}
-
-
-class Batch:
-    """One commit group: what each warp put into it, and the operations once all four are there: the products, and for
-    each warp (by index) those that bring the results into its registers."""
-
-    __slots__ = ("ops", "parts", "results", "waited")
-
-    def __init__(self) -> None:
-        self.parts: dict[int, list[Part]] = {}
-        self.ops: list[AsyncOp] | None = None
-        self.results: dict[int, list[AsyncOp]] = {}
-        self.waited = 0
-
-
-class State:
-    """A warp's place in the sequence of groups."""
-
-    __slots__ = ("committed", "group", "open", "waited")
-
-    def __init__(self, group: Warpgroup):
-        self.group = group
-        self.open: list[Part] = []
-        self.committed = 0
-        self.waited = 0
-
-
-def state_of(w) -> State:
-    state = w.__dict__.get("wgmma")
+def state_of(w) -> GroupSequence:
+    state = w.in_flight.wgmma
     if state is None:
         cta = w.cta
-        groups = cta.__dict__.setdefault("warpgroups", {})
+        groups = cta.warpgroups
         number = w.index // 4
         if number not in groups:
             warps = cta.warps[4 * number : 4 * number + 4]
@@ -206,13 +170,13 @@ def state_of(w) -> State:
             if not groups:
                 cta.exit_hooks.append(at_exit)
             groups[number] = Warpgroup(warps)
-        state = w.wgmma = State(groups[number])
+        state = w.in_flight.wgmma = GroupSequence(groups[number])
     return state
 
 
 def at_exit(w) -> None:
     """A warp ends: its registers will be used by another one, so nothing may write to them later."""
-    state = w.__dict__.get("wgmma")
+    state = w.in_flight.wgmma
     if state is not None:
         for batch in state.group.batches.values():
             for op in batch.results.get(w.index, ()):
@@ -231,14 +195,15 @@ def do_mma(w, mask, o):
 def do_unfenced(w, mask, o):
     """The program has no wgmma.fence between an ordinary use of the registers and the product."""
     what = "registers of this wgmma were used by ordinary instructions, and no wgmma.fence follows"
-    w.machine.checker.report.add(Diagnostic("wgmma-registers", what, (w.machine.checker.party(w, None, "starts"),)))
+    checker = w.machine.checker
+    checker.report.add(Diagnostic("wgmma-registers", what, (checker.findings.party(w, None, "starts"),)))
 
 
 def do_early_use(w, mask, o):
     """Registers of a wgmma are used here: has this warp waited for it? Triton copies them at the end of a loop, or
     takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only, what
     is done with them before the wait counts always."""
-    state = w.__dict__.get("wgmma")
+    state = w.in_flight.wgmma
     if state is None or o.copy and not w.machine.checker.strict:
         return
     committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
@@ -249,7 +214,7 @@ def do_early_use(w, mask, o):
             name = "A" if in_a else "accumulator"
             checker.report.add(Diagnostic(
                 "wgmma-registers", f"{name} registers of the wgmma at PTX line {part.line} are used before its "
-                "wgmma.wait_group", (checker.party(w, None, "uses them"),)))  # fmt: skip
+                "wgmma.wait_group", (checker.findings.party(w, None, "uses them"),)))  # fmt: skip
             return
 
 
@@ -257,7 +222,7 @@ def do_settle(w, mask, o):
     """Registers of a wgmma are used before the wait for it. PTX leaves the result open; ptxas finishes the products
     first ("wgmma serialized"), and Triton's partial accumulation (`max_num_imprecise_acc`) counts on that. So does
     'eager'; under the other orders the program finds what it finds, except that a move gets the result."""
-    state = w.__dict__.get("wgmma")
+    state = w.in_flight.wgmma
     eager = w.machine.engine.order == "eager"
     if state is None or not (eager or o.move):
         return None
@@ -309,7 +274,7 @@ def do_wait(w, mask, o):
         for op in batch.ops:
             w.machine.require(op)
             if w.machine.checker is not None:
-                w.machine.checker.observe(w, op)
+                w.machine.checker.order.observe(w, op)
         for op in batch.results[w.index]:
             w.machine.require(op)
         batch.waited += 1

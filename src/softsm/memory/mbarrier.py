@@ -184,7 +184,7 @@ class Mbarrier(Waitable):
     def _settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
             if self.clock is not None and self.waited < self.phase - 1:
-                self.clock.checker.phase_skipped(self)
+                self.home.machine.checker.barriers.phase_skipped(self)
             self.phase += 1
             self.expected = self.pending = self.next_expected
             if self.clock is not None:

@@ -44,7 +44,9 @@ from softsm.report.roles import role_of
 class RecordingEngine(AsyncEngine):
     """Tells the machine of every operation issued and performed."""
 
-    machine: RecordingMachine
+    def __init__(self, machine: RecordingMachine, order: str, seed: int):
+        super().__init__(order, seed)
+        self.machine = machine
 
     def issue(self, op: AsyncOp) -> AsyncOp:
         self.machine.issued(op)
@@ -67,10 +69,6 @@ class RecordingMachine(Machine):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.recorder: Recorder = self.options.recorder
-        engine = self.engine
-        engine.__class__ = RecordingEngine
-        engine.machine = self
-        self.issue, self.require = engine.issue, engine.require
         self.performing: AsyncOp | None = None
         self.times: dict[int, tuple[int, int, AsyncOp]] = {}  # id(op) -> end, slice, op
         self.queues: dict[tuple[int, str], int] = {}
@@ -93,6 +91,9 @@ class RecordingMachine(Machine):
                              self.options.order, self.kernel.module.source, start, start, variables=places)  # fmt: skip
         self.index = len(r.launches)
         r.launches.append(self.record)
+
+    def new_engine(self) -> AsyncEngine:
+        return RecordingEngine(self, self.options.order, self.options.seed)
 
     # ---- clocks ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import softsm
-from softsm.checks import races
+from softsm.checks import accesses, checker
 from softsm.engine import launch, scheduler
 from softsm.errors import Fault, PtxError
 
@@ -148,7 +148,7 @@ def no_collector():
 def test_a_launch_leaves_nothing_to_the_garbage_collector(no_collector, monkeypatch, checked, end):
     """Machines, CTAs and warps hold large arrays, which Python's collector does not count."""
     made = []
-    for kind in (scheduler.Machine, scheduler.Warp, *((races.Checker,) if checked else ())):
+    for kind in (scheduler.Machine, scheduler.Warp, *((checker.Checker, accesses.MemoryAccesses) if checked else ())):
         def init(self, *arguments, plain=kind.__init__):
             made.append(weakref.ref(self))
             plain(self, *arguments)
@@ -176,13 +176,18 @@ def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
 def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
     """The checker remembers asynchronous operations, and they their CTAs: not with megabytes for each of these."""
     kept = []
-    plain = races.Checker.close
-    monkeypatch.setattr(races.Checker, "close", lambda self: (kept.extend(self.operations.values()), plain(self)))
+    plain = checker.Checker.close
+
+    def close(self):
+        kept.extend(self.operations.by_number.values())
+        plain(self)
+
+    monkeypatch.setattr(checker.Checker, "close", close)
     with softsm.checking():
         softsm.load(IN_FLIGHT.replace("WAIT", "cp.async.wait_all;")).launch(40, 1, [np.zeros(16, np.uint32)])
     ctas = {op.warp.cta for op in kept}
     assert len(ctas) == 40
-    assert not any(hasattr(cta, "shadow") or hasattr(op.warp, "R") for op in kept for cta in (op.warp.cta,))
+    assert all(op.warp.cta.view is None and op.warp.R is None for op in kept)
 
 
 def test_where_races_are_not_looked_for_what_only_orders_does_nothing():

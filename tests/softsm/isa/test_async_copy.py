@@ -6,8 +6,8 @@ import pytest
 from launching import ptx, run, store, wait, words
 
 import softsm.engine.launch as engine
+from softsm.engine.in_flight import Groups
 from softsm.errors import Fault, Unsupported
-from softsm.isa.copying import Groups
 
 DATA = ".shared .align 16 .b8 bar[16]; .shared .align 128 .b8 data[2048];"
 RNG = np.random.default_rng(3)

@@ -1,0 +1,166 @@
+"""Loads, stores and asynchronous accesses of shared and global memory, compared with the shadow of what they touch
+(checks/shadow.py, checks/spans.py). The compiled code notes what it finds in `races`; checks/findings.py reads it."""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+import numpy as np
+
+from softsm.checks import shadow as sh
+from softsm.checks.boxes import box_spans
+from softsm.checks.order import WORDS
+from softsm.engine.interpreter import checking_module, spans_module
+
+REDUCTIONS = ("TMA reduction", "bulk reduction")
+COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
+
+
+class Touched(NamedTuple):
+    """What a launch has done to global memory: shadows, and the address of the first word of each."""
+
+    origins: list[int]
+    shadows: list[np.ndarray]
+
+
+class MemoryAccesses:
+    """The part of the checker that owns the shadow of global memory and the buffer of findings."""
+
+    def __init__(self, checker):
+        self.checker, self.order = checker, checker.order
+        self.global_memory, self.warps = checker.machine.global_memory, checker.warps
+        self.module, self.spans = checking_module(), spans_module()
+        self.races = np.zeros(1 + sh.MAX_RACES * sh.RACE_FIELDS, np.int64)
+        self.touched = self.shadow_global()
+        self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
+
+    def shadow_global(self) -> Touched:
+        allocations = self.global_memory.allocations
+        sizes = ((a.end + 3) // 4 - a.start // 4 for a in allocations)
+        shadows = [np.zeros(size * sh.GLOBAL_RECORD, np.uint32) for size in sizes]
+        return Touched([a.start & ~3 for a in allocations], shadows)
+
+    def asynchronous(self, op, region, write: int, generic: bool) -> None:
+        """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
+        ('tensor', box)."""
+        w, number = op.warp, op.number
+        base = w.view.clock.ctypes.data
+        known = base + 8 * self.order.slots
+        fenced = known if generic else known + 4 * WORDS
+        # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
+        seen = base if write or generic else base + 4 * self.order.slots
+        kind = sh.GENERIC_COPY if generic else sh.ASYNC
+        place = region[0]
+        if place in ("shared", "spans"):
+            cta = region[1]
+            spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
+            slot = w.view.slot
+            current = w.view.clock[slot if seen == base else self.order.slots + slot] >> 1 == w.view.clock[slot] >> 1
+            lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
+            if write and cta is not w.cta and not self.checker.strict:
+                told = np.maximum(w.view.clock[: self.order.slots], w.view.loose)
+                seen = told.ctypes.data
+            self.spans.asynchronous(
+                cta.view.shadow.ctypes.data,
+                self.warps,
+                cta.view.slot0,
+                spans.ctypes.data,
+                len(spans),
+                write,
+                number,
+                kind,
+                seen,
+                known,
+                fenced,
+                self.races.ctypes.data,
+                w.pc,
+                slot + 1 if current else 0,
+                lane,
+            )
+            return
+        spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
+        if not len(spans):
+            return
+        memory = self.global_memory
+        i = bisect.bisect_right(memory.starts, int(spans[0, 0])) - 1
+        if i < 0 or i >= len(self.touched.shadows) or int(spans[:, 1].max()) > memory.allocations[i].end:
+            return
+        flags = sh.STRONG if op.kind in REDUCTIONS else 0
+        self.spans.asynchronous_global(
+            self.touched.shadows[i].ctypes.data,
+            memory.allocations[i].start & ~3,
+            spans.ctypes.data,
+            len(spans),
+            write,
+            number,
+            kind,
+            seen,
+            known,
+            fenced,
+            self.races.ctypes.data,
+            w.pc,
+            flags,
+        )
+
+    def access(
+        self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1, same: bool = False
+    ) -> None:
+        """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy; same: the
+        store changes nothing."""
+        if cta is w.cta:
+            self.spans.span(w.state, low, high, write, w.pc)
+        else:
+            self.checker.operations.touches_peer(w, cta)
+            base = w.view.clock.ctypes.data
+            self.spans.peer(
+                cta.view.shadow.ctypes.data,
+                self.warps,
+                cta.view.slot0,
+                w.view.slot + 1,
+                base,
+                base + 8 * self.order.slots,
+                low,
+                high,
+                write,
+                (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
+                w.pc,
+                int(self.order.newest[0]),
+                self.races.ctypes.data,
+                lane,
+            )
+        self.checker.findings.collect(w)
+
+    def global_access(self, w, low: int, high: int, write: bool, strong: bool, lane: int, same: bool) -> None:
+        """A macro-operation reads or writes bytes [low, high) of one allocation of global memory."""
+        memory = self.global_memory
+        i = bisect.bisect_right(memory.starts, low) - 1
+        if i < 0 or i >= len(self.touched.shadows):
+            return
+        base = w.view.clock.ctypes.data
+        for word in range(low & ~3, high, 4):
+            touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
+            self.module.global_record(
+                self.touched.shadows[i].ctypes.data + (word - (memory.allocations[i].start & ~3)) * sh.GLOBAL_RECORD,
+                word,
+                touched | (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
+                write,
+                w.pc,
+                lane,
+                base,
+                base + 8 * self.order.slots,
+                w.view.slot + 1,
+                int(self.order.newest[0]),
+                self.races.ctypes.data,
+            )
+        self.checker.findings.collect(w)
+
+    def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
+        """ldmatrix and stmatrix: rows of 16 bytes; same: the store changes nothing."""
+        if cta is not w.cta:
+            for at in offsets.tolist():
+                self.access(w, cta, at, at + 16, write)
+            return
+        offsets = np.ascontiguousarray(offsets, np.int64)
+        self.spans.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
+        self.checker.findings.collect(w)

@@ -1,0 +1,50 @@
+"""TMA boxes under the checkers: the bytes of global memory they cover, and boxes outside their tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.memory.box_copy import ADDRESSES, Region, _row_region
+from softsm.report.diagnostics import Diagnostic
+
+
+class BoxChecks:
+    """The part of the checker that looks at the boxes of TMA loads."""
+
+    def __init__(self, checker):
+        self.checker = checker
+
+    def filled(self, w, box) -> None:
+        """A TMA load is issued: a box wholly outside its tensor brings nothing but fill."""
+        if self.checker.strict and not len(box_spans(box)):
+            m = box.map
+            outside = [
+                f"{c} of dimension {i} (0 to {d - 1})"
+                for i, (c, d) in enumerate(zip(box.coords, m.dims))
+                if not -m.box[i] < c < d
+            ]
+            rows = len(box.rows) if box.rows is not None else m.rows
+            self.checker.report.add(
+                Diagnostic(
+                    "out-of-bounds-fill",
+                    f"the box at {box.coords} of {m.describe()} lies outside the tensor: all {rows} rows are "
+                    f"filled; coordinate {', '.join(outside) or 'of every row'}",
+                    (self.checker.findings.party(w, None, "loads it"),),
+                )
+            )
+
+
+def box_spans(box) -> np.ndarray:
+    """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
+    if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
+        _, first, length = _row_region(box.map, box.coords[0])
+        rows = [r for r in box.rows if r is not None and length]
+        starts = np.array([box.map.base + r + first & ADDRESSES for r in rows], np.int64)
+    else:
+        region = Region(box.map, box.coords)
+        if not region.nbytes:
+            return np.empty((0, 2), np.int64)
+        starts, length = np.array([region.address], np.int64), region.shape[-1]
+        for count, stride in zip(region.shape[:-1], region.strides[:-1]):
+            starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).reshape(-1)
+    return np.ascontiguousarray(np.stack([starts, starts + length], 1))

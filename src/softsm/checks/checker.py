@@ -1,0 +1,108 @@
+"""The checker of one launch, and its parts by name.
+
+    order        who has seen what: vector clocks, moved by barriers, fences and waits
+    operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
+    memory       accesses of shared and global memory against their shadow
+    tensor       accesses of tensor memory
+    barriers     mbarriers and the cluster barrier
+    boxes        TMA boxes outside their tensor
+    maps         tensor maps that the kernel writes itself
+    grids        the grid before, under programmatic dependent launch
+    findings     from what the compiled code notes to diagnostics with both parties
+    products     operands of matrix products (None unless they are looked at)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.checks import shadow as sh
+from softsm.checks.accesses import MemoryAccesses
+from softsm.checks.barriers import BarrierChecks
+from softsm.checks.boxes import BoxChecks
+from softsm.checks.findings import Findings
+from softsm.checks.grids import GridChecks
+from softsm.checks.maps import MapChecks
+from softsm.checks.operations import Operations
+from softsm.checks.order import WORDS, Order
+from softsm.checks.products import Products
+from softsm.checks.tensor import TensorChecks
+from softsm.checks.views import CtaView, WarpView
+from softsm.engine import program as pg
+from softsm.engine.interpreter import spans_module
+from softsm.report.diagnostics import Diagnostic, Party, Report
+
+
+class Checker:
+    def __init__(self, machine, report: Report, strict: bool):
+        self.machine, self.report, self.strict = machine, report, strict
+        self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
+        ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
+        self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
+        self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
+        checks = machine.options.checks
+        earlier = checks.last[0] if machine.options.dependent and checks.last else None
+
+        self.order = Order(machine, strict, ctas * self.warps, spans_module().join)
+        self.findings = Findings(self)
+        self.operations = Operations(self)
+        self.memory = MemoryAccesses(self)
+        self.tensor = TensorChecks(self)
+        self.barriers = BarrierChecks(self)
+        self.boxes = BoxChecks(self)
+        self.maps = MapChecks(self)
+        self.grids = GridChecks(self.order, self.operations, self.memory, earlier)
+        self.products: Products | None = None
+        if strict or checks.expectations or report.tap is not None:
+            self.products = Products(self, report.tap, checks.expectations, strict)
+        checks.last[:] = [self.memory.touched]
+        if strict:
+            self.undefined_registers()
+
+    def undefined_registers(self) -> None:
+        for ins, name in self.machine.kernel.undefined[:16]:
+            source = f"{ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+            self.report.add(
+                Diagnostic(
+                    "uninitialised",
+                    f"register {name} is read, but nothing before it writes it",
+                    (Party("every warp that comes here", ins.line, ins.text, source, f"reads {name}"),),
+                )
+            )
+
+    def enter(self, cta) -> None:
+        """A CTA starts: slots, clocks and the shadow of its shared memory."""
+        order = self.order
+        words = (len(cta.shared) + 3) // 4
+        cta.view = CtaView(self.free.pop(), np.zeros(words * (sh.FIXED + 2 * self.warps), np.uint32))
+        cta.exit_hooks.append(self.findings.ended)
+        for w in cta.warps:
+            slot = cta.view.slot0 + w.index
+            view = w.view = WarpView(
+                slot, order.new_clock(), np.zeros(WORDS, np.uint32), np.zeros(order.slots, np.uint32)
+            )
+            before = self.agents.get(slot + 1)
+            view.clock[slot] = before.view.clock[slot] if before is not None else 1
+            order.tick(w)
+            self.agents[slot + 1] = w
+            S, clock = w.S, view.clock.ctypes.data
+            S[pg.S_RACES], S[pg.S_SHADOW] = self.memory.races.ctypes.data, cta.view.shadow.ctypes.data
+            S[pg.S_GLOBAL_SHADOW], S[pg.S_CLOCK] = self.memory.global_table.ctypes.data, clock
+            S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest.ctypes.data
+            S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.view.slot0, w.index, self.warps
+
+    def leave(self, cta) -> None:
+        self.operations.unfinished(cta)
+        self.operations.left_by_peers(cta)
+        self.free.append(cta.view.slot0)
+        cta.view.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
+        things = [*cta.barriers.values(), *cta.named_barriers.values()]
+        gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
+        gone += [clock for place in cta.view.locations.values() for clock in place.clocks.values()]
+        self.order.drop([*gone, *(w.view.clock for w in cta.warps)])
+
+    def close(self) -> None:
+        """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would
+        let them stand; a dependent launch asks only which global memory was touched (Checks.last)."""
+        self.order.close()
+        vars(self).clear()

@@ -1,0 +1,244 @@
+"""Happens-before: who has seen what.
+
+Every warp has a vector clock over all resident warps, twice: what it has seen, and what of that is visible to the
+async proxy (after fence.proxy.async); and sets of asynchronous operations as bits: those it knows to be complete, those
+of them that are visible to the async proxy, and at the strict level those that its tcgen05 operations come after, and
+those it passes on to who synchronises with it. Barriers, fences and waits move these clocks.
+
+Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, and an initialised
+mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to
+the letter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.checks import shadow as sh
+from softsm.engine.asynchrony import AsyncOp
+
+SCOPES = ("cta", "cluster", "gpu")
+WORDS = sh.OPS // 32  # of a set of asynchronous operations
+
+
+class Order:
+    """The part of the checker that keeps the clocks."""
+
+    def __init__(self, machine, strict: bool, slots: int, join):
+        self.machine, self.strict, self.slots = machine, strict, slots
+        self.join_clocks = join
+        self.known = slice(2 * slots, 2 * slots + WORDS)
+        self.fenced = slice(self.known.stop, self.known.stop + WORDS)
+        self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # strict only, as is the next
+        self.sent = slice(self.tensor.stop, self.tensor.stop + WORDS)
+        self.words = WORDS * (4 if strict else 2)
+        self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
+        self.newest = np.ones(1, np.int64)  # number of the next asynchronous operation
+        self.clocks: dict[int, np.ndarray] = {}  # all that live long and hold bits of operations
+        self.addresses: dict[int, int] = {}  # and where they are
+        self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
+
+    def new_clock(self) -> np.ndarray:
+        clock = np.zeros(2 * self.slots + self.words, np.uint32)
+        self.clocks[id(clock)] = clock
+        self.addresses[id(clock)] = clock.ctypes.data
+        return clock
+
+    def join(self, target: np.ndarray, source: np.ndarray) -> None:
+        where = self.addresses
+        a, b = where.get(id(target)) or target.ctypes.data, where.get(id(source)) or source.ctypes.data
+        self.join_clocks(a, b, 2 * self.slots, self.words)
+
+    def drop(self, clocks: list[np.ndarray]) -> None:
+        """Clocks that nobody asks any more."""
+        for clock in clocks:
+            self.clocks.pop(id(clock), None)
+            self.addresses.pop(id(clock), None)
+
+    def close(self) -> None:
+        self.clocks, self.addresses, self.locations = {}, {}, {}
+        self.performing = None
+
+    def number(self) -> int:
+        """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
+        know the new one."""
+        number = int(self.newest[0])
+        self.newest[0] = number + 1
+        if number % 32 == 0:
+            for clock in self.clocks.values():
+                clock[2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
+        return number
+
+    def tick(self, w) -> None:
+        """A new epoch, an even number: the lanes of the warp have met, or what was before has been passed on."""
+        slot = w.view.slot
+        w.view.clock[slot] = (w.view.clock[slot] | np.uint32(1)) + np.uint32(1)
+
+    def snapshot(self, w) -> np.ndarray:
+        """What the warp can pass on now; its own later accesses are not part of it."""
+        copy = w.view.clock.copy()
+        if self.strict:
+            copy[self.tensor] = 0
+        self.tick(w)
+        return copy
+
+    def spans_cluster(self, scope: str) -> bool:
+        """Does an mbarrier operation of this scope reach other CTAs? '' is .cta by the letter; Triton means the cluster
+        where it arrives at a peer."""
+        return scope == "cluster" or not (scope or self.strict)
+
+    def publisher(self, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> np.ndarray:
+        """What the current arrival publishes; a relaxed one only what a fence of these scopes released before."""
+        op = self.performing
+        if op is not None:
+            return op.publishes
+        w = self.machine.current
+        if not relaxed:
+            return self.snapshot(w)
+        sent = np.zeros_like(w.view.clock)
+        for scope, clock in w.view.released.items():
+            if scope in fences or scope not in SCOPES:  # .sys
+                self.join(sent, clock)
+        return sent
+
+    def clock_of(self, thing) -> SyncClock:
+        clock = thing.clock
+        if clock is None:
+            clock = thing.clock = SyncClock(self)
+        return clock
+
+    def acquire(self, w, thing, scope: str = "cluster") -> None:
+        if thing.clock is not None:
+            self.join(w.view.clock, thing.clock.published)
+            if thing.clock.far is not None and self.spans_cluster(scope):
+                self.join(w.view.clock, thing.clock.far.published)
+
+    def waits_relaxed(self, w, barrier, scope: str) -> None:
+        """A relaxed wait tells nothing, but a fence that follows takes in what it found, as far as both reach."""
+        near, far = barrier.clock, barrier.clock.far
+        for fenced in SCOPES:
+            if fenced not in w.view.acquirable:
+                w.view.acquirable[fenced] = np.zeros_like(w.view.clock)
+            self.join(w.view.acquirable[fenced], near.published)
+            if far is not None and fenced != "cta" and self.spans_cluster(scope):
+                self.join(w.view.acquirable[fenced], far.published)
+
+    def fence_async(self, w, wide: bool) -> None:
+        """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
+        on does not. The odd epoch that begins tells that apart, and is no new one for the order of lanes. `wide`: of
+        the cluster's shared memory too; Triton arrives relaxed at the cluster barrier behind it."""
+        n, slot = self.slots, w.view.slot
+        np.maximum(w.view.clock[n : 2 * n], w.view.clock[:n], out=w.view.clock[n : 2 * n])
+        w.view.clock[self.fenced] |= w.view.clock[self.known]
+        if wide and not self.strict:
+            w.view.released["cluster"] = w.view.clock.copy()  # the epoch ends below
+        if w.view.clock[slot] & 1:
+            self.tick(w)
+        else:
+            w.view.clock[slot] += 1
+
+    def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
+        """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
+        if acquire and scope in w.view.acquirable:
+            self.join(w.view.clock, w.view.acquirable[scope])
+        if release:
+            w.view.released[scope] = self.snapshot(w)
+
+    def fence_tensor(self, w, before: bool) -> None:
+        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+        if self.strict:
+            source, target = (self.tensor, self.sent) if before else (self.sent, self.tensor)
+            w.view.clock[target] |= w.view.clock[source]
+
+    def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
+        """An atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's shared memory: a
+        release passes on what the warp has seen, to those whose acquire at the same place is within its scope; relaxed
+        ones do so only beside fences."""
+        places = self.locations if cta is None else cta.view.locations
+        place = places.get(address)
+        if place is None:
+            place = places[address] = Location()
+        if order == "volatile":
+            order = "relaxed" if self.strict else "acq_rel"
+        if read and order in ("acquire", "acq_rel"):
+            for key in reached(w, scope):
+                if key in place.clocks:
+                    self.join(w.view.clock, place.clocks[key])
+        elif read:  # a fence that follows takes it in, as far as the narrower scope of the two reaches
+            for fenced in SCOPES:
+                for key in reached(w, min(scope, fenced, key=rank)):
+                    if key in place.clocks:
+                        if fenced not in w.view.acquirable:
+                            w.view.acquirable[fenced] = np.zeros_like(w.view.clock)
+                        self.join(w.view.acquirable[fenced], place.clocks[key])
+        if write:
+            sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
+            for wide, clock in sent + list(w.view.released.items()):
+                for key in reached(w, min(scope, wide, key=rank)):
+                    if key not in place.clocks:
+                        place.clocks[key] = self.new_clock()
+                    self.join(place.clocks[key], clock)
+
+    def observe(self, w, op) -> None:
+        """A wait of the issuing thread says that op is complete."""
+        number = op.number
+        if number:
+            bit = number % sh.OPS
+            mask = np.uint32(1 << bit % 32)
+            w.view.clock[self.known][bit // 32] |= mask
+            if self.strict:
+                w.view.clock[self.tensor][bit // 32] |= mask
+
+    def knows(self, w, number: int, section: slice | None = None) -> bool:
+        if int(self.newest[0]) - number >= sh.OPS - 64:
+            return True
+        bit = number % sh.OPS
+        return bool(w.view.clock[section or self.known][bit // 32] >> np.uint32(bit % 32) & 1)
+
+
+class SyncClock:
+    """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
+    mbarrier; what threads of other CTAs tell is kept apart, for waits of cluster scope."""
+
+    __slots__ = ("far", "gathering", "home", "order", "published")
+
+    def __init__(self, order: Order):
+        self.order, self.home, self.far = order, None, None
+        self.gathering, self.published = order.new_clock(), order.new_clock()
+
+    def gather(self, relaxed: bool = False, scope: str = "") -> None:
+        """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
+        order = self.order
+        if order.performing is not None or self.home is None or order.machine.current.cta is self.home:
+            order.join(self.gathering, order.publisher(relaxed))
+        elif order.spans_cluster(scope):
+            if self.far is None:
+                self.far = SyncClock(order)
+            order.join(self.far.gathering, order.publisher(relaxed, SCOPES[1:]))
+
+    def complete(self) -> None:
+        self.order.join(self.published, self.gathering)
+        self.gathering[:] = 0
+        if self.far is not None:
+            self.far.complete()
+
+    def parts(self) -> list[np.ndarray]:
+        return [self.gathering, self.published, *(self.far.parts() if self.far is not None else ())]
+
+
+class Location:
+    """Releases at one address: by everybody at gpu scope, and what only a CTA or cluster may rely on."""
+
+    __slots__ = ("clocks",)
+
+    def __init__(self) -> None:
+        self.clocks: dict[object, np.ndarray] = {}  # key of `reached` -> clock
+
+
+def rank(scope: str) -> int:
+    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)  # .sys
+
+
+def reached(w, scope: str) -> list:
+    """Keys of a Location that an access of this scope writes, or reads."""
+    return [w.cta.ctaid, ("cluster", w.cta.cluster[0].ctaid), None][: rank(scope) + 1]

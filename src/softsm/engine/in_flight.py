@@ -1,0 +1,116 @@
+"""What the asynchronous instructions of a warp have started and not yet waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from softsm.engine.asynchrony import AsyncOp, Waitable
+
+
+class Groups:
+    """Operations of a warp's threads, put into groups by commit and awaited by wait_group, lane by lane."""
+
+    __slots__ = ("closed", "landed", "open")
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
+        self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
+        self.landed = 0  # so many of the oldest of `open` have completed: a kernel may never commit
+
+    def add(self, mask: int, *operations) -> None:
+        self.open.append((mask, operations))
+
+    def commit(self, mask: int) -> None:
+        group = [op for those, ops in self.open if those & mask for op in ops]
+        self._leave_open(mask)
+        self.closed.append((mask, group))
+
+    def _leave_open(self, mask: int) -> None:
+        """All that is open but for those lanes."""
+        self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
+        self.landed = 0
+
+    def take(self, mask: int, newest: int) -> list:
+        """Operations of all but the `newest` groups of each lane, which are then forgotten for those lanes."""
+        if all(those == mask for those, _ in self.closed):  # the warp commits and waits as one
+            cut = max(0, len(self.closed) - newest)
+            due, self.closed = self.closed[:cut], self.closed[cut:]
+            return [op for _, ops in due for op in ops]
+        left = [newest] * 32
+        due, kept = [], []
+        on = [lane for lane in range(32) if mask >> lane & 1]
+        for those, ops in reversed(self.closed):
+            late = 0
+            for lane in on:
+                if those >> lane & 1:
+                    if left[lane]:
+                        left[lane] -= 1
+                    else:
+                        late |= 1 << lane
+            if late:
+                due.append(ops)
+            if those & ~late:
+                kept.append((those & ~late, ops))
+        self.closed = kept[::-1]
+        return [op for ops in reversed(due) for op in ops]
+
+    def take_all(self, mask: int) -> list:
+        """Everything those lanes have in flight, committed or not."""
+        due = self.take(mask, 0) + [op for those, ops in self.open if those & mask for op in ops]
+        self._leave_open(mask)
+        return due
+
+    def in_flight(self, mask: int) -> tuple:
+        while self.landed < len(self.open) and all(op.done for op in self.open[self.landed][1]):
+            self.landed += 1
+        both = (self.closed, self.open[self.landed :])
+        return tuple(op for part in both for those, ops in part if those & mask for op in ops if not op.done)
+
+
+class Warpgroup(Waitable):
+    """Four warps and the groups of products they have committed."""
+
+    __slots__ = ("batches", "first", "warps")
+
+    def __init__(self, warps: list):
+        super().__init__()
+        self.warps = warps
+        self.first = warps[0].index
+        self.batches: dict[int, Batch] = {}
+
+
+class Batch:
+    """One commit group: what each warp put into it, and the operations once all four are there: the products, and for
+    each warp (by index) those that bring the results into its registers."""
+
+    __slots__ = ("ops", "parts", "results", "waited")
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list] = {}
+        self.ops: list[AsyncOp] | None = None
+        self.results: dict[int, list[AsyncOp]] = {}
+        self.waited = 0
+
+
+class GroupSequence:
+    """A warp's place in the sequence of groups."""
+
+    __slots__ = ("committed", "group", "open", "waited")
+
+    def __init__(self, group: Warpgroup):
+        self.group = group
+        self.open: list = []
+        self.committed = 0
+        self.waited = 0
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Of one warp, by the instructions that wait for it."""
+
+    cp_async: Groups = field(default_factory=Groups)
+    bulk: Groups = field(default_factory=Groups)
+    wgmma: GroupSequence | None = None
+    tensor_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld whose registers have not been delivered
+    tensor_stores: list[AsyncOp] = field(default_factory=list)
+    tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # with lane and footprint

@@ -1,0 +1,45 @@
+"""Modules of softsm build on each other in one direction, imports inside functions and for type checkers included."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "src"
+
+
+def imports() -> dict[str, set[str]]:
+    """module -> modules of softsm it imports anywhere."""
+    modules = {}
+    for path in sorted((ROOT / "softsm").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found = {}
+    for name, path in modules.items():
+        used: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                used |= {x.name for x in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                whole = {f"{node.module}.{x.name}" for x in node.names}
+                used |= whole if whole & modules.keys() else {node.module or ""}
+        found[name] = used & modules.keys() - {name}
+    return found
+
+
+def test_no_module_needs_itself():
+    graph = imports()
+    assert len(graph) > 100 and "softsm.engine.program" in graph["softsm.engine.scheduler"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"imports go round: {' <- '.join(error.args[1])}") from None
+
+
+def test_the_test_sees_a_circle():
+    graph = imports()
+    graph["softsm.engine.program"] = {"softsm.engine.scheduler"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return
+    raise AssertionError("a circle was not noticed")
