@@ -1,0 +1,59 @@
+"""The compiled inner loops of the tensor core against NumPy."""
+
+import numpy as np
+import pytest
+
+from softsm.isa import fragments, tensor_core
+from softsm.isa.tensor_kernels import kernels
+
+RNG = np.random.default_rng(9)
+
+
+def small(*shape):
+    return RNG.integers(-4, 5, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0, 0.5])
+def test_multiply_add_respects_lane_masks(keep):
+    a, b, d = small(32, 16), small(8, 16), small(8, 32)
+    lanes = tensor_core.to_lanes(a, np.arange(32), 1)
+    cells = d.view(np.uint32).copy()
+    mask = 0x0F0F00FF
+    kernels().multiply_add(cells, 0, np.array([[mask, 0, 8]]), lanes, b, np.float32(keep))
+    on = np.array([bool(mask >> lane & 1) for lane in range(32)])
+    want = np.where(on, b @ a.T + np.float32(keep) * d, d)
+    np.testing.assert_array_equal(cells.view(np.float32), want)
+
+
+def test_what_is_not_kept_is_not_read():
+    cells = np.full((2, 32), np.nan, np.float32).view(np.uint32)
+    lanes = tensor_core.to_lanes(small(32, 4), np.arange(32), 1)
+    kernels().multiply_add(cells, 0, np.array([[0xFFFFFFFF, 0, 2]]), lanes, small(2, 4), np.float32(0))
+    assert not np.isnan(cells.view(np.float32)).any()
+
+
+def test_fragments_move_both_ways():
+    registers = np.arange(16 * 32, dtype=np.uint32).reshape(16, 32)
+    rows = np.arange(8)
+    matrix = np.zeros((16 * 2, 32), np.uint32)  # 16 columns of 64 lanes
+    kernels().fragments(matrix, 2, 16, registers, rows, 0)
+    np.testing.assert_array_equal(matrix[0::2, 16:], fragments.accumulator(registers[:8], "f32"))
+    assert not matrix[1::2].any() and not matrix[0::2, :16].any()
+    back = np.zeros_like(registers)
+    kernels().fragments(matrix, 2, 16, back, rows + 8, 1)
+    np.testing.assert_array_equal(back[8:], registers[:8])
+
+
+def test_a_warps_product():
+    """m16n8k16 of bf16: A, B, C and D in registers of one warp."""
+    values = small(10, 32)
+    registers = np.zeros((16, 32), np.uint32)
+    registers[:6] = (small(6, 32).view(np.uint32) >> 16) | (small(6, 32).view(np.uint32) & 0xFFFF0000)
+    registers[6:10] = values[:4].view(np.uint32)
+    rows = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 14, 15])
+    empty = np.zeros(0, np.uint32)
+    kernels().warp_product(registers, rows, 4, 2, empty, empty)
+    a, b = fragments.left(registers[:4], "bf16"), fragments.right(registers[4:6], "bf16")
+    c = fragments.accumulator(registers[6:10], "f32").view(np.float32)
+    d = fragments.accumulator(registers[12:16], "f32").view(np.float32)
+    np.testing.assert_array_equal(d, b @ a.T + c)
