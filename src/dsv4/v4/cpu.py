@@ -34,7 +34,7 @@ def _query_block(p: V4Problem, queries: slice, owner: Tensor | None) -> None:
     top = q.new_full((b, heads, 1), NEG_INF)
     total = q.new_zeros(b, heads, 1)  # sum of e^(s - top)
     acc = q.new_zeros(b, heads, d)  # sum of e^(s - top) * row
-    for pool, rows in _row_blocks(p, queries, owner):
+    for pool, rows in row_blocks(p, queries, owner):
         there = rows >= 0  # [b, k]
         whole = bool(there.all())
         kv = caches.gather_rows(pool, rows.clamp_min(0).flatten(), torch.float32).view(b, -1, d)
@@ -71,7 +71,7 @@ def _finish(p: V4Problem, queries: slice, acc: Tensor, total: Tensor, top: Tenso
         p.lse[queries] = lse[..., 0]
 
 
-def _row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
+def row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
     """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that nobody uses."""
     yield from _listed(p.window, p.window_indices[queries], _slice(p.window_lengths, queries))
     if p.compressed_indices is not None:
