@@ -1,4 +1,4 @@
-"""One set of names for Triton 3.6 and for 3.9 and newer, where Gluon renamed calls. Only what the kernels use."""
+"""One set of names for Triton 3.6 to 3.9, in which Gluon renamed calls one by one. Only what the kernels use."""
 
 import triton
 from triton.experimental import gluon
@@ -21,24 +21,35 @@ __all__ = [
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-if TRITON_VERSION < (3, 9):
-    tma_load = tma.async_copy_global_to_shared
-    cp_async = async_copy.async_copy_global_to_shared
-    barrier = gl.thread_barrier
 
-    @gluon.jit
-    def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared-memory bytes seen with another type, shape and layout."""
-        return smem._reinterpret(dtype, shape, layout)
-else:
-    tma_load = tma.async_load
-    cp_async = async_copy.async_load
-    barrier = gl.barrier
+def _first(namespace, *names: str):
+    """The attribute with the first of these names that is there, the newest name first.
+
+    By attribute, not by version: the renames came one at a time (3.7 has ``gl.barrier`` but not ``tma.async_load``).
+    """
+    for name in names:
+        if hasattr(namespace, name):
+            return getattr(namespace, name)
+    raise ImportError(f"Triton {triton.__version__}: {namespace.__name__} has none of {', '.join(names)}, "
+                      "which dsv4's kernels need; tested with Triton 3.6 to 3.9")  # fmt: skip
+
+
+tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
+cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
+barrier = _first(gl, "barrier", "thread_barrier")
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
     def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
         """The same shared-memory bytes seen with another type, shape and layout."""
         return smem.reinterpret(dtype, shape, layout)
+else:  # before 3.9
+
+    @gluon.jit
+    def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """The same shared-memory bytes seen with another type, shape and layout."""
+        return smem._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
