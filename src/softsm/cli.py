@@ -148,7 +148,8 @@ def museum(
     numbers: Annotated[list[int] | None, typer.Argument(help="exhibits to run; default: all")] = None,
     full: Annotated[bool, typer.Option(help="print the whole diagnostic of each bug")] = False,
 ) -> None:
-    """Run the museum: each bug must be named by softsm, its corrected twin must be right and silent."""
+    """Run the museum: each bug must be named by softsm, its corrected twin must be right and silent. The third column
+    says at which level: default, strict, or only by values that differ from a reference."""
     from softsm.museum.judge import gather, judge
 
     everything = gather()
@@ -159,12 +160,14 @@ def museum(
     for number in numbers or everything:
         verdict = judge(everything[number])
         failed += not verdict.passed
-        found = verdict.shown.code if verdict.shown else "-"
-        typer.echo(f"{number:2d}  {'ok' if verdict.passed else 'FAILED':6s}  {found:18s}  {verdict.exhibit.title}")
+        found = " ".join(dict.fromkeys(d.code for d in verdict.shown)) or "-"
+        state = "ok" if verdict.passed else "FAILED"
+        typer.echo(f"{number:2d}  {state:6s}  {verdict.level:7s}  {found:22s}  {verdict.exhibit.title}")
         if not verdict.passed:
             typer.echo(f"    {verdict.problem}")
         elif full:
-            typer.echo("    " + str(verdict.shown).replace("\n", "\n    "))
+            for diagnostic in verdict.shown:
+                typer.echo("    " + str(diagnostic).replace("\n", "\n    "))
     typer.echo(f"{len(numbers or everything) - failed} passed, {failed} failed")
     if failed:
         raise typer.Exit(1)

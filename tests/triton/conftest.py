@@ -11,6 +11,7 @@ import torch
 import triton
 
 import softsm
+from softsm.engine.launch import options
 
 # Reports under `pytest --softsm` that are right: (Triton version, test, why). The checker suppresses nothing, so such a
 # test must fail.
@@ -52,3 +53,11 @@ def sm100():
     with softsm.use("sm_100a"):
         torch.manual_seed(0)
         yield "sm_100a"
+
+
+@pytest.fixture(params=[("latest", 0), ("random", 1), ("random", 2)], ids=lambda p: f"{p[0]}{p[1] or ''}")
+def order(request):
+    """A right program is right whenever its asynchronous operations complete: late, as its waits allow, or at
+    random."""
+    with options(order=request.param[0], seed=request.param[1]):
+        yield request.param

@@ -36,9 +36,7 @@ def attention_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, T, S, scale, BM: t
     tl.store(lse_ptr + head * T + rows, (m + tl.log2(total)) / 1.4426950408889634)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype, D", [(torch.float16, 64), (torch.bfloat16, 128)])
-def test_fused_attention(sm, dtype, D, causal):
+def check_fused_attention(dtype, D, causal):
     H, T, S, scale = 2, 128, 192, D**-0.5
     q, k, v = (torch.randn(H, n, D).to(dtype) for n in (T, S, S))
     o, lse = torch.empty_like(q), torch.empty(H, T)
@@ -50,3 +48,13 @@ def test_fused_attention(sm, dtype, D, causal):
     if causal:
         scores = scores.masked_fill(~torch.ones(T, S).tril(S - T).bool(), float("-inf"))
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, D", [(torch.float16, 64), (torch.bfloat16, 128)])
+def test_fused_attention(sm, dtype, D, causal):
+    check_fused_attention(dtype, D, causal)
+
+
+def test_fused_attention_in_every_order(sm, order):
+    check_fused_attention(torch.float16, 64, True)

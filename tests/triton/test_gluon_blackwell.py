@@ -65,14 +65,22 @@ def mma_shared(
     tma.store_wait(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("BM, BN, BK", [(128, 128, 64), (64, 64, 32), (128, 256, 16)])
-def test_mma_from_shared_memory(sm100, dtype, BM, BN, BK):
+def check_mma_from_shared_memory(dtype, BM, BN, BK):
     a, b, c = torch.randn(BM, 128).to(dtype), torch.randn(BN, 128).to(dtype), torch.zeros(BM, BN).to(dtype)
     mma_shared[(1,)](
         descriptor(a, [BM, BK]), descriptor(b, [BN, BK]), descriptor(c, [BM, BN]), 128, BM, BN, BK, 2
     )
     assert_matmul(c, a, b.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("BM, BN, BK", [(128, 128, 64), (64, 64, 32), (128, 256, 16)])
+def test_mma_from_shared_memory(sm100, dtype, BM, BN, BK):
+    check_mma_from_shared_memory(dtype, BM, BN, BK)
+
+
+def test_mma_from_shared_memory_in_every_order(sm100, order):
+    check_mma_from_shared_memory(torch.bfloat16, 128, 128, 64)
 
 
 def test_mma_fp8_and_tf32(sm100):
@@ -122,12 +130,20 @@ def attention_tile(q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN:
     )
 
 
-def test_mma_with_the_left_operand_in_tensor_memory(sm100):
+def check_mma_with_the_left_operand_in_tensor_memory():
     q, k, v = (torch.randn(128, 64).half() for _ in range(3))
     out = torch.zeros(128, 64).half()
     layout = TensorMemoryLayout((128, 128), col_stride=1)
     attention_tile[(1,)](*(descriptor(t, [128, 64]) for t in (q, k, v)), out, 0.125, 128, 128, 64, layout)
     assert_attention(out, q, k, v, 0.125)
+
+
+def test_mma_with_the_left_operand_in_tensor_memory(sm100):
+    check_mma_with_the_left_operand_in_tensor_memory()
+
+
+def test_mma_with_the_left_operand_in_tensor_memory_in_every_order(sm100, order):
+    check_mma_with_the_left_operand_in_tensor_memory()
 
 
 @gluon.jit
@@ -187,7 +203,7 @@ def gather_rows(desc, index_ptr, out_ptr, column, ROWS: gl.constexpr, COLUMNS: g
     put(out_ptr, tile.load(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
 
 
-def test_gather4(sm100):
+def check_gather4():
     table = torch.randn(300, 128).bfloat16()
     index = torch.randint(0, 300, (64,), dtype=torch.int32)
     index[5] = 300  # one past the end: zeros
@@ -196,6 +212,14 @@ def test_gather4(sm100):
     gather_rows[(1,)](descriptor(table, [1, 64], layout), index, out, 64, 64, 64)
     expected = torch.cat([table, torch.zeros(1, 128).bfloat16()])[index.long(), 64:]
     assert torch.equal(out, expected)
+
+
+def test_gather4(sm100):
+    check_gather4()
+
+
+def test_gather4_in_every_order(sm100, order):
+    check_gather4()
 
 
 @gluon.jit
@@ -223,9 +247,7 @@ def pair_matmul(a_desc, b_desc, out_ptr, K, BM: gl.constexpr, BN: gl.constexpr, 
     put(out_ptr, tmem_load(acc))
 
 
-@needs_39
-@pytest.mark.parametrize("BM", [128, 256])
-def test_pair_of_ctas(sm100, BM):
+def check_pair_of_ctas(BM):
     BN, BK, K = 128, 64, 128
     rows = ((1, 0),)  # the second CTA continues the rows
     a, b, out = torch.randn(BM, K).half(), torch.randn(BN, K).half(), torch.zeros(BM, BN)
@@ -234,6 +256,17 @@ def test_pair_of_ctas(sm100, BM):
     pair_matmul[(1,)](descriptor(a, [BM, BK], layouts[0]), descriptor(b, [BN, BK], layouts[1]), out, K, BM, BN, BK,
                       acc, num_ctas=2)  # fmt: skip
     assert_matmul(out, a, b.t())
+
+
+@needs_39
+@pytest.mark.parametrize("BM", [128, 256])
+def test_pair_of_ctas(sm100, BM):
+    check_pair_of_ctas(BM)
+
+
+@needs_39
+def test_pair_of_ctas_in_every_order(sm100, order):
+    check_pair_of_ctas(256)
 
 
 # -- warp specialisation: loader, MMA and epilogue partitions ---------------------------------------------------
@@ -315,10 +348,18 @@ def specialised_matmul(a_desc, b_desc, out_ptr, M, N, K, BM: gl.constexpr, BN: g
     )
 
 
-@pytest.mark.parametrize("programs", [1, 3])
-def test_warp_specialised_persistent_matmul(sm100, programs):
+def check_warp_specialised_persistent_matmul(programs):
     M, N, K = 256, 192, 128
     a, b, out = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.zeros(M, N)
     specialised_matmul[(programs,)](
         descriptor(a, [128, 64]), descriptor(b, [64, 64]), out, M, N, K, 128, 64, 64, 2, num_warps=4)  # fmt: skip
     assert_matmul(out, a, b.t())
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_warp_specialised_persistent_matmul(sm100, programs):
+    check_warp_specialised_persistent_matmul(programs)
+
+
+def test_warp_specialised_persistent_matmul_in_every_order(sm100, order):
+    check_warp_specialised_persistent_matmul(2)

@@ -69,14 +69,22 @@ def wgmma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, 
     tma.store_wait(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("BK", [16, 32, 64])  # swizzles of 32, 64 and 128 bytes
-def test_wgmma_from_shared_memory(sm90, dtype, BK):
+def check_wgmma_from_shared_memory(dtype, BK):
     a, b, c = torch.randn(64, 128).to(dtype), torch.randn(128, 128).to(dtype), torch.zeros(64, 128).to(dtype)
     wgmma_shared[(1,)](
         descriptor(a, [64, BK]), descriptor(b, [128, BK]), descriptor(c, [64, 128]), 128, 64, 128, BK
     )
     assert_matmul(c, a, b.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("BK", [16, 32, 64])  # swizzles of 32, 64 and 128 bytes
+def test_wgmma_from_shared_memory(sm90, dtype, BK):
+    check_wgmma_from_shared_memory(dtype, BK)
+
+
+def test_wgmma_from_shared_memory_in_every_order(sm90, order):
+    check_wgmma_from_shared_memory(torch.bfloat16, 64)
 
 
 @gluon.jit
@@ -97,10 +105,18 @@ def wgmma_registers(a_ptr, b_desc, out_ptr, BM: gl.constexpr, BN: gl.constexpr, 
     put(out_ptr, warpgroup_mma_wait(num_outstanding=0, deps=(acc,)))
 
 
-def test_wgmma_from_registers(sm90):
+def check_wgmma_from_registers():
     a, b, out = torch.randn(64, 64).half(), torch.randn(64, 128).half(), torch.zeros(64, 128)
     wgmma_registers[(1,)](a, descriptor(b, [64, 128]), out, 64, 128, 64)
     assert_matmul(out, a, b)
+
+
+def test_wgmma_from_registers(sm90):
+    check_wgmma_from_registers()
+
+
+def test_wgmma_from_registers_in_every_order(sm90, order):
+    check_wgmma_from_registers()
 
 
 # -- warp specialisation: a producer fills a ring of stages, a consumer empties it ---------------------------
@@ -168,13 +184,21 @@ def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.con
     )
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_warp_specialised_matmul(sm90, stages):
+def check_warp_specialised_matmul(stages):
     a, b, out = torch.randn(128, 320).half(), torch.randn(128, 320).half(), torch.zeros(128, 128)
     pipelined_matmul[(2, 2)](
         descriptor(a, [64, 64]), descriptor(b, [64, 64]), out, 128, 320, 64, 64, 64, stages
     )
     assert_matmul(out, a, b.t())
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_warp_specialised_matmul(sm90, stages):
+    check_warp_specialised_matmul(stages)
+
+
+def test_warp_specialised_matmul_in_every_order(sm90, order):
+    check_warp_specialised_matmul(3)
 
 
 # -- cp.async gather under warp specialisation, on both targets ---------------------------------------------
@@ -237,7 +261,7 @@ def gather_sum(kv_ptr, index_ptr, out_ptr, n, BN: gl.constexpr, D: gl.constexpr,
     )
 
 
-def test_gather_by_cp_async(sm):
+def check_gather_by_cp_async():
     kv = torch.randn(500, 128).bfloat16()
     index = torch.randint(-1, 500, (64 * 5,), dtype=torch.int32)
     out = torch.zeros(64, 128)
@@ -247,3 +271,11 @@ def test_gather_by_cp_async(sm):
     for part in rows.view(5, 64, 128):
         exact += part  # the same order, so the same roundings
     assert torch.equal(out, exact)
+
+
+def test_gather_by_cp_async(sm):
+    check_gather_by_cp_async()
+
+
+def test_gather_by_cp_async_in_every_order(sm, order):
+    check_gather_by_cp_async()

@@ -189,11 +189,19 @@ def test_persistent_matmul_with_host_descriptors(sm):
     assert_matmul(c, a, b.t())
 
 
-def test_persistent_matmul_with_device_descriptors(sm):
+def check_persistent_matmul_with_device_descriptors():
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8))
     a, b, c, sizes = persistent_operands()
     device_descriptor_kernel[(3,)](a, b, c, *sizes, BM=64, BN=64, BK=32)
     assert_matmul(c, a, b.t())
+
+
+def test_persistent_matmul_with_device_descriptors(sm):
+    check_persistent_matmul_with_device_descriptors()
+
+
+def test_persistent_matmul_with_device_descriptors_in_every_order(sm, order):
+    check_persistent_matmul_with_device_descriptors()
 
 
 @triton.jit

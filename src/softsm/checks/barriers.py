@@ -118,6 +118,13 @@ class BarrierChecks:
                 )
             )
 
+    def left(self, cta) -> None:
+        """The CTA ends: bytes that came and were never announced ended some phase too early, or none."""
+        for barrier in cta.barriers.values():
+            if barrier.tx < 0:
+                text = f"{barrier.name}: {-barrier.tx} bytes have come that no expect_tx announced"
+                self.report.add(Diagnostic("barrier-tx", text))
+
     def phase_skipped(self, barrier) -> None:
         w = self.checker.machine.current
         self.report.add(

@@ -94,6 +94,7 @@ class Checker:
     def leave(self, cta) -> None:
         self.operations.unfinished(cta)
         self.operations.left_by_peers(cta)
+        self.barriers.left(cta)
         self.free.append(cta.view.slot0)
         cta.view.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]

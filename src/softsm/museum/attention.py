@@ -14,7 +14,7 @@ WORKERS = SHARED + ".shared .align 8 .b64 p_ready;"
 
 
 @exhibit(9, "the product does not wait for softmax to store P", "race")
-def p_not_awaited(bug: bool) -> Program:
+def p_not_awaited(bug: str) -> Program:
     """Warps 0 to 3 store P and arrive; warp 4 runs the product that reads P."""
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8))
     softmax = put + t.store("%r5", 10, 8) + t.WAIT_ST + t.BEFORE + t.arrive("p_ready")
@@ -39,7 +39,7 @@ def p_not_awaited(bug: bool) -> Program:
 
 
 @exhibit(10, "softmax rescales O while the last PV product may still write it", "race")
-def rescale_too_early(bug: bool) -> Program:
+def rescale_too_early(bug: str) -> Program:
     first = (
         t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
         + t.wait("bar", 0)
@@ -64,10 +64,15 @@ def rescale_too_early(bug: bool) -> Program:
 KEYS, TILE, SCALE = 16, 8, 0.125 * math.log2(math.e)
 
 
-@exhibit(11, "O rescaled by exp2 of maxima that are scaled already", WRONG_VALUES)
-def double_scaling(bug: bool) -> Program:
-    """One row per thread, two tiles of eight keys, one column of V. m is kept scaled, so alpha is ex2(m_old -
-    m_new)."""
+@exhibit(
+    11,
+    "O rescaled by exp2 of maxima that are scaled already, or not at all after the first tile",
+    scaled_twice=(WRONG_VALUES,),
+    not_rescaled=(WRONG_VALUES,),
+)
+def rescaling(bug: str) -> Program:
+    """One row per thread, two tiles of eight keys, one column of V. m is kept scaled, so alpha is ex2(m_old - m_new).
+    not_rescaled: the row sum is, O is not."""
     lines = [
         "mov.f32 %f0, 0fFF800000;",
         "mov.f32 %f1, 0f00000000;",
@@ -82,13 +87,11 @@ def double_scaling(bug: bool) -> Program:
                 f"mul.f32 %f{10 + j}, %f{10 + j}, {t.f32(SCALE)};",
             ]
         lines += ["mov.f32 %f3, %f0;"] + [f"max.f32 %f3, %f3, %f{10 + j};" for j in range(TILE)]
-        lines += ["sub.f32 %f4, %f0, %f3;"] + ([f"mul.f32 %f4, %f4, {t.f32(SCALE)};"] if bug else [])
-        lines += [
-            "ex2.approx.f32 %f4, %f4;",
-            "mul.f32 %f1, %f1, %f4;",
-            "mul.f32 %f2, %f2, %f4;",
-            "mov.f32 %f0, %f3;",
-        ]
+        lines += ["sub.f32 %f4, %f0, %f3;"]
+        lines += [f"mul.f32 %f4, %f4, {t.f32(SCALE)};"] if bug == "scaled_twice" else []
+        lines += ["ex2.approx.f32 %f4, %f4;", "mul.f32 %f1, %f1, %f4;"]
+        lines += [] if bug == "not_rescaled" else ["mul.f32 %f2, %f2, %f4;"]
+        lines += ["mov.f32 %f0, %f3;"]
         for j in range(TILE):
             lines += [
                 f"sub.f32 %f5, %f{10 + j}, %f3;",
@@ -113,27 +116,24 @@ FRAGMENT = "tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r10, %r11, %r12, %r13}, [%r
 FLOATS = "".join(f"mov.b32 %f{10 + i}, %r{10 + i};\n" for i in range(4))
 
 
-def over_four_lanes(register: str) -> str:
-    """Maximum over the four lanes that share a row."""
+def over_four_lanes(register: str, operation: str = "max") -> str:
+    """Maximum, or sum, over the four lanes that share a row."""
     return "".join(
         f"mov.b32 %r30, {register};\nshfl.sync.bfly.b32 %r31, %r30, {x}, 31, -1;\nmov.b32 %f30, %r31;\n"
-        f"max.f32 {register}, {register}, %f30;\n"
+        f"{operation}.f32 {register}, {register}, %f30;\n"
         for x in (1, 2)
     )
 
 
-def fragments(compute: str, right) -> Program:
-    """One warp: 16 rows of 8 scores from global memory into tensor memory (32x32b), then `compute`, which
-    leaves its answer for row t in %f0 of lane t (t < 16)."""
-    put = "mul.wide.u32 %rd20, %r0, 32;\nadd.s64 %rd20, %rd1, %rd20;\n"
-    put += (
-        "".join(f"ld.global.b32 %r{20 + i}, [%rd20+{4 * i}];\n" for i in range(8))
-        + t.store("%r3", 20, 8)
-        + t.WAIT_ST
-    )
+def fragments(compute: str, right, columns: int = 8, draw=lambda x: x) -> Program:
+    """One warp: 16 rows of scores from global memory into tensor memory (32x32b), then `compute`, which leaves its
+    answer for row t in %f0 of lane t (t < 16)."""
+    put = f"mul.wide.u32 %rd20, %r0, {4 * columns};\nadd.s64 %rd20, %rd1, %rd20;\n"
+    put += "".join(f"ld.global.b32 %r{100 + i}, [%rd20+{4 * i}];\n" for i in range(columns))
+    put += t.store("%r3", 100, columns) + t.WAIT_ST
     end = "setp.lt.u32 %p4, %r0, 16;\n" + t.only("%p4", t.out("%f0", "%rd2"))
     text = t.kernel(t.alloc(32) + put + compute + end + t.dealloc(32), "s out", shared=SHARED)
-    s = np.random.default_rng(5).normal(size=(32, 8)).astype(np.float32)
+    s = draw(np.random.default_rng(5).normal(size=(32, columns))).astype(np.float32)
     want = right(s[:16])
     return Program(
         text,
@@ -153,14 +153,28 @@ PER_ROW = FRAGMENT + FLOATS + "max.f32 %f2, %f10, %f11;\nmax.f32 %f3, %f12, %f13
 
 
 @exhibit(12, "row maximum taken over the whole fragment instead of per row", WRONG_VALUES)
-def whole_fragment(bug: bool) -> Program:
+def whole_fragment(bug: str) -> Program:
     compute = PER_ROW + ("max.f32 %f2, %f2, %f3;\nmov.f32 %f3, %f2;\n" if bug else "")
     compute += over_four_lanes("%f2") + over_four_lanes("%f3") + TO_ROWS + "mov.f32 %f0, %f1;\n"
     return fragments(compute, lambda s: s.max(1))
 
 
+@exhibit(29, "packed f32x2 sum of a row without the lanes that share it: several times too small", WRONG_VALUES)
+def packed_row_sum(bug: str) -> Program:
+    """16x256b.x4: four lanes share a row of 32 columns, eight each. Packed additions sum what a lane holds; the bug
+    takes that for the sum of the row."""
+    count = 16
+    compute = f"tcgen05.ld.sync.aligned.16x256b.x4.b32 {t.names(50, count)}, [%r3];\n" + t.WAIT_LD
+    for half, (total, first) in enumerate((("%f2", 50), ("%f3", 52))):
+        compute += "".join(f"mov.b64 %rd{10 + i}, {{%r{first + 4 * i}, %r{first + 4 * i + 1}}};\n" for i in range(4))
+        compute += "".join(f"add.rn.f32x2 %rd10, %rd10, %rd{i};\n" for i in (11, 12, 13))
+        compute += f"mov.b64 {{%f{20 + half}, %f{22 + half}}}, %rd10;\nadd.f32 {total}, %f{20 + half}, %f{22 + half};\n"
+        compute += "" if bug else over_four_lanes(total, "add")
+    return fragments(compute + TO_ROWS + "mov.f32 %f0, %f1;\n", lambda p: p.sum(1), columns=32, draw=np.exp2)
+
+
 @exhibit(13, "rows of the QK fragment used as rows of the PV fragment", WRONG_VALUES)
-def rows_of_another_fragment(bug: bool) -> Program:
+def rows_of_another_fragment(bug: str) -> Program:
     """The maximum of row t/4 is in lane t; O is read with row t in lane t. The bug multiplies them as they stand."""
     compute = (
         PER_ROW

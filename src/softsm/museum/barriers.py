@@ -35,16 +35,29 @@ def loaded(arrays) -> bool:
 COPY = t.tma_load("a", "%rd3", "0, 0", "full")
 
 
-@exhibit(15, "four idle warps added: participant counts no longer match", "deadlock", "barrier-count")
-def idle_warps(bug: bool) -> Program:
-    """The barrier counts every thread of the CTA; the four new warps never arrive."""
-    work = t.arrive("half") + t.wait("half", 0) + t.out("%r0", "%rd2")
-    body = t.init(("half", 256 if bug else 128)) + "setp.lt.u32 %p4, %r0, 128;\n" + t.only("%p4", work)
-    return program(body, block=256)
+@exhibit(
+    15,
+    "four idle warps added: participant counts no longer match",
+    counted=("deadlock", "barrier-count"),
+    old_number=("race",),
+)
+def idle_warps(bug: str) -> Program:
+    """Warps 0 to 3 store rows and arrive; warp 8, which was warp 4, reads them; warps 4 to 7 are new and idle.
+    counted: the barrier counts the idle threads too, and waits for ever. old_number: warp 4 still does the waiting,
+    warp 8 the reading: no deadlock, garbage."""
+    place = "mov.u32 %r40, a;\nshl.b32 %r41, {};\nadd.u32 %r40, %r40, %r41;\n"
+    work = place.format("%r0, 2") + "st.shared.u32 [%r40], %r0;\n" + t.arrive("half")
+    read = place.format("%r2, 2")
+    for i in range(4):
+        read += f"ld.shared.u32 %r42, [%r40+{128 * i}];\n" + t.out("%r42", "%rd2", "%r2", offset=128 * i)
+    body = t.init(("half", 256 if bug == "counted" else 128))
+    body += "setp.lt.u32 %p4, %r0, 128;\n" + t.only("%p4", work)
+    body += t.only("warp 4" if bug == "old_number" else "warp 8", t.wait("half", 0)) + t.only("warp 8", read)
+    return program(body, None if bug else loaded, block=288)
 
 
 @exhibit(16, "softmax waits for pv_done at kt = 0, which nobody signals yet", "deadlock")
-def first_iteration(bug: bool) -> Program:
+def first_iteration(bug: str) -> Program:
     """Warp 0: softmax, waits until the previous PV is done, stores P, says so. Warp 1: waits for P, runs PV,
     says so."""
     softmax = values = ""
@@ -58,21 +71,28 @@ def first_iteration(bug: bool) -> Program:
 
 
 @exhibit(19, "mbarrier initialised with the byte count as arrival count", "barrier-count")
-def bytes_as_count(bug: bool) -> Program:
+def bytes_as_count(bug: str) -> Program:
     body = t.init(("full", 4096 if bug else 1)) + t.only("%p0", t.expect("full", 4096) + COPY)
     return program(body + t.wait("full", 0) + FULL + t.out("%r42", "%rd2"), loaded)
 
 
-@exhibit(20, "TMA issued without expect_tx, or with the wrong number of bytes", "barrier-tx")
-def wrong_bytes(bug: bool) -> Program:
-    body = t.init("full") + t.only(
-        "%p0", COPY + (t.expect("full", 4096 + 16) if bug else t.expect("full", 4096))
-    )
-    return program(body + t.wait("full", 0) + FULL + t.out("%r42", "%rd2"), loaded)
+@exhibit(
+    20,
+    "TMA issued without expect_tx, or with the wrong number of bytes",
+    forgotten=("barrier-tx", "race"),
+    too_many=("barrier-tx",),
+    too_few=("barrier-tx", "race"),
+)
+def wrong_bytes(bug: str) -> Program:
+    """forgotten: a plain arrival ends the phase before the bytes have come; too_few: so does the last announced one."""
+    announced = {"forgotten": 0, "too_many": 4096 + 16, "too_few": 2048, "": 4096}[bug]
+    arrival = t.expect("full", announced) if announced else t.arrive("full")
+    body = t.init("full") + t.only("%p0", arrival + COPY)
+    return program(body + t.wait("full", 0) + FULL + t.out("%r42", "%rd2"), None if bug else loaded)
 
 
 @exhibit(21, "wait with a constant parity 0", "barrier-phase", "race", "deadlock")
-def constant_parity(bug: bool) -> Program:
+def constant_parity(bug: str) -> Program:
     body = t.init("full")
     for i in range(3):
         body += t.only("%p0", t.expect("full", 4096) + t.tma_load("a", "%rd3", f"0, {32 * i}", "full"))
@@ -87,7 +107,7 @@ def constant_parity(bug: bool) -> Program:
 
 
 @exhibit(23, "spin wait emitted twice with its label in the same scope", "parse")
-def same_label(bug: bool) -> Program:
+def same_label(bug: str) -> Program:
     spin = "WAIT_LOOP:\nmbarrier.try_wait.parity.shared::cta.b64 %p11, [full], 0;\n@!%p11 bra WAIT_LOOP;\n"
     body = (
         t.init("full")
@@ -99,7 +119,7 @@ def same_label(bug: bool) -> Program:
 
 
 @exhibit(28, "expect_tx of both CTAs' bytes where each CTA receives its own", "deadlock")
-def pair_bytes(bug: bool) -> Program:
+def pair_bytes(bug: str) -> Program:
     """Two CTAs of a cluster load one half each and wait on their own barrier: 2048 bytes come to each, not 4096."""
     half = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 2048, [full];\n"
     body = (

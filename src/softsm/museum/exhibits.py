@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from softsm.report.diagnostics import Report
+
 WRONG_VALUES = "wrong values"  # the finding of exhibits that PTX cannot know to be wrong
 
 
@@ -27,18 +29,18 @@ class Program:
 class Exhibit:
     number: int
     title: str
-    codes: tuple[str, ...]
-    make: Callable[[bool], Program]
+    bugs: dict[str, tuple[str, ...]]  # the ways to make it wrong -> codes of which one must be found
+    make: Callable[[str], Program | Report]  # with one of the bugs, or '' for the corrected twin
 
 
 EXHIBITS: dict[int, Exhibit] = {}
 
 
-def exhibit(number: int, title: str, *codes: str):
-    """Registers make(bug) -> Program (or a function that returns a Report)."""
+def exhibit(number: int, title: str, *codes: str, **bugs: tuple[str, ...]):
+    """Registers make(bug). codes: of an exhibit with one bug; bugs: of one with several, by name."""
 
     def register(make):
-        EXHIBITS[number] = Exhibit(number, title, codes, make)
+        EXHIBITS[number] = Exhibit(number, title, bugs or {"bug": codes}, make)
         return make
 
     return register

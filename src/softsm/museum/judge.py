@@ -11,6 +11,7 @@ import numpy as np
 from softsm.checks.checking import checking
 from softsm.engine.launch import load
 from softsm.errors import Fault, SoftsmError
+from softsm.memory.tensor_map import TensorMapWarning
 from softsm.museum.exhibits import EXHIBITS, WRONG_VALUES, Exhibit, Program, on_boundary
 from softsm.report.diagnostics import Diagnostic, Report
 
@@ -18,11 +19,12 @@ ROOMS = ("operands", "attention", "tensor", "barriers", "memory")
 ORDERS = (("eager", 0), ("latest", 0), ("random", 1), ("random", 2))
 
 
-def run(program: Program, order: str, seed: int = 0) -> Report:
-    """One launch at the strict level; what stops it is in the report, and so are wrong values."""
+def run(program: Program, order: str, seed: int = 0, strict: bool = True) -> Report:
+    """One launch; what stops it is in the report, and so are wrong values and warnings about tensor maps."""
     arrays = [on_boundary(a) if isinstance(a, np.ndarray) else a for a in program.args]
-    given = [a(arrays) if callable(a) else a for a in arrays]
-    with checking(order=order, seed=seed, strict=True) as report:
+    with warnings.catch_warnings(record=True) as warned, checking(order=order, seed=seed, strict=strict) as report:
+        warnings.simplefilter("always")
+        given = [a(arrays) if callable(a) else a for a in arrays]
         if program.expect is not None:
             program.expect()
         stopped = False
@@ -33,16 +35,24 @@ def run(program: Program, order: str, seed: int = 0) -> Report:
         except SoftsmError as error:
             report.add(Diagnostic("parse", str(error)))
             stopped = True
+    for warning in warned:
+        if issubclass(warning.category, TensorMapWarning):
+            report.add(Diagnostic("tensor-map", str(warning.message)))
     if program.right is not None and not stopped and not program.right(arrays):
         report.add(Diagnostic(WRONG_VALUES, "the result is not the reference's"))
     return report
+
+
+def result(made: Program | Report, order: str, seed: int, strict: bool = True) -> Report:
+    return made if isinstance(made, Report) else run(made, order, seed, strict)
 
 
 @dataclass(frozen=True)
 class Verdict:
     exhibit: Exhibit
     problem: str  # empty when it passed
-    shown: Diagnostic | None  # the bug's finding
+    shown: tuple[Diagnostic, ...]  # the finding of each bug
+    level: str  # where the bugs are named: 'default', 'strict', or 'values' if only a reference shows them
 
     @property
     def passed(self) -> bool:
@@ -50,24 +60,29 @@ class Verdict:
 
 
 def judge(item: Exhibit) -> Verdict:
-    """Run bug and twin under every order."""
-    shown = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Run every bug and the twin under every order."""
+    shown: dict[str, Diagnostic] = {}
+    level = "default"
+    for bug, codes in item.bugs.items():
         for order, seed in ORDERS:
-            bug, twin = item.make(True), item.make(False)
-            report = bug if isinstance(bug, Report) else run(bug, order, seed)
-            named = [d for d in report if d.code in item.codes]
-            if named and shown is None:
-                shown = named[0]
-            if not named and order != "random":
-                return Verdict(
-                    item, f"{order}: the bug was not named, found {report.codes() or 'nothing'}", shown
-                )
-            clean = twin if isinstance(twin, Report) else run(twin, order, seed)
-            if clean:
-                return Verdict(item, f"{order}: the twin is not clean: {next(iter(clean))}", shown)
-    return Verdict(item, "", shown)
+            report = result(item.make(bug), order, seed)
+            named = [d for d in report if d.code in codes]
+            if named:
+                shown.setdefault(bug, named[0])
+            elif order != "random":
+                problem = f"{order}: {bug} was not named, found {report.codes() or 'nothing'}"
+                return Verdict(item, problem, tuple(shown.values()), level)
+        found = result(item.make(bug), "latest", 0, strict=False).codes()
+        if WRONG_VALUES in codes:
+            level = "values"
+        elif not set(found) & set(codes):
+            level = "strict"
+    for order, seed in ORDERS:
+        clean = result(item.make(""), order, seed)
+        if clean:
+            problem = f"{order}: the twin is not clean: {next(iter(clean))}"
+            return Verdict(item, problem, tuple(shown.values()), level)
+    return Verdict(item, "", tuple(shown.values()), level)
 
 
 def gather() -> dict[int, Exhibit]:

@@ -36,7 +36,7 @@ def single(body: str, k: np.ndarray, **more) -> Program:
 
 
 @exhibit(1, "K tile written with the template head dim as the data stride", "operand")
-def data_stride(bug: bool) -> Program:
+def data_stride(bug: str) -> Program:
     stride = (
         256 if bug else 128
     )  # bytes between the rows of K: the template's 128 columns, or the 64 there are
@@ -46,7 +46,7 @@ def data_stride(bug: bool) -> Program:
 
 
 @exhibit(2, "a (128, 64) tile read through descriptors made for a 16-column tile", "operand")
-def narrow_descriptor(bug: bool) -> Program:
+def narrow_descriptor(bug: str) -> Program:
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, 128)
     if bug:  # row pitch 32 bytes: 16 columns of bf16
         body += t.descriptor("%rd10", "q_tile", lbo=16, sbo=256, swizzle=6)
@@ -56,7 +56,7 @@ def narrow_descriptor(bug: bool) -> Program:
 
 
 @exhibit(18, "P written to shared memory by hand with the wrong swizzle", "operand")
-def hand_swizzle(bug: bool) -> Program:
+def hand_swizzle(bug: str) -> Program:
     """P plays the part of Q: the chunk must be XORed with the row modulo 8, not modulo 4."""
     flip = "and.b32 %r96, %r94, 3;" if bug else "and.b32 %r96, %r94, 7;"
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128, flip) + tiles.copy_tile("k_tile", "%rd2", ROWS, 128)
@@ -93,16 +93,16 @@ def expect_tiles():
 
 
 @exhibit(7, "TMA coordinate hard-wired to tile 0", "operand")
-def first_tile_only(bug: bool) -> Program:
+def first_tile_only(bug: str) -> Program:
     return two_tiles([0, 0] if bug else [0, ROWS], expect=expect_tiles())
 
 
 @exhibit(8, "interleaved K/V pipeline count used as the tile index", "operand", "out-of-bounds-fill")
-def pipeline_count(bug: bool) -> Program:
+def pipeline_count(bug: str) -> Program:
     """K and V share one ring: K tiles are copies 0 and 2. The bug takes the copy's number for the tile's."""
     return two_tiles([0, 2 * ROWS] if bug else [0, ROWS], expect=expect_tiles())
 
 
 @exhibit(14, "s_k smaller than n: a later tile is beyond the tensor", "out-of-bounds-fill")
-def beyond_the_tensor(bug: bool) -> Program:
+def beyond_the_tensor(bug: str) -> Program:
     return two_tiles([0, ROWS], rows=ROWS, count=2 if bug else 1)

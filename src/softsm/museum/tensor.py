@@ -42,7 +42,7 @@ def read(barrier: str = "bar", parity: int = 0) -> str:
 
 
 @exhibit(3, "tcgen05.st 16x256b at column +1", "misaligned")
-def column_plus_one(bug: bool) -> Program:
+def column_plus_one(bug: str) -> Program:
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(4))
     place = f"add.u32 %r7, %r4, {1 if bug else 4};\n"
     return whole(
@@ -51,7 +51,7 @@ def column_plus_one(bug: bool) -> Program:
 
 
 @exhibit(4, "TS product whose A was stored as fp32: 8 where 16 was expected", "type")
-def stored_as_fp32(bug: bool) -> Program:
+def stored_as_fp32(bug: str) -> Program:
     if bug:
         put = "".join(f"mov.f32 %f{i}, 0f3F800000;\nmov.b32 %r{10 + i}, %f{i};\n" for i in range(8))
     else:
@@ -62,7 +62,7 @@ def stored_as_fp32(bug: bool) -> Program:
 
 
 @exhibit(5, "SS product after a TS product; with the first A descriptor wrong", "descriptor")
-def mixed_products(bug: bool) -> Program:
+def mixed_products(bug: str) -> Program:
     """The mix is legal. The SS product is the first to use a descriptor of A, which was built for sm_90."""
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8))
     first = t.only("%p0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
@@ -75,13 +75,13 @@ def mixed_products(bug: bool) -> Program:
 
 
 @exhibit(6, "tensor memory freed, and the kernel ended, while a product is in flight", "in-flight")
-def freed_in_flight(bug: bool) -> Program:
+def freed_in_flight(bug: str) -> Program:
     start = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
     return whole(start + ("" if bug else t.wait("bar", 0) + t.AFTER))
 
 
 @exhibit(17, "PV reads P at column 0, where S is, instead of column 32", "type")
-def p_where_s_is(bug: bool) -> Program:
+def p_where_s_is(bug: str) -> Program:
     scores = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
     softmax = t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD
     softmax += "".join(f"mov.b32 %f{i}, %r{10 + i};\nmul.f32 %f{i}, %f{i}, 0f3D800000;\n" for i in range(8))
@@ -96,7 +96,7 @@ def p_where_s_is(bug: bool) -> Program:
 
 
 @exhibit(24, "a warp reads the lanes of another warp's quarter", "lane-ownership")
-def foreign_lanes(bug: bool) -> Program:
+def foreign_lanes(bug: str) -> Program:
     """Warps 0 to 3 run the product, warps 4 to 7 the epilogue: the quarter is the warp modulo 4, not the warp minus 4
     plus one."""
     start = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))

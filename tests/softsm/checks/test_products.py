@@ -55,7 +55,7 @@ def test_other_accumulators_are_not_compared():
 
 
 def test_a_of_tensor_memory_is_tapped():
-    report = launch(attention.p_not_awaited(False))
+    report = launch(attention.p_not_awaited(""))
     (m,) = report.tap.mma
     assert m.a.shape == (128, 16) and (m.a == 1).all() and (m.d == 16).all()
 

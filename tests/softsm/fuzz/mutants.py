@@ -171,7 +171,7 @@ def subjects() -> dict[int, object]:
     folder = Path(importlib.import_module("softsm.museum").__file__).parent
     for path in sorted(folder.glob("*.py")):
         importlib.import_module(f"softsm.museum.{path.stem}")
-    made = {number: e.make(False) for number, e in sorted(EXHIBITS.items())}
+    made = {number: e.make("") for number, e in sorted(EXHIBITS.items())}
     return {n: p for n, p in made.items() if isinstance(p, Program) and p.right is not None}
 
 
