@@ -1,12 +1,20 @@
 """What `dsv4 bench` says, from recorded measurements: the README's table is theirs, and the arithmetic is right."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from typer.testing import CliRunner
 
+import softsm
 from dsv4 import bench as measuring
+from dsv4.bench import measured, peers, timing
+from dsv4.bench.dense import DenseCase
+from dsv4.bench.v4 import V4Case
+from dsv4.cli import app
 from dsv4.commands import bench
 
 ROOT = Path(__file__).parents[2]
@@ -25,38 +33,43 @@ def test_a_file_without_marks_is_refused():
         bench.replaced("nothing here", RECORD)
 
 
-def test_every_case_was_recorded_and_won_or_lost_against_a_peer():
-    assert [c["case"] for c in RECORD["cases"]] == [c.name for c in measuring.CASES]
+def test_what_was_recorded_are_cases_with_a_peer():
+    names = {case.name for case in measuring.cases("all")}
     for case in RECORD["cases"]:
+        assert case["case"] in names
         assert case["microseconds"]["dsv4"] > 0 and bench.best_peer(case) in case["microseconds"]
 
 
+def test_names_of_cases_are_different():
+    names = [case.name for case in measuring.cases("all")]
+    assert len(set(names)) == len(names)
+    assert len(names) == sum(len(measuring.cases(suite)) for suite in measuring.SUITES)
+
+
 def test_flops_and_bytes_of_a_case():
-    full = measuring.BenchCase("x", 2, 4, 4, 8, 8, 64)
+    full = DenseCase("x", 2, 4, 4, 8, 8, 64)
     assert full.flops == 4 * 2 * 4 * 8 * 8 * 64
     assert full.bytes == 2 * 2 * 64 * (2 * 8 * 4 + 2 * 8 * 4)
-    causal = measuring.BenchCase("x", 1, 1, 1, 3, 5, 64, causal=True)  # queries see 3, 4 and 5 keys
+    causal = DenseCase("x", 1, 1, 1, 3, 5, 64, causal=True)  # queries see 3, 4 and 5 keys
     assert causal.flops == 4 * 12 * 64
-    assert measuring.BenchCase("x", 1, 1, 1, 1, 5, 64, same_kv=True).bytes == 2 * 64 * (5 + 2)
+    assert DenseCase("x", 1, 1, 1, 1, 5, 64, same_kv=True).bytes == 2 * 64 * (5 + 2)
+    assert V4Case(2, 64, 128, 512, True).flops == 4 * 2 * 64 * 640 * 512
+    assert V4Case(2, 64, 128, 512, True).bytes == 2 * 640 * 584
 
 
 def test_without_a_gpu_it_says_so():
-    import torch
-    from typer.testing import CliRunner
-
-    from dsv4.cli import app
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     result = CliRunner().invoke(app, ["bench"])
     assert result.exit_code == 2 and "needs a GPU" in result.output
 
 
+def test_a_suite_that_there_is_not_is_refused_in_words():
+    result = CliRunner().invoke(app, ["bench", "--suite", "moe"])
+    assert result.exit_code == 2 and "--suite moe: it is one of dense, v4, index, all" in result.output
+
+
 def test_a_record_that_is_none_is_refused_in_words(tmp_path):
-    from typer.testing import CliRunner
-
-    from dsv4.cli import app
-
     (tmp_path / "text").write_text("no JSON")
     (tmp_path / "other").write_text("[1]")
     for name in ("text", "other", "absent"):
@@ -78,3 +91,69 @@ def test_two_ctas_are_a_row_of_their_own():
         "| prefill | 4 us | 25 TFLOP/s | torch | 20 us | 5.00x |",
         "| prefill, two CTAs (Triton 3.9.0 cubin) | 5 us | 20 TFLOP/s | torch | 20 us | 4.00x |",
     ]
+
+
+class FakeContest:
+    def contenders(self):
+        yield "dsv4", lambda: 0.5
+        yield "peer", lambda: 0.25
+        yield "wrong peer", lambda: 3.0
+        yield "absent peer", self.refuse
+
+    def refuse(self):
+        raise NotImplementedError("not for this head dim")
+
+    def error(self, name, result):
+        return result
+
+
+class FakeCase:
+    name, flops, bytes = "case", 2e9, 1e6
+
+    def on_device(self, aot=None):
+        return FakeContest()
+
+
+def test_a_wrong_result_and_a_refusal_have_no_time(monkeypatch):
+    def timed(calls, repeats):
+        return {name: timing.Sample(10.0 * n, 9.0, 12.0, 1700.0) for n, name in enumerate(calls, 1)}, {}
+
+    monkeypatch.setattr(measured, "time_calls", timed)
+    found = measuring.measure(FakeCase()).as_json()
+    assert found["microseconds"] == {"dsv4": 10.0, "peer": 20.0}
+    assert found["tflops"] == {"dsv4": 200.0, "peer": 100.0}
+    assert found["megahertz"] == {"dsv4": 1700, "peer": 1700}
+    assert found["errors"] == {"dsv4": 0.5, "peer": 0.25, "wrong peer": 3.0}
+    assert found["refused"] == {
+        "wrong peer": "wrong: its error is 3 of the bound",
+        "absent peer": "not for this head dim",
+    }
+    rows = bench.rows(found)
+    assert rows[0][:3] == ("case", "dsv4", "10.0") and rows[1] == ("", "peer", "20.0", "100", "0.05", "1700", "2.00x")
+
+
+def test_a_peer_is_found_by_any_of_its_modules(tmp_path, monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "Peer", (("no_such_module_of_a_peer", "a_peer_of_this_test"), ("a-peer",)))
+    assert peers.module("Peer") is None and peers.here()["Peer"] == "not installed"
+    (tmp_path / "a_peer_of_this_test.py").write_text("__version__ = '1.5'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers.here()["Peer"] == "1.5"
+    assert peers.module("Peer").__version__ == "1.5"
+
+
+def test_a_peer_that_does_not_fit_this_torch_is_absent_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "Peer", (("a_broken_peer_of_this_test",), ()))
+    (tmp_path / "a_broken_peer_of_this_test.py").write_text("raise OSError('undefined symbol: xyz')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers.module("Peer") is None
+    assert peers.here()["Peer"] == "not usable: undefined symbol: xyz"
+    assert "a_broken_peer_of_this_test" not in sys.modules
+
+
+def test_the_clock_is_read_against_the_timer():
+    stamps = torch.zeros(2, 4, dtype=torch.int64)
+    with softsm.use("sm_90a"):
+        timing.read_clock[(1,)](stamps[0], 500, num_warps=1)
+    begin, end = stamps[0, :2], stamps[0, 2:]
+    assert (end > begin).all() and end[1] - begin[1] >= 500
+    assert timing.megahertz(torch.tensor([[10, 1000, 1760, 2000], [0, 0, 3500, 2000]])) == 1750.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,20 +17,28 @@ from . import show
 
 BEGIN = "<!-- speed: made by `dsv4 bench --from benchmarks/results/h200.json --write README.md` -->"
 END = "<!-- end of speed -->"
-PAIR = "dsv4 aot, two CTAs"  # kernels/sm90/pair.py, from the directory of --aot
-AHEAD = {"dsv4 aot": "compiled ahead of time", PAIR: "compiled ahead of time, two CTAs"}
+PAIR = "dsv4 aot, two CTAs"  # kernels/sm90/fmha/pair.py, from the directory of --aot
+SUITES = ("dense", "v4", "index", "all")
 
 
 def bench(
+    suite: Annotated[str, typer.Option(help="dense, v4, index or all")] = "dense",
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     repeats: Annotated[int, typer.Option(help="timed replays per call")] = 30,
     aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
+    limit: Annotated[float, typer.Option(help="begin no case after so many seconds")] = float("inf"),
     recorded: Annotated[Path | None, typer.Option("--from", help="measure nothing: take this --json file")] = None,
     write: Annotated[Path | None, typer.Option(help="put the table into this file, between its marks")] = None,
 ) -> None:
-    """Time dsv4 and its peers on this GPU: CUDA-graph replays with a cold L2, medians, random data."""
+    """Time dsv4 and every peer that can be imported, by turns: CUDA-graph replays with a cold L2, medians, clocks.
+
+    Peers: torch, FlashMLA, FFPA, DeepGEMM, flash-attn. A wheel unpacked into a folder on PYTHONPATH is enough; the
+    docstring of dsv4.bench.peers has the commands.
+    """
+    if suite not in SUITES:
+        refuse(f"--suite {suite}: it is one of {', '.join(SUITES)}")
     if recorded is not None:
         record = read(recorded)
         show.console().print(markdown(record), markup=False)
@@ -44,38 +53,65 @@ def bench(
         refuse("it needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring
 
-    warnings.filterwarnings("ignore", module="dsv4.bench")  # torch says at length why a backend refuses
-    out = show.console()
-    ceilings = measuring.ceilings()
-    table = Table(title=f"{torch.cuda.get_device_name()}: copy {ceilings['copy_terabytes_per_second']:.2f} TB/s, "
-                        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")  # fmt: skip
-    for column in ("case", "dsv4 us", "TFLOP/s", "TB/s", "best peer", "us", "dsv4 is"):
-        table.add_column(column, justify="left" if column in ("case", "best peer") else "right")
-    results, failed = [], False
-    cases = [case for case in measuring.CASES if match in case.name]
+    cases = [case for case in measuring.cases(suite) if match in case.name]
     if not cases:
-        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in measuring.CASES)}")
-    for case in cases:
-        result = measuring.measure(case, repeats, aot=aot)
-        results.append(result)
-        failed |= "dsv4" not in result.microseconds
-        table.add_row(*row(result))
-        for who, words in AHEAD.items():
-            if who in result.microseconds:
-                table.add_row(f"  {words}", *numbers(result, who))
-            elif who in result.refused:
-                table.add_row(f"  {words}", result.refused[who])
-    out.print(table)
-    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": measuring.triton_version(),
-              "ceilings": {k: round(v, 3) for k, v in ceilings.items()},
-              "cases": [result.as_json() for result in results]}  # fmt: skip
-    if aot is not None:
-        record["aot_triton"] = ", ".join(sorted({json.loads(p.read_text())["triton"] for p in aot.glob("*.json")}))
-    if as_json is not None:
-        as_json.write_text(json.dumps(record, indent=1) + "\n")
+        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in measuring.cases(suite))}")
+    record, failed = run(cases, repeats, aot, limit, as_json)
     if plot is not None:
         draw(record, plot)
     raise typer.Exit(1 if failed else 0)
+
+
+def run(
+    cases: list[Any], repeats: int, aot: Path | None, limit: float, as_json: Path | None
+) -> tuple[dict[str, Any], bool]:
+    """(the record, whether one of ours failed). The JSON is written after every case: an interrupted run loses one."""
+    import triton
+
+    from dsv4 import bench as measuring
+    from dsv4.bench import peers
+
+    warnings.filterwarnings("ignore", module="dsv4.bench")  # torch says at length why a backend refuses
+    out, begin, failed = show.console(), time.monotonic(), False
+    ceilings = measuring.ceilings()
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "peers": peers.here(), "ceilings": {k: round(v, 3) for k, v in ceilings.items()}, "cases": [],
+    }  # fmt: skip
+    if aot is not None:
+        record["aot_triton"] = ", ".join(sorted({json.loads(p.read_text())["triton"] for p in aot.glob("*.json")}))
+    for name, version in record["peers"].items():
+        out.print(f"{name}: {version}", markup=False, highlight=False)
+    table = Table(title=f"{record['device']}: copy {ceilings['copy_terabytes_per_second']:.2f} TB/s, "
+                        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")  # fmt: skip
+    for column in ("case", "who", "us", "TFLOP/s", "TB/s", "MHz", "dsv4 is"):
+        table.add_column(column, justify="left" if column in ("case", "who") else "right")
+    for case in cases:
+        if time.monotonic() - begin > limit:
+            out.print(f"no time left for {case.name}", markup=False)
+            continue
+        found = measuring.measure(case, repeats, aot).as_json()
+        record["cases"].append(found)
+        failed |= "dsv4" not in found["microseconds"]
+        for row in rows(found):
+            table.add_row(*row)
+        if as_json is not None:
+            as_json.write_text(json.dumps(record, indent=1) + "\n")
+    out.print(table)
+    return record, failed
+
+
+def rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One line for everyone who has a time, the fastest peer last; and who refused."""
+    us = case["microseconds"]
+    lines = []
+    for who in sorted(us, key=lambda who: (not who.startswith("dsv4"), -us[who])):
+        ratio = "" if who == "dsv4" or "dsv4" not in us else f"{us[who] / us['dsv4']:.2f}x"
+        lines.append((case["case"], who, f"{us[who]:.1f}", f"{case['tflops'][who]:.0f}",
+                      f"{case['terabytes_per_second'][who]:.2f}", f"{case['megahertz'][who]}", ratio))  # fmt: skip
+    if "dsv4" not in us:
+        lines.insert(0, (case["case"], "dsv4", case["refused"].get("dsv4", "failed"), "", "", "", ""))
+    return [(name if n == 0 else "", *rest) for n, (name, *rest) in enumerate(lines)]
 
 
 def refuse(why: str) -> NoReturn:
@@ -92,38 +128,24 @@ def read(path: Path) -> dict[str, Any]:
         refuse(f"{path}: {problem}")
 
 
-def numbers(result: Any, who: str) -> tuple[str, str, str]:
-    return f"{result.microseconds[who]:.1f}", f"{result.tflops(who):.0f}", f"{result.terabytes(who):.2f}"
-
-
-def row(result: Any) -> tuple[str, ...]:
-    if "dsv4" not in result.microseconds:
-        return result.case.name, result.refused.get("dsv4", "failed"), "", "", "", "", ""
-    peer = result.best_peer
-    mine = (result.case.name, *numbers(result, "dsv4"))
-    if peer is None:
-        return *mine, "-", "", ""
-    ratio = result.microseconds[peer] / result.microseconds["dsv4"]
-    return *mine, peer, f"{result.microseconds[peer]:.1f}", f"{ratio:.2f}x"
-
-
 def markdown(record: dict[str, Any]) -> str:
     """The table of the README: one row per case, the better of all peers beside ours."""
+    turns = "; ours and theirs by turns" if "peers" in record else ""
     lines = [
-        f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, medians. "
+        f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, "
+        f"medians{turns}. "
         f"Ceilings: copy {record['ceilings']['copy_terabytes_per_second']:.2f} TB/s, "
         f"bf16 matmul {record['ceilings']['matmul_tflops']:.0f} TFLOP/s.",
         "",
-        "| case (bf16) | dsv4 | | best peer | | speed |",
+        "| case | dsv4 | | best peer | | speed |",
         "|---|---|---|---|---|---|",
     ]
     for case in record["cases"]:
         if "dsv4" not in case["microseconds"] or len(case["microseconds"]) == 1:
             continue  # it failed, or nothing else can run it
         peer = best_peer(case)
-        unit, values = (
-            ("TB/s", case["terabytes_per_second"]) if "decode" in case["case"] else ("TFLOP/s", case["tflops"])
-        )
+        bytes_count = "decode" in case["case"] or not case.get("flops", 1)
+        unit, values = ("TB/s", case["terabytes_per_second"]) if bytes_count else ("TFLOP/s", case["tflops"])
         theirs = case["microseconds"][peer]
         for name, who in ours(case, record):
             mine = case["microseconds"][who]

@@ -1,0 +1,26 @@
+"""Speed on the GPU at hand: ours and every peer that can be imported, in one process, on the same tensors.
+
+    timing      CUDA-graph replays by turns (ours, theirs, ours, ...), a cold L2 before each, the clock after each
+    peers       who can be imported here, and their calls
+    dense       fmha beside torch, FFPA and flash-attn
+    v4          v4_attention beside FlashMLA
+    index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
+    measured    one case: every contender is checked first, then timed; as JSON
+
+`python -m dsv4 bench` runs a suite and prints its table.
+"""
+
+from dsv4.bench.measured import Case, Measured, measure
+from dsv4.bench.timing import ceilings, time_call, time_calls
+
+__all__ = ["SUITES", "Case", "Measured", "cases", "ceilings", "measure", "time_call", "time_calls"]
+
+SUITES = ("dense", "v4", "index")
+
+
+def cases(suite: str) -> list[Case]:
+    """The cases of a suite, or of all."""
+    from dsv4.bench import dense, index, v4
+
+    by_name: dict[str, list[Case]] = {"dense": [*dense.CASES], "v4": [*v4.CASES], "index": [*index.CASES]}
+    return [case for name in (SUITES if suite == "all" else (suite,)) for case in by_name[name]]

@@ -1,0 +1,200 @@
+"""The peers of dsv4, where they can be imported.
+
+Nothing of theirs is part of this package. To bring one to a GPU machine, unpack its wheel into a folder on PYTHONPATH:
+
+    pip download --no-deps --only-binary=:all: --platform manylinux2014_x86_64 --python-version 312 sgl-flash-mla
+    python -m zipfile -e sgl_flash_mla-*.whl peers/
+    PYTHONPATH=src:peers python -m dsv4 bench --suite v4
+
+| peer | wheel on PyPI | module | what it computes |
+|---|---|---|---|
+| FlashMLA | sgl-flash-mla (abi3), or its own build | flash_mla | V4 attention, sparse decode and prefill; Hopper |
+| DeepGEMM | sgl-deep-gemm 0.1.4 (compiles at run time: needs nvcc or NVRTC) | deep_gemm | index scores of FP8 keys |
+| FFPA | ffpa-attn, quack-kernels, nvidia-cutlass-dsl[cu13], apache-tvm-ffi, einops | ffpa_attn | dense, head dim 512 |
+| flash-attn | flash-attn, flash-attn-3 (built) | flash_attn, flash_attn_interface | dense, head dims to 256 |
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# name -> modules, the first that can be imported counts; distributions, for the version
+PEERS = {
+    "FlashMLA": (("flash_mla", "sgl_flash_mla"), ("sgl-flash-mla", "flash-mla")),
+    "DeepGEMM": (("deep_gemm",), ("sgl-deep-gemm", "deep-gemm")),
+    "FFPA": (("ffpa_attn",), ("ffpa-attn",)),
+    "flash-attn 3": (("flash_attn_interface",), ("flash-attn-3", "flash_attn_3")),
+    "flash-attn": (("flash_attn",), ("flash-attn",)),
+}
+TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+         "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+
+Calls = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def module(name: str) -> Any | None:
+    """A peer's module; None where it cannot be imported."""
+    for candidate in PEERS[name][0]:
+        try:
+            return importlib.import_module(candidate)
+        except (ImportError, OSError, RuntimeError):  # a library that is there, but does not fit this torch
+            continue
+    return None
+
+
+def here() -> dict[str, str]:
+    """Every peer: its version, or why it is not here."""
+    return {"torch": torch.__version__} | {name: _version(name) for name in PEERS}
+
+
+def _version(name: str) -> str:
+    why = "not installed"
+    for candidate in PEERS[name][0]:
+        try:
+            found = importlib.import_module(candidate)
+        except ModuleNotFoundError as missing:
+            if missing.name != candidate:
+                why = f"not usable: {missing}"
+        except (ImportError, OSError, RuntimeError) as problem:
+            why = f"not usable: {problem}".splitlines()[0][:160]
+        else:
+            return str(getattr(found, "__version__", None) or _distribution(name) or "unknown version")
+    return why
+
+
+def _distribution(name: str) -> str | None:
+    for distribution in PEERS[name][1]:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
+    """Calls with q [B, T, Hq, D] and k, v [B, S, Hkv, D], contiguous; each gives [B, T, Hq, D]."""
+    (batch, queries, q_heads, d), kv_heads = q.shape, k.shape[2]
+    qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, tokens, D]
+    grouped = q_heads != kv_heads
+
+    def sdpa(backend: SDPBackend, q: Tensor, gqa: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, kh, vh, is_causal=causal, enable_gqa=gqa)
+
+    def whole(backend: SDPBackend) -> Tensor:
+        return sdpa(backend, qh, grouped).transpose(1, 2)
+
+    rows = qh.reshape(batch, kv_heads, -1, d) if queries == 1 else None
+
+    def as_rows(backend: SDPBackend) -> Tensor:  # the heads of a KV head as the rows of one query tile
+        return sdpa(backend, rows, False).view(batch, q_heads, 1, d).transpose(1, 2)
+
+    def products() -> Tensor:
+        out = torch.softmax(rows @ kh.mT * d**-0.5, -1) @ vh
+        return out.view(batch, q_heads, 1, d).transpose(1, 2)
+
+    for name, backend in TORCH.items():
+        yield f"torch {name}", lambda backend=backend: whole(backend)
+        if grouped and queries == 1:
+            yield f"torch {name}, heads as rows", lambda backend=backend: as_rows(backend)
+    if queries == 1:
+        yield "torch bmm", products
+    ffpa = module("FFPA")
+    if ffpa is not None and d > 256 and queries > 1:
+        mine = [x.contiguous() for x in (qh, kh, vh)]  # its layout, made beforehand
+        for backend in ("cutedsl", "triton"):
+            yield f"FFPA {backend}", lambda backend=backend: ffpa.ffpa_attn_func(
+                *mine, is_causal=causal, enable_gqa=grouped, forward_backend=backend
+            ).transpose(1, 2)
+    for name in ("flash-attn 3", "flash-attn"):
+        flash = module(name)
+        if flash is not None and d <= 256:
+            yield name, lambda flash=flash: _first(flash.flash_attn_func(q, k, v, causal=causal))
+
+
+def _first(x: Any) -> Tensor:
+    return x[0] if isinstance(x, tuple) else x
+
+
+class FlashMLA:
+    """Its two sparse calls, by its own name or that of the wheel, where Hopper's kernels are the `legacy` ones."""
+
+    def __init__(self) -> None:
+        self.module = module("FlashMLA")
+
+    def __bool__(self) -> bool:
+        return self.module is not None
+
+    def _legacy(self, function: Callable) -> dict[str, bool]:
+        old = torch.cuda.get_device_capability()[0] == 9
+        return {"use_legacy": True} if old and "use_legacy" in inspect.signature(function).parameters else {}
+
+    def prefill(self, q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor) -> Callable[[], Tensor]:
+        """q [N, H, 512], kv bf16 [rows, 512], indices [N, K] -> out [N, H, 512]."""
+        function = self.module.flash_mla_sparse_fwd
+        more = self._legacy(function)
+        lists = indices[:, None]
+        return lambda: function(q, kv[:, None], lists, 512**-0.5, 512, attn_sink=sink, **more)[0]
+
+    def decode(
+        self, q: Tensor, window: Tensor, window_indices: Tensor, compressed: Tensor | None,
+        compressed_indices: Tensor | None, sink: Tensor,
+    ) -> Callable[[], Tensor]:  # fmt: skip
+        """q [N, H, 512], pages uint8 [pages, rows, 1, 584], lists [N, K] -> out [N, H, 512]. Heads are padded to 64 or
+        128 beforehand; the first call makes the schedule, which the others use again."""
+        function = self.module.flash_mla_with_kvcache
+        more = self._legacy(function)
+        heads = q.shape[1]
+        padded = 64 if heads <= 64 else 128
+        wide = F.pad(q, (0, 0, 0, padded - heads))[:, None].contiguous()
+        sinks = F.pad(sink, (0, padded - heads), value=float("-inf"))
+        schedule = self.module.get_mla_metadata()[0]
+        extra = {} if compressed is None else dict(
+            extra_k_cache=compressed, extra_indices_in_kvcache=compressed_indices[:, None]
+        )  # fmt: skip
+
+        def call() -> Tensor:
+            out, _ = function(
+                wide, window, None, None, 512, schedule, softmax_scale=512**-0.5, is_fp8_kvcache=True,
+                indices=window_indices[:, None], attn_sink=sinks, **extra, **more,
+            )  # fmt: skip
+            return out[:, 0, :heads]
+
+        return call
+
+
+class DeepGEMM:
+    """Index scores of FP8 keys."""
+
+    def __init__(self) -> None:
+        self.module = module("DeepGEMM")
+
+    def __bool__(self) -> bool:
+        return self.module is not None
+
+    def paged(
+        self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor
+    ) -> Callable[[], Tensor]:
+        """q e4m3 [requests, queries, H, 128], pages uint8 [pages, 64, 132], weights fp32 [N, H], lengths int32
+        [requests, queries] -> scores fp32 [N, table width * 64]; what is not seen is left as it was."""
+        longest, lib = table.shape[1] * 64, self.module
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        schedule = lib.get_paged_mqa_logits_metadata(lengths, 64, multiprocessors)
+        cache = pages.view(pages.shape[0], 64, 1, 132)
+        return lambda: lib.fp8_paged_mqa_logits(q, cache, weights, lengths, table, schedule, longest)
+
+    def contiguous(
+        self, q: Tensor, k: Tensor, k_scales: Tensor, weights: Tensor, lengths: Tensor
+    ) -> Callable[[], Tensor]:
+        """q e4m3 [N, H, 128], k e4m3 [S, 128], scales fp32 [S] -> scores fp32 [N, S]."""
+        starts, lib = torch.zeros_like(lengths), self.module
+        return lambda: lib.fp8_mqa_logits(q, (k, k_scales), weights, starts, lengths)

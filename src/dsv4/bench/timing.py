@@ -1,0 +1,141 @@
+"""Times of calls on a GPU.
+
+Each call is captured in a CUDA graph and its replays are timed with events. Before every replay a buffer larger than
+the L2 is read, so that nothing is found there (read, not written: writing its lines back would be timed too). The
+graphs of all calls take turns, so that a change of the clock or of the temperature meets all of them; after every
+replay a kernel on the same stream reads the clock of a multiprocessor against the nanosecond timer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+PROBE_NS = 40_000  # the timer may move in steps of a microsecond
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of the replays of one call: the median, the quartiles, and the median clock right after them."""
+
+    microseconds: float
+    low: float
+    high: float
+    megahertz: float
+
+
+def time_call(call: Callable[[], Any], repeats: int = 30, flush: Tensor | None = None) -> float:
+    """Median microseconds of one CUDA-graph replay of ``call``."""
+    return time_graphs({"": captured(call)}, repeats, flush, clocks=False)[""].microseconds
+
+
+def time_calls(calls: Mapping[str, Callable[[], Any]], repeats: int = 30) -> tuple[dict[str, Sample], dict[str, str]]:
+    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample."""
+    graphs, refused = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = captured(call)
+        except (RuntimeError, torch.OutOfMemoryError) as why:
+            refused[name] = in_one_line(why)
+    return time_graphs(graphs, repeats), refused
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_graphs(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, flush: Tensor | None = None, clocks: bool = True
+) -> dict[str, Sample]:
+    flush = _flush_buffer() if flush is None else flush
+    times: dict[str, list] = {name: [] for name in graphs}
+    stamps = torch.zeros(len(graphs), max(repeats, 1), 4, dtype=torch.int64, device="cuda")
+    for turn in range(repeats):
+        for n, (name, graph) in enumerate(graphs.items()):
+            flush.sum()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            if clocks:
+                read_clock[(1,)](stamps[n, turn], PROBE_NS, num_warps=1)
+            times[name].append((begin, end))
+    torch.cuda.synchronize()
+    found = {}
+    for n, name in enumerate(graphs):
+        us = sorted(begin.elapsed_time(end) * 1e3 for begin, end in times[name])
+        found[name] = Sample(
+            statistics.median(us), us[len(us) // 4], us[3 * len(us) // 4], megahertz(stamps[n]) if clocks else 0.0
+        )
+    return found
+
+
+@triton.jit
+def clock():
+    return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def read_clock(out_ptr, nanoseconds):
+    """(cycles, nanoseconds) now and as many nanoseconds later."""
+    begin = globaltimer()
+    tl.store(out_ptr, clock())
+    tl.store(out_ptr + 1, begin)
+    now = begin
+    while now - begin < nanoseconds:
+        now = globaltimer()
+    tl.store(out_ptr + 2, clock())
+    tl.store(out_ptr + 3, now)
+
+
+def megahertz(stamps: Tensor) -> float:
+    """Median of stamps [n, 4]: (cycles, nanoseconds) twice."""
+    cycles, ns = (stamps[:, 2] - stamps[:, 0]).double(), (stamps[:, 3] - stamps[:, 1]).double()
+    return float((cycles / ns.clamp_min(1)).median() * 1e3)
+
+
+def ceilings() -> dict[str, float]:
+    """Device copy (TB/s, bytes read + written) and a bf16 matrix product (TFLOP/s) on random data."""
+    x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    # A kernel: a plain copy_ would become a memcpy node of the graph, which is slower.
+    copy = 2 * x.numel() * 2 / time_call(lambda: torch.neg(x, out=y), 10) / 1e6
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    c = torch.empty_like(a)
+    product = 2 * 8192**3 / time_call(lambda: torch.mm(a, b, out=c), 20) / 1e6
+    return {"copy_terabytes_per_second": copy, "matmul_tflops": product}
+
+
+def in_one_line(why: BaseException) -> str:
+    return (str(why).splitlines() or [type(why).__name__])[0][:160]
+
+
+_BUFFERS: dict[int, Tensor] = {}
+
+
+def _flush_buffer() -> Tensor:
+    device = torch.cuda.current_device()
+    if device not in _BUFFERS:
+        _BUFFERS[device] = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+    return _BUFFERS[device]
