@@ -17,10 +17,10 @@ Bits and tolerances:
   the ranks.
 * :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
   with all keys that it may see.
-* Merged results (decode; prefill with method="ring") differ from the unsharded call by rounding alone: every partial
-  is rounded to q's dtype once, weighted averages of them are made in fp32, and the result is rounded once more. The
+* Merged results (decode; prefill with method="ring") differ from the unsharded call by rounding: every partial is
+  rounded to q's dtype once, weighted averages of them are made in fp32, and the result is rounded once more. The
   weights are not negative and add up to 1, so merging adds at most half a unit in the last place of the largest
-  partial. lse is fp32 throughout.
+  partial. lse is fp32 throughout; it is as exact as that of the partials, 2^-12 of the largest (or of 1).
 """
 
 from collections.abc import Callable, Iterable, Iterator
