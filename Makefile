@@ -1,9 +1,12 @@
 # make demo   the main job on this machine, whatever it has
 # make test   all tests that need no GPU and little time
-# Each does its own set-up in .venv, once. Variables: PYTHON, INDEX (another package index), TESTS, WORKERS.
+# Each does its own set-up, once: in .venv, with torch for a CPU. Where there is a GPU, make demo and make test-gpu use
+# .venv-gpu, on top of the torch that $(PYTHON) or python3 has, if that sees the GPU; else with the one of TORCH.
+# Variables: PYTHON, INDEX (another package index), TORCH (what pip installs for a GPU), TESTS, WORKERS.
 
 PYTHON  ?= python3.11
 INDEX   ?=
+TORCH   ?= torch==2.15.0
 TESTS   ?= tests
 WORKERS ?= 2
 
@@ -12,27 +15,37 @@ VENV    := .venv
 # vLLM 0.32 brings 3.7.1, SGLang 0.5.23 3.8.0; 3.6.0 is the oldest accepted.
 TRITON  ?= 3.6.0
 VENVT   := .venv-triton-$(TRITON)
+VENVGPU := .venv-gpu
+GPU     := $(shell nvidia-smi -L 2>/dev/null)
+HERE    := $(if $(GPU),$(VENVGPU),$(VENV))
 EXTRAS  := dev,hf,plot,trace
 # Neighbours stay together: a kernel that several tests launch is compiled and decoded in one worker.
-PYTEST  := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PARALLEL := -n $(WORKERS) --dist worksteal
+# One file needs no workers, which take seconds to start.
+ONE_FILE := $(and $(filter 1,$(words $(TESTS))),$(filter %.py,$(firstword $(subst ::, ,$(TESTS)))))
+PYTEST  := $(VENV)/bin/python -m pytest $(if $(ONE_FILE),,$(PARALLEL))
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under other Tritons: the emulator, the Hopper kernels and those for both architectures.
 TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/dsv4/kernels/test_*.py)
 
-.PHONY: demo test test-slow test-gpu test-triton fuzz lint bench setup clean
+.PHONY: demo test test-slow test-gpu test-triton fuzz lint bench setup clean known-tests
 
-demo: setup
-	$(VENV)/bin/python -m dsv4 demo
+demo: $(HERE)/.installed
+	$(HERE)/bin/python -m dsv4 demo
 
-test: setup
+test: known-tests setup
 	$(PYTEST) -m "not slow and not gpu" $(TESTS)
 
-test-slow: setup
+test-slow: known-tests setup
 	$(PYTEST) -m "slow and not gpu" $(TESTS)
 
-test-gpu: setup
-	$(VENV)/bin/python -m pytest -m gpu $(TESTS)
+test-gpu: known-tests $(HERE)/.installed
+	$(HERE)/bin/python -m pytest -m gpu $(TESTS)
+
+known-tests:
+	@for test in $(foreach test,$(TESTS),"$(firstword $(subst ::, ,$(test)))"); do \
+	   test -e "$$test" || { echo "TESTS: there is no $$test"; exit 1; }; done
 
 test-triton: $(VENVT)/.installed
 	$(PYTEST:$(VENV)/%=$(VENVT)/%) -m "not slow and not gpu" $(TRITON_TESTS)
@@ -52,7 +65,7 @@ bench: setup
 setup: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .venv-triton-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton-* $(VENVGPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp per step: a step runs again only when what it depends on has changed. Byte code is left to the first import:
 # compiling all of torch and transformers takes longer than unpacking them.
@@ -67,7 +80,7 @@ $(VENV)/.torch $(VENVT)/.torch: %/.torch: constraints.txt
 	 if ! $$pip -c $*/constraints.txt 'torch==2.13.0+cpu' 2>$*/pip.log \
 	   && ! $$pip --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) \
 	        -c $*/constraints.txt 'torch==2.13.0+cpu' 2>>$*/pip.log; then \
-	   echo "torch==2.13.0+cpu cannot be had here (see $*/pip.log); taking torch 2.15, which also accepts triton 3.9"; \
+	   echo "torch==2.13.0+cpu is not available here (see $*/pip.log); taking torch 2.15, which also accepts triton 3.9"; \
 	   sed -i 's/^torch==.*/torch==2.15.0/; /^setuptools==/d' $*/constraints.txt; \
 	   $$pip -c $*/constraints.txt torch==2.15.0; \
 	 fi
@@ -76,4 +89,18 @@ $(VENV)/.torch $(VENVT)/.torch: %/.torch: constraints.txt
 $(VENV)/.installed $(VENVT)/.installed: %/.installed: %/.torch pyproject.toml
 	@echo "installing dsv4, softsm and their tools into $*"
 	@$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) -c $*/constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+SEES_GPU := -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null
+$(VENVGPU)/.installed: pyproject.toml
+	@for python in "$(PYTHON)" python3; do \
+	   if [ "$(origin TORCH)" = file ] && $$python $(SEES_GPU); then \
+	     echo "installing dsv4, softsm and their tools into $(VENVGPU), on top of the torch of $$python"; \
+	     $$python -m venv --clear --system-site-packages $(VENVGPU) && break; fi; done
+	@test -x $(VENVGPU)/bin/python || { echo "installing $(TORCH) for a GPU into $(VENVGPU)"; $(PYTHON) -m venv $(VENVGPU) \
+	   && $(VENVGPU)/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) '$(TORCH)'; }
+	@$(VENVGPU)/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) -e '.[$(EXTRAS)]'
+	@$(VENVGPU)/bin/python $(SEES_GPU) || { rm -rf $(VENVGPU); echo "this machine has a GPU, but the torch that make" \
+	   "found or installed does not see it; set PYTHON to a Python whose torch does, or TORCH to what pip shall install"; \
+	   exit 1; }
 	@touch $@

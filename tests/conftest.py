@@ -1,10 +1,14 @@
-"""Shared by all tests: one thread per worker, compiled engines built before the workers start."""
+"""Shared by all tests: one thread per worker, compiled engines built before the workers start, seeds by test."""
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 from hypothesis import settings
@@ -46,6 +50,43 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             softsm.load(NOTHING).launch(grid=1, block=32)
             with softsm.checking(races=True):
                 softsm.load(NOTHING).launch(grid=1, block=32)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """What a test draws without a seed of its own depends on its name, not on the tests before it."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that changes a setting of the process and does not restore it is named, rather than the next one."""
+    before = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    yield
+    after = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    assert after == before, "threads, default dtype, default device, grad mode: changed and not restored"
+
+
+GPU_TESTS_THAT_RAN: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "gpu" in report.keywords and not report.skipped:
+        if report.when == "call" or report.failed:
+            GPU_TESTS_THAT_RAN.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run of GPU tests alone, all of them skipped, has shown nothing: it fails."""
+    items = getattr(session, "items", [])
+    if items and all(item.get_closest_marker("gpu") for item in items) and not GPU_TESTS_THAT_RAN:
+        if not session.config.option.collectonly:
+            print("\nevery GPU test was skipped (see pytest -rs); torch", torch.__version__, "sees",
+                  torch.cuda.device_count(), "CUDA devices")  # fmt: skip
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,7 +52,9 @@ def assert_lse(lse: Tensor, want: Tensor) -> None:
 
 
 def assert_same(got: Tensor, other: Tensor) -> None:
-    """Two fp32 results of the same attention by different ways: each may be off by its bound."""
-    assert got.dtype == other.dtype == torch.float32 and got.shape == other.shape
+    """Two results of the same attention by different ways: in fp32 each may be off by its bound, in 16 bits by half a
+    unit in the last place (the rounding of P averages out over the keys)."""
+    assert got.dtype == other.dtype and got.shape == other.shape
     error = relative(got.double() - other.double(), other.double())
-    assert error <= 2 * FP32_BOUND, f"off by {error:.2e}"
+    bound = FP32_BOUND if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
+    assert error <= 2 * bound, f"off by {error:.2e}"

@@ -36,14 +36,14 @@ def assert_exact(got, **arguments):
 def assert_best(got, *, q, k, weights, topk, lengths, names=None):
     """One sequence, random numbers: every list has the best rows, up to scores that fp32 cannot tell apart.
 
-    The bound is what one rounding per product and per sum of the score can do: heads * (dims + 2) * 2^-24 of the sum of
-    magnitudes would be the worst case; the largest score's share is 1e-5, as in the suite.
+    A score has heads * (dims + 2) roundings of 2^-24. They add up like a random walk, to the square root of their
+    number; twice that, of the largest score.
     """
     lists, scores = got
     heads, d = q.shape[1:]
     dots = torch.relu(torch.einsum("nhd,sd->nhs", q.double(), k.double()))
     full = torch.einsum("nhs,nh->ns", dots, weights.double()) * d**-0.5 * heads**-0.5
-    bound = 1e-5 * full.abs().max()
+    bound = 2 * (heads * (d + 2)) ** 0.5 * 2.0**-24 * full.abs().max()
     for n, seen in enumerate(lengths.tolist()):
         count = min(topk, seen)
         chosen, rest = lists[n, :count].long(), lists[n, count:]

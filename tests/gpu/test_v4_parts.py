@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compress_inputs import BOUND
 
 import dsv4
 from dsv4 import Fp8Cache
@@ -48,7 +49,7 @@ def test_compress_gives_the_same_bits_in_any_steps(d, m, overlap):
         rows.append(more)
     assert torch.equal(torch.cat(rows), once)
     want, _ = dsv4.compress(*(x.cpu() for x in args), cos_sin=table.cpu())
-    assert (once.cpu() - want).abs().max() < 1e-5
+    assert (once.cpu() - want).abs().max() <= 2 * BOUND  # either may be so far off
 
 
 def test_compress_into_pages_is_compress_and_write():

@@ -8,10 +8,14 @@ share queries are merged by their LSE in fp32.
 
 A CPU without bf16 or fp16 products runs the kernel in those types some hundred times slower than in fp32 (measured on
 a Neoverse-N1), so there the operands are widened block by block. Extra memory is O(block) whatever the lengths.
+
+How the kernel and the BLAS under it divide their work depends on the batch and on the number of threads, and with that
+the order of sums. deterministic=True: one sequence at a time, by one thread.
 """
 
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, reduce
 
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.runtime.threads import one_thread
 
 NEG_INF = float("-inf")
 QUERY_BLOCK = 128  # queries per masked block
@@ -43,6 +48,11 @@ class Sequences:
 
 
 def forward(p: FmhaProblem) -> None:
+    with one_thread() if p.deterministic else nullcontext():
+        _forward(p)
+
+
+def _forward(p: FmhaProblem) -> None:
     work = p.q.dtype if native(p.q.dtype) else torch.float32
     if p.kind == "varlen":
         p.out.zero_()  # rows of no sequence
@@ -81,11 +91,12 @@ def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
 
     if p.kind == "dense":
         keys = p.k.shape[1]
-        if work == p.q.dtype or p.batch * keys <= chunk:
+        if not p.deterministic and (work == p.q.dtype or p.batch * keys <= chunk):
             yield Sequences(p.q, p.out, p.lse, keys, keys, slices(p.k, p.v))
         else:
+            chunked = keys if work == p.q.dtype else chunk
             for n in (slice(n, n + 1) for n in range(p.batch)):
-                yield Sequences(p.q[n], p.out[n], lse_of(n), keys, chunk, slices(p.k[n], p.v[n]))
+                yield Sequences(p.q[n], p.out[n], lse_of(n), keys, chunked, slices(p.k[n], p.v[n]))
     elif p.kind == "varlen":
         starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
         for n in range(p.batch):

@@ -3,14 +3,18 @@
 Per block of queries: gather the rows they ask for as fp32, two batched GEMMs, next rows. The GEMMs use torch's threads
 and run at the speed of the BLAS; bf16 GEMMs are avoided because many CPUs have no instruction for them. Extra memory is
 that of one block, whatever the number of queries and rows.
+
+deterministic=True: one query at a time, by one thread, so that nothing but its own rows decides the order of its sums.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from dsv4 import caches
+from dsv4.runtime.threads import one_thread
 from dsv4.v4.problem import Pool, V4Problem, requests_of
 
 ROW_BLOCK = 512  # rows of one query in one step
@@ -20,9 +24,14 @@ NEG_INF = float("-inf")
 
 def forward(p: V4Problem) -> None:
     """Fill p.out and p.lse."""
+    with one_thread() if p.deterministic else nullcontext():
+        _forward(p)
+
+
+def _forward(p: V4Problem) -> None:
     rows = min(max(p.window_indices.shape[1], p.compressed_capacity, 1), ROW_BLOCK)
     per_query = rows * p.head_dim + p.q_heads * (rows + 2 * p.head_dim)
-    block = max(1, BLOCK_BYTES // (4 * per_query))
+    block = 1 if p.deterministic else max(1, BLOCK_BYTES // (4 * per_query))
     owner = requests_of(p) if p.block_table is not None else None
     for begin in range(0, p.batch, block):
         _query_block(p, slice(begin, min(begin + block, p.batch)), owner)

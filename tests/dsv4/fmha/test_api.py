@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import assert_agrees, qkv
+from agreement import assert_agrees, assert_lse, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,21 +110,34 @@ def test_scale_and_large_logits():
     check(q, k, v, softmax_scale=-0.3)
     out, lse = dsv4.fmha(q * 30, k * 30, v, return_lse=True)  # logits of some thousands
     ref, ref_lse = reference.fmha(q * 30, k * 30, v)
-    torch.testing.assert_close(out.double(), ref, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=0)
+    # 128 roundings of 2^-24 of a logit are a random walk; so far, absolutely, the log of a weight is off.
+    assert (out - ref).abs().max() <= 2 * 128**0.5 * 2.0**-24 * ref_lse.abs().max() * v.abs().max()
+    assert_lse(lse, ref_lse)
 
 
-def test_the_same_bits_every_time():
-    q, k, v = qkv(2, 65, 257, 4, 1, 64, torch.bfloat16)
-    a, b = (dsv4.fmha(q, k, v, causal=True, window=(50, 0), deterministic=True) for _ in range(2))
-    assert torch.equal(a, b)
+@pytest.mark.parametrize("t, s, hq, hkv", [(1, 5000, 1, 1), (1, 5000, 4, 1), (65, 257, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_is_the_same_bits_in_any_batch_and_with_any_threads(t, s, hq, hkv, dtype):
+    """One token and thousands of keys: without it, the keys are divided among the threads."""
+    q, k, v = qkv(3, t, s, hq, hkv, 64, dtype)
+    options = dict(causal=True, return_lse=True, deterministic=True)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            out, lse = dsv4.fmha(q, k, v, **options)
+            alone = [dsv4.fmha(*(x[n : n + 1] for x in (q, k, v)), **options) for n in range(3)]
+            results += [(out, lse), tuple(torch.cat(x) for x in zip(*alone))]
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    assert_agrees(results[0], reference.fmha, q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0])
 def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
     """More queries than one masked block, so that the flash kernel's own causality is used."""
     q, k, v = (torch.randn(1, 150, 2, 64) for _ in "qkv")
-    out, lse = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, return_lse=True)
-    want, want_lse = reference.fmha(q, k, v, causal=True, softmax_scale=scale)
-    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    check(q, k, v, causal=True, softmax_scale=scale)
