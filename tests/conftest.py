@@ -34,7 +34,7 @@ NOTHING = """
 
 HALF = """
 from softsm.engine import interpreter
-interpreter.lane_operation(True), interpreter.spans_module(), interpreter.lane_operation(False)
+interpreter.lane_operation(True), interpreter.spans_module()
 """
 
 

@@ -90,7 +90,7 @@ class Kernel:
         load_chapters()
         self.module, self.function, self.name, self.checking = module, function, function.name, checking
         self.program = Assembler(module, function, micro_numbers(), checking).assemble()
-        self.interpreter = interpreter(checking)
+        self.interpreter = interpreter(self.program, checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
                          if r[0] == pg.OP_MACRO}
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros

@@ -187,7 +187,7 @@ class Machine:
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.launch_rows = kernel.launch_rows(self)
         self.macro_at = kernel.macro_at
-        self.run_code = kernel.interpreter
+        self.run_code = kernel.interpreter()
         self.sms = [Sm(i, kernel.new_tensor_memory(self)) for i in range(max(options.sms, self.cluster_size))]
         nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
         self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))

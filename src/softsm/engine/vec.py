@@ -1,11 +1,9 @@
 """The vector engine's vocabulary: everything an expression in `isa/registry.micro` may use.
 
-`from softsm.engine.vec import *` gives the types (vec_types), rows and memory (vec_rows, vec_access), lane exchange
-(vec_lanes), single operations and conversions (vec_ops), directed rounding (vec_round), small floats (vec_small) and
-PTX's composed arithmetic (vec_math).
+Kinds and masks (vec_types), rows and lanes (vec_rows), lane exchange (vec_lanes), single operations and conversions
+(vec_ops), directed rounding (vec_round), small floats (vec_small) and PTX's composed arithmetic (vec_math).
 """
 
-from softsm.engine.vec_access import *  # noqa: F403
 from softsm.engine.vec_lanes import *  # noqa: F403
 from softsm.engine.vec_math import *  # noqa: F403
 from softsm.engine.vec_ops import *  # noqa: F403

@@ -2,71 +2,56 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from softsm.engine.vec_ops import asF, asI, asU, canonical, maxnum, tou
 from softsm.engine.vec_rows import lanes, permute, xor_lanes
 from softsm.engine.vec_types import sel
 
-_fn = njit(error_model="numpy", forceinline=True)
-
 # ---------------------------------------------------------------- shfl: which lane each lane reads, and whether it may
 
 
-@_fn
 def _last_lane(c):
     """The bound of each lane's segment; c holds the clamp in bits 0-4 and the segment mask in bits 8-12."""
     segment = (c >> 8) & 31
     return (lanes() & segment) | (c & 31 & ~segment)
 
 
-@_fn
 def _from_below(b):
     return asI(lanes()) - asI(b & 31)
 
 
-@_fn
 def _from_segment(b, c):
     segment = (c >> 8) & 31
     return (lanes() & segment) | (b & 31 & ~segment)
 
 
-@_fn
 def up_inside(b, c):
     return _from_below(b) >= asI(_last_lane(c))
 
 
-@_fn
 def down_inside(b, c):
     return lanes() + (b & 31) <= _last_lane(c)
 
 
-@_fn
 def bfly_inside(b, c):
     return (lanes() ^ (b & 31)) <= _last_lane(c)
 
 
-@_fn
 def idx_inside(b, c):
     return _from_segment(b, c) <= _last_lane(c)
 
 
-@_fn
 def shfl_up(a, b, c):
     return permute(a, sel(up_inside(b, c), asU(_from_below(b)), lanes()))
 
 
-@_fn
 def shfl_down(a, b, c):
     return permute(a, sel(down_inside(b, c), lanes() + (b & 31), lanes()))
 
 
-@_fn
 def shfl_bfly(a, b, c):
     return permute(a, sel(bfly_inside(b, c), lanes() ^ (b & 31), lanes()))
 
 
-@_fn
 def shfl_idx(a, b, c):
     return permute(a, sel(idx_inside(b, c), _from_segment(b, c), lanes()))
 
@@ -74,7 +59,6 @@ def shfl_idx(a, b, c):
 # ---------------------------------------------------------------- redux of f32 over the lanes of a mask
 
 
-@_fn
 def warp_max(x, m):
     """The largest of the active lanes, in all lanes. NaN is the neutral element: it loses against any number."""
     x = sel(m, x, asF(tou(0x7FFFFFFF)))
@@ -85,6 +69,5 @@ def warp_max(x, m):
     return canonical(maxnum(x, xor_lanes(x, 16)))
 
 
-@_fn
 def warp_min(x, m):
     return canonical(-warp_max(-x, m))

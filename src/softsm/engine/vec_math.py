@@ -6,8 +6,6 @@ silicon's own last bits are not reproduced.
 
 from __future__ import annotations
 
-from numba import njit
-
 from softsm.engine.vec_ops import (
     asD,
     asF,
@@ -34,61 +32,48 @@ from softsm.engine.vec_ops import (
 )
 from softsm.engine.vec_types import loaded, sel, spread
 
-# Inlined by LLVM: a call would pass 32 lanes through memory, and every caller would clear the slots for them on entry.
-_fn = njit(error_model="numpy", forceinline=True)
-
 # ---------------------------------------------------------------- shifts: PTX clamps the amount
 
 
-@_fn
 def shl(a, n):
     """U or Q by n (U): amounts of the width and more give 0."""
     return sel(n < 32, a << (n & 31), 0)
 
 
-@_fn
 def shr(a, n):
     return sel(n < 32, a >> (n & 31), 0)
 
 
-@_fn
 def sar(a, n):
     """I by n (U): large amounts fill with the sign."""
     return a >> asI(umin(n, 31))
 
 
-@_fn
 def shl64(a, n):
     return sel(n < 64, a << toq(n & 63), 0)
 
 
-@_fn
 def shr64(a, n):
     return sel(n < 64, a >> toq(n & 63), 0)
 
 
-@_fn
 def sar64(a, n):
     return a >> asL(toq(umin(n, 63)))
 
 
-@_fn
 def low_bits(n):
     """A mask of the n lowest bits, n = 0..32 and more (U)."""
     return sel(n < 32, (tou(1) << (n & 31)) - 1, 0xFFFFFFFF)
 
 
-@_fn
 def low_bits64(n):
     return sel(n < 64, (toq(1) << toq(n & 63)) - 1, 0xFFFFFFFFFFFFFFFF)
 
 
-@_fn
 def bfe_u32(a, pos, length):
     return shr(a, pos & 255) & low_bits(length & 255)
 
 
-@_fn
 def bfe_s32(a, pos, length):
     pos = pos & 255
     length = length & 255
@@ -100,37 +85,31 @@ def bfe_s32(a, pos, length):
 # The 64-bit forms are software on the device and take position and length whole, not modulo 256.
 
 
-@_fn
 def bfe_u64(a, pos, length):
     return shr64(a, pos) & low_bits64(length)
 
 
-@_fn
 def bfe_s64(a, pos, length):
     field = sar64(a, pos)
     keep = asL(toq(tou(64) - umin(length, 64)))
     return sel(length == 0, 0, sel(length >= 64, field, (field << (keep & 63)) >> (keep & 63)))
 
 
-@_fn
 def bfi32(a, b, pos, length):
     mask = shl(low_bits(length & 255), pos & 255)
     return (b & ~mask) | (shl(a, pos & 255) & mask)
 
 
-@_fn
 def bfi64(a, b, pos, length):
     mask = shl64(low_bits64(length), pos)
     return (b & ~mask) | (shl64(a, pos) & mask)
 
 
-@_fn
 def _prmt_byte(bytes8, control):
     byte = tou(bytes8 >> toq((control & 7) << 3)) & 255
     return sel((control & 8) == 0, byte, sel(byte > 127, tou(255), tou(0)))
 
 
-@_fn
 def prmt(a, b, c):
     eight = toq(a) | (toq(b) << 32)
     low = _prmt_byte(eight, c) | (_prmt_byte(eight, c >> 4) << 8)
@@ -140,32 +119,27 @@ def prmt(a, b, c):
 # ---------------------------------------------------------------- flush to zero, saturation, NaN rules
 
 
-@_fn
 def ftz(x):
     """Subnormal -> zero of the same sign. F."""
     return asF(sel(vabs(x) < 1.1754943508222875e-38, asU(x) & 0x80000000, asU(x)))
 
 
-@_fn
 def ftz2(x):
     """X."""
     return asX(sel(vabs(x) < 1.1754943508222875e-38, asXU(x) & 0x80000000, asXU(x)))
 
 
-@_fn
 def saturate(x):
     """Into [+0, 1]; NaN -> +0."""
     return sel(x > 0.0, sel(x < 1.0, x, 1.0), 0.0)
 
 
-@_fn
 def nan64(r, a, b):
     """f64: a NaN operand is passed on, quiet; a new NaN is 0xfff8000000000000."""
     new = sel(a == a, sel(b == b, toq(0xFFF8000000000000), asQ(b) | 0x8000000000000), asQ(a) | 0x8000000000000)
     return asD(sel(r == r, asQ(r), new))
 
 
-@_fn
 def nan64x3(r, a, b, c):
     new = sel(c == c, toq(0xFFF8000000000000), asQ(c) | 0x8000000000000)
     new = sel(b == b, new, asQ(b) | 0x8000000000000)
@@ -176,7 +150,6 @@ def nan64x3(r, a, b, c):
 # ---------------------------------------------------------------- powers, logarithms, circles
 
 
-@_fn
 def _exp2_polynomial(r):
     """2^r on [-0.5, 0.5] in f32; minimax, relative error 2^-29 before rounding."""
     p = fma(r, 0.00015345812009201165, 0.0013399931219147392)
@@ -187,7 +160,6 @@ def _exp2_polynomial(r):
     return fma(p, r, 1.0)
 
 
-@_fn
 def ex2_ftz(x):
     """ex2.approx.ftz.f32: subnormal results are +0."""
     t = sel(x < 128.0, x, 128.0)
@@ -197,7 +169,6 @@ def ex2_ftz(x):
     return asF(sel(x == x, asU(sel(x < -126.0, 0.0, r)), loaded(0x7FFFFFFF)))
 
 
-@_fn
 def ex2(x):
     """ex2.approx.f32 with subnormal results."""
     t = sel(x < 129.0, sel(x > -152.0, x, -152.0), 129.0)
@@ -209,7 +180,6 @@ def ex2(x):
     return asF(sel(x == x, asU(r), loaded(0x7FFFFFFF)))
 
 
-@_fn
 def exp2_double(y):
     """2^y for |y| < 1000, relative error below 2^-49."""
     n = vrint(y)
@@ -227,7 +197,6 @@ def exp2_double(y):
     return p * asD((tol(n) + 1023) << 52)
 
 
-@_fn
 def log2(x):
     """lg2.approx.f32, correct to a little over half an ulp."""
     d = tod(x)
@@ -250,7 +219,6 @@ def log2(x):
     return canonical(sel(x >= 0.0, r, asF(tou(0x7FFFFFFF))))
 
 
-@_fn
 def _reduced(x):
     """x - n * pi/2 and n, in double precision."""
     d = tod(x)
@@ -259,7 +227,6 @@ def _reduced(x):
     return fma(n, -6.123233995736766e-17, r), n
 
 
-@_fn
 def _circle(x, quadrant):
     """sin(x + quadrant * pi/2)."""
     r, n = _reduced(x)
@@ -281,17 +248,14 @@ def _circle(x, quadrant):
     return canonical(tof(sel(r == r, v, r)))
 
 
-@_fn
 def sine(x):
     return sel(x == 0.0, x, _circle(x, 0))
 
 
-@_fn
 def cosine(x):
     return _circle(x, 1)
 
 
-@_fn
 def tanh(x):
     """tanh.approx.f32."""
     d = tod(x)
@@ -304,17 +268,14 @@ def tanh(x):
     return canonical(tof(sel(x == x, r, d)))
 
 
-@_fn
 def rsqrt(x):
     return canonical(tof(1.0 / vsqrt(tod(x))))
 
 
-@_fn
 def rcp(x):
     return canonical(1.0 / x)
 
 
-@_fn
 def rcp64_approx(x):
     """rcp.approx.ftz.f64: the upper 32 bits of the reciprocal, subnormals flushed."""
     bits = asQ(x)
@@ -324,7 +285,6 @@ def rcp64_approx(x):
     return asD(sel(x == x, r, toq(0x7FFFFFFF00000000)))
 
 
-@_fn
 def rsqrt64_approx(x):
     """rsqrt.approx.ftz.f64: the upper 32 bits, subnormals flushed."""
     bits = asQ(x)
@@ -336,7 +296,6 @@ def rsqrt64_approx(x):
 # ---------------------------------------------------------------- one rounding from a double
 
 
-@_fn
 def add_to_odd(p, c):
     """p + c (D), rounded to odd: a later rounding to fewer bits is then the only one."""
     s = p + c
@@ -348,7 +307,6 @@ def add_to_odd(p, c):
     return asD(sel(inexact, toward, bits))
 
 
-@_fn
 def narrow_to_odd(d):
     """D -> F, rounded to odd."""
     t = tof(d)
@@ -358,7 +316,6 @@ def narrow_to_odd(d):
     return asF(sel(back != d, bits | 1, bits))
 
 
-@_fn
 def odd_double(a):
     """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits go; what they were makes the last kept bit odd."""
     kept = (a >> 11) << 11
@@ -367,7 +324,6 @@ def odd_double(a):
     return tod(sel(small, a, sticky))
 
 
-@_fn
 def fma_to_odd(a, b, c):
     """a * b + c for F whose product is exact in double, to F, rounded to odd."""
     return narrow_to_odd(add_to_odd(tod(a) * tod(b), tod(c)))
@@ -376,13 +332,11 @@ def fma_to_odd(a, b, c):
 # ---------------------------------------------------------------- bf16, f16, tf32
 
 
-@_fn
 def bf16_to_float(a):
     """The bf16 in the low half of each lane."""
     return asF(a << 16)
 
 
-@_fn
 def _rounded_to_bf16(x):
     """bf16 in the upper half, round to nearest even; NaN -> 0x7fff. The lower half is left over."""
     u = asU(x)
@@ -390,42 +344,35 @@ def _rounded_to_bf16(x):
     return sel(x == x, up, loaded(0x7FFF0000))
 
 
-@_fn
 def float_to_bf16(x):
     return _rounded_to_bf16(x) >> 16
 
 
-@_fn
 def pack_bf16(high, low):
     """cvt.rn.bf16x2.f32."""
     return (_rounded_to_bf16(high) & 0xFFFF0000) | (_rounded_to_bf16(low) >> 16)
 
 
-@_fn
 def float_to_f16(x):
     """Round to nearest even; NaN -> 0x7fff."""
     return float_to_half(canonical(x))
 
 
-@_fn
 def float_to_f16_rz(x):
     h = float_to_half(canonical(x))
     return sel(vabs(half_to_float(h)) > vabs(x), h - 1, h)
 
 
-@_fn
 def float_to_f16_rm(x):
     h = float_to_half(canonical(x))
     return sel(half_to_float(h) > x, sel((h & 0x8000) == 0, h - 1, h + 1), h)
 
 
-@_fn
 def float_to_f16_rp(x):
     h = float_to_half(canonical(x))
     return sel(half_to_float(h) < x, sel((h & 0x8000) == 0, h + 1, h - 1), h)
 
 
-@_fn
 def ftz16(a):
     """Subnormal f16 (both halves) -> zero of the same sign."""
     low = sel((a & 0x7C00) == 0, a & 0xFFFF8000, a)

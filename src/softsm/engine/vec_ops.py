@@ -2,235 +2,213 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from softsm.engine.vec_types import (
     _HALF,
     _I1,
     _I32,
-    LANES,
     XU,
     D,
     F,
     I,
+    Kind,
     L,
     Q,
     U,
-    V,
+    Vector,
     X,
-    _as_vector,
     _constant,
     _declare,
     _function,
     _splat,
     _suffix,
     _table,
+    as_vector,
+    here,
+    kind_of,
+    sel,
+    width,
 )
+
+_AARCH64 = platform.machine() in ("aarch64", "arm64")
 
 # ---------------------------------------------------------------- arithmetic LLVM has as intrinsics
 
 
-def _make_llvm(name: str, arity: int):
-    @intrinsic
-    def one(typingctx, x):
-        def codegen(context, b, sig, args):
-            return b.call(_declare(b, f"llvm.{name}.{_suffix(x.ir)}", x.ir, [x.ir]), args)
-
-        return x(x), codegen
-
-    def _n(context, b, sig, args, v):
-        values = [_as_vector(context, b, a, t, v) for a, t in zip(args, sig.args)]
-        return b.call(_declare(b, f"llvm.{name}.{_suffix(v.ir)}", v.ir, [v.ir] * arity), values)
-
-    @intrinsic
-    def two(typingctx, x, y):
-        v = x if isinstance(x, V) else y
-        return v(x, y), lambda context, b, sig, args: _n(context, b, sig, args, v)
-
-    @intrinsic
-    def three(typingctx, x, y, z):
-        v = next(t for t in (x, y, z) if isinstance(t, V))
-        return v(x, y, z), lambda context, b, sig, args: _n(context, b, sig, args, v)
-
-    return (one, two, three)[arity - 1]
+def _reinterpretation(target: Kind):
+    return lambda x: Vector(here().bitcast(x.value, target.ir), target)
 
 
-fma = _make_llvm("fma", 3)  # one rounding
-vsqrt, vabs = _make_llvm("sqrt", 1), _make_llvm("fabs", 1)
-vfloor, vceil, vtrunc, vrint = (_make_llvm(n, 1) for n in ("floor", "ceil", "trunc", "roundeven"))
-vcopysign = _make_llvm("copysign", 2)
-popcount, bitreverse = _make_llvm("ctpop", 1), _make_llvm("bitreverse", 1)
-smin, smax, umin, umax = (_make_llvm(n, 2) for n in ("smin", "smax", "umin", "umax"))
-sadd_sat, ssub_sat = _make_llvm("sadd.sat", 2), _make_llvm("ssub.sat", 2)
-minnum, maxnum = _make_llvm("minimumnum", 2), _make_llvm("maximumnum", 2)  # a NaN operand loses, -0 < +0
+def _llvm(name: str):
+    """The LLVM intrinsic `name` on vectors of one kind; all but one operand may be numbers."""
+
+    def operation(*operands) -> Vector:
+        kind = kind_of(*operands)
+        values = [as_vector(x, kind).value for x in operands]
+        fn = _declare(here(), f"llvm.{name}.{_suffix(kind.ir)}", kind.ir, [kind.ir] * len(values))
+        return Vector(here().call(fn, values), kind)
+
+    return operation
 
 
-@intrinsic
-def leading_zeros(typingctx, x):
-    def codegen(context, b, sig, args):
-        return b.call(_declare(b, f"llvm.ctlz.{_suffix(x.ir)}", x.ir, [x.ir, _I1]), [args[0], _I1(0)])
+fma = _llvm("fma")  # one rounding
+vsqrt, vabs = _llvm("sqrt"), _llvm("fabs")
+vfloor, vceil, vtrunc, vrint = (_llvm(n) for n in ("floor", "ceil", "trunc", "roundeven"))
+vcopysign = _llvm("copysign")
+popcount, bitreverse = _llvm("ctpop"), _llvm("bitreverse")
+smin, smax, umin, umax = (_llvm(n) for n in ("smin", "smax", "umin", "umax"))
+sadd_sat, ssub_sat = _llvm("sadd.sat"), _llvm("ssub.sat")
 
-    return x(x), codegen
+
+def extreme(x: Vector, y: Vector, least: bool) -> Vector:
+    """The smaller or the larger: a NaN operand loses, -0 < +0."""
+    bits = _reinterpretation(Q if x.kind.bits == 64 else XU if x.kind.per_lane == 2 else U)
+    back = _reinterpretation(x.kind)
+    same = back(bits(x) | bits(y) if least else bits(x) & bits(y))  # equal numbers: zeros may differ in their sign
+    chosen = sel(x < y if least else x > y, x, y)
+    return sel(y == y, sel(x == y, same, chosen), x)
+
+
+# llvm.minimumnum says the same, but LLVM 20 (numba 0.65) compiles it wrongly for x86. AArch64 has it as an instruction.
+if _AARCH64:
+    minnum, maxnum = _llvm("minimumnum"), _llvm("maximumnum")
+else:
+    minnum, maxnum = functools.partial(extreme, least=True), functools.partial(extreme, least=False)
+
+
+def leading_zeros(x: Vector) -> Vector:
+    t = x.value.type
+    return Vector(here().call(_declare(here(), f"llvm.ctlz.{_suffix(t)}", t, [t, _I1]), [x.value, _I1(0)]), x.kind)
 
 
 # ---------------------------------------------------------------- conversions
 
 
-def _float_to_int(b, x, source: V, target: V):
+def _float_to_int(b, x, source: Kind, target: Kind):
     """Toward zero, saturating, NaN -> 0."""
-    if platform.machine() == "aarch64":  # its conversions do exactly this; elsewhere LLVM would go lane by lane
+    if _AARCH64:  # its conversions do exactly this; elsewhere LLVM would go lane by lane
         name = f"llvm.fpto{'s' if target.signed else 'u'}i.sat.{_suffix(target.ir)}.{_suffix(x.type)}"
         return b.call(_declare(b, name, target.ir, [x.type]), [x])
-    width = target.element.bitwidth
-    high = 2.0 ** (width - 1) if target.signed else 2.0**width
+    high = 2.0 ** (target.bits - 1) if target.signed else 2.0**target.bits
     low = -high if target.signed else 0.0
-    top = (1 << (width - 1)) - 1 if target.signed else (1 << width) - 1
-    bottom = -(1 << (width - 1)) if target.signed else 0
+    top = (1 << (target.bits - 1)) - 1 if target.signed else (1 << target.bits) - 1
+    bottom = -(1 << (target.bits - 1)) if target.signed else 0
     r = (b.fptosi if target.signed else b.fptoui)(x, target.ir)
     r = b.select(b.fcmp_ordered(">=", x, _constant(source, high)), _constant(target, top), r)
     r = b.select(b.fcmp_ordered("<=", x, _constant(source, low)), _constant(target, bottom), r)
     return b.select(b.fcmp_unordered("uno", x, x), _constant(target, 0), r)
 
 
-def _make_convert(target: V):
-    @intrinsic
-    def convert(typingctx, x):
-        def codegen(context, b, sig, args):
-            (v,) = args
-            if not isinstance(x, V):
-                return _as_vector(context, b, v, x, target)
-            if x.floating and target.floating:
-                if x.element == target.element:
-                    return v
-                return (b.fpext if target.element.bitwidth > x.element.bitwidth else b.fptrunc)(v, target.ir)
-            if x.floating:
-                return _float_to_int(b, v, x, target)
-            if target.floating:
-                return (b.sitofp if x.signed else b.uitofp)(v, target.ir)
-            if x.element.bitwidth == target.element.bitwidth:
-                return v
-            if target.element.bitwidth < x.element.bitwidth:
-                return b.trunc(v, target.ir)
-            return (b.sext if x.signed else b.zext)(v, target.ir)
+def _converted(b, v, source: Kind, target: Kind):
+    if source.floating and target.floating:
+        if source.bits == target.bits:
+            return v
+        return (b.fpext if target.bits > source.bits else b.fptrunc)(v, target.ir)
+    if source.floating:
+        return _float_to_int(b, v, source, target)
+    if target.floating:
+        return (b.sitofp if source.signed else b.uitofp)(v, target.ir)
+    if source.bits == target.bits:
+        return v
+    if target.bits < source.bits:
+        return b.trunc(v, target.ir)
+    return (b.sext if source.signed else b.zext)(v, target.ir)
 
-        return target(x), codegen
+
+def _conversion(target: Kind):
+    def convert(x) -> Vector:
+        if not isinstance(x, Vector):
+            return as_vector(x, target)
+        return Vector(_converted(here(), x.value, x.kind, target), target)
 
     return convert
 
 
-# Value conversions between vector types; toU.. of a scalar spreads it.
-tou, toi, tof, toq, tol, tod = (_make_convert(v) for v in (U, I, F, Q, L, D))
+# Value conversions between kinds; tou.. of a number spreads it.
+tou, toi, tof, toq, tol, tod = (_conversion(kind) for kind in (U, I, F, Q, L, D))
 
 
-def _make_bits(target: V):
-    @intrinsic
-    def reinterpret(typingctx, x):
-        return target(x), lambda context, b, sig, args: b.bitcast(args[0], target.ir)
-
-    return reinterpret
+asU, asI, asF, asQ, asL, asD, asX, asXU = (_reinterpretation(kind) for kind in (U, I, F, Q, L, D, X, XU))
 
 
-asU, asI, asF, asQ, asL, asD, asX, asXU = (_make_bits(v) for v in (U, I, F, Q, L, D, X, XU))
-
-
-@intrinsic
-def half_to_float(typingctx, x):
+def half_to_float(x: Vector) -> Vector:
     """The f16 in the low half of each lane -> F; exact."""
-
-    def codegen(context, b, sig, args):
-        h = b.bitcast(b.trunc(args[0], ir.VectorType(ir.IntType(16), LANES)), ir.VectorType(_HALF, LANES))
-        return b.fpext(h, F.ir)
-
-    return F(x), codegen
+    b = here()
+    h = b.bitcast(b.trunc(x.value, ir.VectorType(ir.IntType(16), width())), ir.VectorType(_HALF, width()))
+    return Vector(b.fpext(h, F.ir), F)
 
 
-@intrinsic
-def float_to_half(typingctx, x):
+def float_to_half(x: Vector) -> Vector:
     """F -> f16 bits in the low half of each lane, round to nearest even; NaN bits are the CPU's."""
-
-    def codegen(context, b, sig, args):
-        h = b.bitcast(b.fptrunc(args[0], ir.VectorType(_HALF, LANES)), ir.VectorType(ir.IntType(16), LANES))
-        return b.zext(h, U.ir)
-
-    return U(x), codegen
+    b = here()
+    h = b.bitcast(b.fptrunc(x.value, ir.VectorType(_HALF, width())), ir.VectorType(ir.IntType(16), width()))
+    return Vector(b.zext(h, U.ir), U)
 
 
-@intrinsic
-def halves_to_floats(typingctx, x):
+def halves_to_floats(x: Vector) -> Vector:
     """Both f16 of each lane -> X."""
-    wide = ir.VectorType(_HALF, 2 * LANES)
-    return X(x), lambda context, b, sig, args: b.fpext(b.bitcast(args[0], wide), X.ir)
+    b = here()
+    return Vector(b.fpext(b.bitcast(x.value, ir.VectorType(_HALF, 2 * width())), X.ir), X)
 
 
-@intrinsic
-def floats_to_halves(typingctx, x):
+def floats_to_halves(x: Vector) -> Vector:
     """X -> two f16 per lane, round to nearest even; NaN bits are the CPU's."""
-    wide = ir.VectorType(_HALF, 2 * LANES)
-    return U(x), lambda context, b, sig, args: b.bitcast(b.fptrunc(args[0], wide), U.ir)
+    b = here()
+    return Vector(b.bitcast(b.fptrunc(x.value, ir.VectorType(_HALF, 2 * width())), U.ir), U)
 
 
 # ---------------------------------------------------------------- NaNs and small composites
 
 
-@intrinsic
-def canonical(typingctx, x):
+def canonical(x: Vector) -> Vector:
     """PTX's f32 NaN: every NaN result is 0x7fffffff. F or X."""
-    bits = ir.VectorType(_I32, x.count)
-
-    def codegen(context, b, sig, args):
-        # The constant is loaded: LLVM would take a literal apart into more instructions than the select itself.
-        nan = _splat(b, b.load(_table(b, "softsm_nan", [0x7FFFFFFF])), x.count)
-        ordered = b.fcmp_ordered("ord", args[0], args[0])
-        return b.bitcast(b.select(ordered, b.bitcast(args[0], bits), nan), x.ir)
-
-    return x(x), codegen
+    b, bits = here(), ir.VectorType(_I32, x.kind.count)
+    # The constant is loaded: LLVM would take a literal apart into more instructions than the select itself.
+    nan = _splat(b, b.load(_table(b, "softsm_nan", [0x7FFFFFFF])), x.kind.count)
+    ordered = b.fcmp_ordered("ord", x.value, x.value)
+    return Vector(b.bitcast(b.select(ordered, b.bitcast(x.value, bits), nan), x.kind.ir), x.kind)
 
 
-def _make_divide(signed: bool, remainder: bool):
+def _division(signed: bool, remainder: bool):
     """PTX leaves division by zero open; the device gives all ones, for the remainder too."""
 
-    @intrinsic
-    def divide(typingctx, x, y):
+    def divide(x: Vector, y: Vector) -> Vector:
+        kind = x.kind
+        constant = {n: _constant(kind, n) for n in (0, 1, -1)}
+
         def body(k, arguments):
             a, d = arguments
-            zero = k.icmp_unsigned("==", d, _constant(x, 0))
+            zero = k.icmp_unsigned("==", d, constant[0])
             special = zero
             if signed:  # the most negative number / -1 traps on x86
-                minus = k.icmp_unsigned("==", d, _constant(x, -1))
+                minus = k.icmp_unsigned("==", d, constant[-1])
                 special = k.or_(zero, minus)
-            safe = k.select(special, _constant(x, 1), d)
+            safe = k.select(special, constant[1], d)
             if remainder:
                 r = (k.srem if signed else k.urem)(a, safe)
             else:
                 r = (k.sdiv if signed else k.udiv)(a, safe)
                 r = k.select(minus, k.neg(a), r) if signed else r
-            k.ret(k.select(zero, _constant(x, -1), r))
+            k.ret(k.select(zero, constant[-1], r))
 
-        def codegen(context, b, sig, args):
-            name = f"softsm_{'s' if signed else 'u'}{'rem' if remainder else 'div'}_{_suffix(x.ir)}"
-            return b.call(_function(b, name, x.ir, [x.ir, x.ir], body), args)
-
-        return x(x, x), codegen
+        name = f"softsm_{'s' if signed else 'u'}{'rem' if remainder else 'div'}_{_suffix(kind.ir)}"
+        return Vector(here().call(_function(here(), name, kind.ir, [kind.ir] * 2, body), [x.value, y.value]), kind)
 
     return divide
 
 
-udiv, sdiv = _make_divide(False, False), _make_divide(True, False)
-urem, srem = _make_divide(False, True), _make_divide(True, True)
+udiv, sdiv = _division(False, False), _division(True, False)
+urem, srem = _division(False, True), _division(True, True)
 
 
-@intrinsic
-def mulhi(typingctx, x, y):
-    """The upper half of the product, signed or unsigned by type; 32 or 64 bits."""
-    width = x.element.bitwidth
-    wide = ir.VectorType(ir.IntType(2 * width), LANES)
-
-    def codegen(context, b, sig, args):
-        extend = b.sext if x.signed else b.zext
-        product = b.mul(extend(args[0], wide), extend(args[1], wide))
-        return b.trunc(b.lshr(product, ir.Constant(wide, [width] * LANES)), x.ir)
-
-    return x(x, x), codegen
+def mulhi(x: Vector, y: Vector) -> Vector:
+    """The upper half of the product, signed or unsigned by kind; 32 or 64 bits."""
+    b, bits = here(), x.kind.bits
+    wide = ir.VectorType(ir.IntType(2 * bits), width())
+    extend = b.sext if x.kind.signed else b.zext
+    product = b.mul(extend(x.value, wide), extend(y.value, wide))
+    return Vector(b.trunc(b.lshr(product, ir.Constant(wide, [bits] * width())), x.kind.ir), x.kind)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from softsm.engine.vec_ops import (
     asF,
     asI,
@@ -19,9 +17,7 @@ from softsm.engine.vec_ops import (
 )
 from softsm.engine.vec_types import sel
 
-_fn = njit(error_model="numpy", forceinline=True)
 
-@_fn
 def to_mini(x, mantissa, emin, top):
     """|x| -> code of a small float format (round to nearest even, saturating at code `top`).
 
@@ -34,62 +30,51 @@ def to_mini(x, mantissa, emin, top):
     return asU(smin(code, top))
 
 
-@_fn
 def to_e4m3(x):
     code = sel(x == x, to_mini(x, 3, -6, 0x7E), 0x7F)
     return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
 
 
-@_fn
 def to_e5m2(x):
     code = sel(x == x, to_mini(x, 2, -14, 0x7B), 0x7F)
     return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
 
 
-@_fn
 def to_e2m1(x):
     return sel(x == x, to_mini(x, 1, 0, 7) | ((asU(x) >> 28) & 8), 7)
 
 
-@_fn
 def to_e2m3(x):
     return sel(x == x, to_mini(x, 3, 0, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
 
 
-@_fn
 def to_e3m2(x):
     return sel(x == x, to_mini(x, 2, -2, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
 
 
-@_fn
 def from_e4m3(code):
     """To f16 bits, exactly. The bits stand at f16's places; the factor corrects the exponent's bias."""
     h = float_to_half(half_to_float((code & 0x7F) << 7) * 256.0)
     return sel((code & 0x7F) == 0x7F, 0x7FFF, h | ((code & 0x80) << 8))
 
 
-@_fn
 def from_e5m2(code):
     h = (code & 0xFF) << 8
     return sel((h & 0x7FFF) > 0x7C00, 0x7FFF, h)
 
 
-@_fn
 def from_e2m1(code):
     return float_to_half(half_to_float((code & 7) << 9) * 16384.0) | ((code & 8) << 12)
 
 
-@_fn
 def from_e2m3(code):
     return float_to_half(half_to_float((code & 0x1F) << 7) * 16384.0) | ((code & 0x20) << 10)
 
 
-@_fn
 def from_e3m2(code):
     return float_to_half(half_to_float((code & 0x1F) << 8) * 4096.0) | ((code & 0x20) << 10)
 
 
-@_fn
 def to_ue8m0(x, up, top):
     """|x| -> biased exponent, toward zero or (up = 1) to the next power of two; over `top`: saturates or NaN."""
     u = asU(x) & 0x7FFFFFFF
@@ -100,7 +85,6 @@ def to_ue8m0(x, up, top):
     return sel(x == x, umin(e + step, top), 0xFF)
 
 
-@_fn
 def from_ue8m0(code):
     """To bf16 bits."""
     return sel(code == 0xFF, 0x7FFF, sel(code == 0, tou(0x40), code << 7))

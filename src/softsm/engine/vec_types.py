@@ -1,32 +1,33 @@
-"""32-lane values for Numba: one register of a whole warp as one LLVM vector.
+"""32-lane values: one register of a whole warp as one LLVM vector.
 
-Types: `U I F Q L D` are vectors of 32 uint32, int32, float32, uint64, int64, float64; `X` is 64 float32 (a pair per
-lane: .f32x2, or both halves of .f16x2); `M` is a lane mask <32 x i1>, what a comparison gives. A predicate register
-or an active mask is a plain uint32. `sel` and `lane_mask` take either form, `tomask` gives the uint32.
+The functions of the vector vocabulary (see vec.py) are ordinary Python. Called on `Vector`s they append LLVM
+instructions to the function that is being built (`building`), so an expression of `isa/registry.micro` is compiled by
+evaluating it once. Nothing in it may branch on a lane's value.
 
-Arithmetic operators work lane by lane and never promote: U + U wraps at 32 bits; a scalar operand is cast to the
-vector's element type and spread. Float arithmetic is IEEE, never contracted; `fma` rounds once.
+Kinds: `U I F Q L D` are uint32, int32, float32, uint64, int64, float64 per lane; `X` and `XU` two float32 or uint32 per
+lane (.f32x2, or both halves of .f16x2). A comparison gives a `Mask`, one bit per lane. A predicate register or an
+active mask is a plain uint32, `Bits`. `sel` and `lane_mask` take either form, `tomask` gives the uint32.
 
-Register files are passed as raw addresses (int64) or as arrays; rows are 32 elements. Functions whose code is large
-(masked store, gather, scatter, permute) are one out-of-line LLVM function per module, so that a dispatch function
-with hundreds of operations stays small. Nothing here is specific to one CPU except the two lines marked so.
+Arithmetic operators work lane by lane and never promote: U + U wraps at 32 bits; a Python number is converted to the
+vector's kind and spread. Float arithmetic is IEEE, never contracted; `fma` rounds once.
+
+Code that is large (masked store, gather, scatter, permute) is one out-of-line LLVM function per module, so that a
+dispatch function with hundreds of operations stays small. Nothing here is specific to one CPU except the lines marked
+so.
 """
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import platform
+import threading
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
-from numba.np.arrayobj import make_array
 
 LANES = 32
-FULL = np.uint32(0xFFFFFFFF)
-ZERO = np.uint32(0)
+FULL = 0xFFFFFFFF
 
 _I1, _I8, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 _FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
@@ -34,59 +35,233 @@ _FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 _BITCAST_MASKS = platform.machine() in ("x86_64", "AMD64")
 
 
-class V(types.Type):
-    """A vector of `count` elements of a Numba scalar type."""
+@dataclass(frozen=True)
+class Kind:
+    """What the elements of a vector are; `per_lane` of them for each lane."""
 
-    def __init__(self, element: types.Type, count: int = LANES):
-        self.element, self.count = element, count
-        super().__init__(name=f"V[{element} x {count}]")
-
-    @property
-    def floating(self) -> bool:
-        return isinstance(self.element, types.Float)
-
-    @property
-    def signed(self) -> bool:
-        return bool(getattr(self.element, "signed", False))
+    name: str
+    bits: int
+    floating: bool = False
+    signed: bool = False
+    per_lane: int = 1
 
     @property
-    def scalar_ir(self) -> ir.Type:
+    def element(self) -> ir.Type:
         if self.floating:
-            return _FLOAT if self.element.bitwidth == 32 else _DOUBLE
-        return ir.IntType(self.element.bitwidth)
+            return _FLOAT if self.bits == 32 else _DOUBLE
+        return ir.IntType(self.bits)
+
+    @property
+    def count(self) -> int:
+        return width() * self.per_lane
 
     @property
     def ir(self) -> ir.VectorType:
-        return ir.VectorType(self.scalar_ir, self.count)
+        return ir.VectorType(self.element, self.count)
 
 
-class MaskType(types.Type):
-    """<n x i1>: what comparing two vectors gives."""
+U, I, F = Kind("U", 32), Kind("I", 32, signed=True), Kind("F", 32, floating=True)  # noqa: E741
+Q, L, D = Kind("Q", 64), Kind("L", 64, signed=True), Kind("D", 64, floating=True)
+X, XU = Kind("X", 32, floating=True, per_lane=2), Kind("XU", 32, per_lane=2)
 
-    def __init__(self, count: int = LANES):
-        self.count = count
-        super().__init__(name=f"M[{count}]")
+# ---------------------------------------------------------------- the function that is being built
 
-
-U, I, F = V(types.uint32), V(types.int32), V(types.float32)  # noqa: E741
-Q, L, D = V(types.uint64), V(types.int64), V(types.float64)
-X = V(types.float32, 2 * LANES)
-XU = V(types.uint32, 2 * LANES)
-M = MaskType()
-_M_IR = ir.VectorType(_I1, LANES)
-_U_IR, _Q_IR = U.ir, Q.ir
+_where = threading.local()
 
 
-@register_model(V)
-class _VModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, fe_type.ir)
+@contextlib.contextmanager
+def building(builder: ir.IRBuilder, lanes: int = LANES, first: int = 0):
+    """Vocabulary functions called inside append to `builder`; a vector there has `lanes` lanes from number `first`."""
+    before = getattr(_where, "now", None)
+    _where.now = (builder, lanes, first)
+    try:
+        yield builder
+    finally:
+        _where.now = before
 
 
-@register_model(MaskType)
-class _MModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, ir.VectorType(_I1, fe_type.count))
+def here() -> ir.IRBuilder:
+    return _where.now[0]
+
+
+def width() -> int:
+    return _where.now[1]
+
+
+def first_lane() -> int:
+    return _where.now[2]
+
+
+# ---------------------------------------------------------------- values
+
+
+class Vector:
+    """One value per lane."""
+
+    __slots__ = ("kind", "value")
+    __hash__ = None
+
+    def __init__(self, value: ir.Value, kind: Kind):
+        self.value, self.kind = value, kind
+
+    def _binary(self, other, on_float: str | None, on_int: str, *, swap: bool = False) -> Vector:
+        x, y = self, as_vector(other, self.kind)
+        if swap:
+            x, y = y, x
+        name = on_float if self.kind.floating else on_int
+        if name is None:
+            raise TypeError(f"{on_int} of floats")
+        return Vector(getattr(here(), name)(x.value, y.value), self.kind)
+
+    def __add__(self, other):
+        return self._binary(other, "fadd", "add")
+
+    def __sub__(self, other):
+        return self._binary(other, "fsub", "sub")
+
+    def __mul__(self, other):
+        return self._binary(other, "fmul", "mul")
+
+    def __truediv__(self, other):
+        return self._binary(other, "fdiv", "none")
+
+    def __and__(self, other):
+        return self._binary(other, None, "and_")
+
+    def __or__(self, other):
+        return self._binary(other, None, "or_")
+
+    def __xor__(self, other):
+        return self._binary(other, None, "xor")
+
+    # Shift amounts must be below the width: see vec_math.shl and friends for PTX's clamping shifts.
+    def __lshift__(self, other):
+        return self._shift(other, "shl")
+
+    def __rshift__(self, other):
+        return self._shift(other, "ashr" if self.kind.signed else "lshr")
+
+    def _shift(self, other, name: str) -> Vector:
+        amount = other.value if isinstance(other, Vector) else _constant(self.kind, other)
+        if amount.type != self.value.type:
+            raise TypeError(f"{self.kind.name} shifted by {other.kind.name}")
+        return Vector(getattr(here(), name)(self.value, amount), self.kind)
+
+    __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
+
+    def __rsub__(self, other):
+        return self._binary(other, "fsub", "sub", swap=True)
+
+    def __rtruediv__(self, other):
+        return self._binary(other, "fdiv", "none", swap=True)
+
+    def __neg__(self):
+        return Vector((here().fneg if self.kind.floating else here().neg)(self.value), self.kind)
+
+    def __invert__(self):
+        return Vector(here().not_(self.value), self.kind)
+
+    def _compare(self, other, sign: str) -> Mask:
+        y = as_vector(other, self.kind).value
+        if self.kind.floating:
+            method = here().fcmp_unordered if sign == "!=" else here().fcmp_ordered
+        else:
+            method = here().icmp_signed if self.kind.signed else here().icmp_unsigned
+        return Mask(method(sign, self.value, y))
+
+    def __lt__(self, other):
+        return self._compare(other, "<")
+
+    def __le__(self, other):
+        return self._compare(other, "<=")
+
+    def __gt__(self, other):
+        return self._compare(other, ">")
+
+    def __ge__(self, other):
+        return self._compare(other, ">=")
+
+    def __eq__(self, other):
+        return self._compare(other, "==")
+
+    def __ne__(self, other):
+        return self._compare(other, "!=")
+
+    def __bool__(self):
+        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
+
+
+class Mask:
+    """One bit per element, <n x i1>: what comparing two vectors gives."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def _binary(self, other, name: str) -> Mask:
+        return Mask(getattr(here(), name)(self.value, lane_mask(other).value))
+
+    def __and__(self, other):
+        return self._binary(other, "and_")
+
+    def __or__(self, other):
+        return self._binary(other, "or_")
+
+    def __xor__(self, other):
+        return self._binary(other, "xor")
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self):
+        return Mask(here().not_(self.value))
+
+    def __bool__(self):
+        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
+
+
+class Bits:
+    """A plain uint32: bit i belongs to lane i."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def _binary(self, other, name: str) -> Bits | Mask:
+        if isinstance(other, Mask):
+            return getattr(other, {"and_": "__and__", "or_": "__or__", "xor": "__xor__"}[name])(self)
+        y = other.value if isinstance(other, Bits) else _I32(other)
+        return Bits(getattr(here(), name)(self.value, y))
+
+    def __and__(self, other):
+        return self._binary(other, "and_")
+
+    def __or__(self, other):
+        return self._binary(other, "or_")
+
+    def __xor__(self, other):
+        return self._binary(other, "xor")
+
+    def __invert__(self):
+        return Bits(here().not_(self.value))
+
+    def __bool__(self):
+        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
+
+
+def as_vector(x, kind: Kind) -> Vector:
+    """A Python number becomes copies of itself, one per element."""
+    if isinstance(x, Vector):
+        if x.kind != kind:
+            raise TypeError(f"{x.kind.name} where {kind.name} is needed: kinds do not mix")
+        return x
+    return Vector(_constant(kind, x), kind)
+
+
+def kind_of(*values) -> Kind:
+    """Of the first vector among the values."""
+    return next(v.kind for v in values if isinstance(v, Vector))
 
 
 # ---------------------------------------------------------------- small IR helpers
@@ -99,28 +274,22 @@ def _suffix(t: ir.VectorType) -> str:
 
 
 def _declare(b, name, ret, args):
-    return cgutils.get_or_insert_function(b.module, ir.FunctionType(ret, args), name)
+    fn = b.module.globals.get(name)
+    return fn if fn is not None else ir.Function(b.module, ir.FunctionType(ret, args), name)
 
 
-def _splat(b, x, count=LANES):
-    if isinstance(x, ir.Constant):
-        return ir.Constant(ir.VectorType(x.type, count), [x.constant] * count)
+def _splat(b, x, count):
     undef = ir.Constant(ir.VectorType(x.type, count), ir.Undefined)
     v = b.insert_element(undef, x, _I32(0))
     return b.shuffle_vector(v, undef, ir.Constant(ir.VectorType(_I32, count), [0] * count))
 
 
-def _constant(v: V, value) -> ir.Constant:
-    return ir.Constant(v.ir, [value] * v.count)
-
-
-def _as_vector(context, b, value, ty, want: V):
-    """A scalar operand becomes 32 copies of itself in the vector's element type."""
-    if isinstance(ty, V):
-        return value
-    if isinstance(ty, types.Literal) and not want.floating:
-        return _constant(want, int(ty.literal_value) & ((1 << want.element.bitwidth) - 1))
-    return _splat(b, context.cast(b, value, types.unliteral(ty), want.element), want.count)
+def _constant(kind: Kind, value) -> ir.Constant:
+    if kind.floating:
+        value = float(np.float32(value)) if kind.bits == 32 else float(value)
+    else:
+        value = int(value) & ((1 << kind.bits) - 1)
+    return ir.Constant(kind.ir, [value] * kind.count)
 
 
 def _table(b, name: str, values: list[int], element=_I32):
@@ -152,47 +321,23 @@ def _concat(b, x, y):
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, 2 * n), list(range(2 * n))))
 
 
-def _to_i1(b, m, ty):
-    """uint32 or M -> <32 x i1>."""
-    if isinstance(ty, MaskType):
-        return m
-    if m.type != _I32:
-        m = b.trunc(m, _I32) if m.type.width > 32 else b.zext(m, _I32)
+def _i1_of_bits(b, m):
+    """i32 -> <lanes x i1>."""
     if _BITCAST_MASKS:
-        return b.bitcast(m, _M_IR)
-    return b.icmp_signed("<", _spread(b, m), ir.Constant(_U_IR, None))
+        return b.bitcast(m, ir.VectorType(_I1, LANES))
+    return b.icmp_signed("<", _spread(b, m), ir.Constant(ir.VectorType(_I32, LANES), None))
 
 
-def _select(b, m, ty, x, y):
-    """m ? x : y on integer or float vectors."""
-    if isinstance(ty, MaskType) or _BITCAST_MASKS or x.type.count != LANES:
-        return b.select(_to_i1(b, m, ty), x, y)
+def _select_bits(b, m, x, y):
+    """i32 m ? x : y on vectors of 32 elements."""
+    if _BITCAST_MASKS:
+        return b.select(_i1_of_bits(b, m), x, y)
     # A bitwise select of a ready mask: one instruction per register on AArch64.
     bits = ir.VectorType(ir.IntType(64 if x.type.element in (_I64, _DOUBLE) else 32), LANES)
     k = _spread(b, m)
     k = b.sext(k, bits) if bits.element == _I64 else k
     x_bits, y_bits = b.bitcast(x, bits), b.bitcast(y, bits)
     return b.bitcast(b.or_(b.and_(x_bits, k), b.and_(y_bits, b.not_(k))), x.type)
-
-
-def _to_i32(b, m, ty):
-    """M or uint32 -> i32."""
-    return b.bitcast(m, _I32) if isinstance(ty, MaskType) else m
-
-
-def _base(context, b, ty, value, element_ir):
-    """Register file (array or raw address) -> pointer to its elements."""
-    if isinstance(ty, types.Array):
-        return b.bitcast(make_array(ty)(context, b, value).data, element_ir.as_pointer())
-    return b.inttoptr(value, element_ir.as_pointer())
-
-
-def _row(context, b, ty, value, row, vector: V):
-    """Pointer to a row as <n x T>*."""
-    row = b.zext(row, _I64) if row.type.width < 64 else row
-    per_row = LANES * (2 if vector.count == 2 * LANES else 1)
-    p = b.gep(_base(context, b, ty, value, vector.scalar_ir), [b.mul(row, _I64(per_row))], inbounds=True)
-    return b.bitcast(p, vector.ir.as_pointer())
 
 
 def _function(b, name: str, ret, args, body):
@@ -207,159 +352,52 @@ def _function(b, name: str, ret, args, body):
     return fn
 
 
-# ---------------------------------------------------------------- operators
-
-
-def _binary(op, on_float, on_int, *, compares=False, shifts=False):
-    @type_callable(op)
-    def typing(context):
-        def typer(x, y):
-            v = x if isinstance(x, V) else y if isinstance(y, V) else None
-            if v is None or isinstance(x, MaskType) or isinstance(y, MaskType):
-                return None
-            if isinstance(x, V) and isinstance(y, V) and x != y and not (shifts and x.ir == y.ir):
-                return None
-            return MaskType(v.count) if compares else (x if shifts and isinstance(x, V) else v)
-
-        return typer
-
-    def lower(context, b, sig, args):
-        v = next(t for t in sig.args if isinstance(t, V))
-        x, y = (_as_vector(context, b, a, t, v) for a, t in zip(args, sig.args))
-        return (on_float if v.floating else on_int)(b, x, y, v.signed)
-
-    for signature in ((V, V), (V, types.Any), (types.Any, V)):
-        lower_builtin(op, *signature)(lower)
-
-
-_binary(operator.add, lambda b, x, y, s: b.fadd(x, y), lambda b, x, y, s: b.add(x, y))
-_binary(operator.sub, lambda b, x, y, s: b.fsub(x, y), lambda b, x, y, s: b.sub(x, y))
-_binary(operator.mul, lambda b, x, y, s: b.fmul(x, y), lambda b, x, y, s: b.mul(x, y))
-_binary(operator.truediv, lambda b, x, y, s: b.fdiv(x, y), None)
-_binary(operator.and_, None, lambda b, x, y, s: b.and_(x, y))
-_binary(operator.or_, None, lambda b, x, y, s: b.or_(x, y))
-_binary(operator.xor, None, lambda b, x, y, s: b.xor(x, y))
-# Shift amounts must be below the width: see shl32 and friends for PTX's clamping shifts.
-_binary(operator.lshift, None, lambda b, x, y, s: b.shl(x, y), shifts=True)
-_binary(operator.rshift, None, lambda b, x, y, s: b.ashr(x, y) if s else b.lshr(x, y), shifts=True)
-
-
-def _comparison(op, sign):
-    compare_float = "fcmp_unordered" if sign == "!=" else "fcmp_ordered"
-    _binary(
-        op,
-        lambda b, x, y, s: getattr(b, compare_float)(sign, x, y),
-        lambda b, x, y, s: (b.icmp_signed if s else b.icmp_unsigned)(sign, x, y),
-        compares=True,
-    )
-
-
-for _op, _sign in ((operator.lt, "<"), (operator.le, "<="), (operator.gt, ">"), (operator.ge, ">="),
-                   (operator.eq, "=="), (operator.ne, "!=")):
-    _comparison(_op, _sign)
-
-
-def _unary(op, on_float, on_int):
-    @type_callable(op)
-    def typing(context):
-        return lambda x: x if isinstance(x, (V, MaskType)) else None
-
-    def lower(context, b, sig, args):
-        ty = sig.args[0]
-        return (on_float if isinstance(ty, V) and ty.floating else on_int)(b, args[0])
-
-    lower_builtin(op, V)(lower)
-    lower_builtin(op, MaskType)(lower)
-
-
-_unary(operator.neg, lambda b, x: b.fneg(x), lambda b, x: b.neg(x))
-_unary(operator.invert, None, lambda b, x: b.not_(x))
-
-
-def _mask_binary(op, method):
-    """M with M stays M; M with a uint32 mask is M."""
-
-    @type_callable(op)
-    def typing(context):
-        def typer(x, y):
-            masks = [t for t in (x, y) if isinstance(t, MaskType)]
-            if masks and all(isinstance(t, (MaskType, types.Integer)) for t in (x, y)):
-                return masks[0]
-            return None
-
-        return typer
-
-    def lower(context, b, sig, args):
-        x, y = (_to_i1(b, a, t) for a, t in zip(args, sig.args))
-        return getattr(b, method)(x, y)
-
-    for signature in ((MaskType, MaskType), (MaskType, types.Integer), (types.Integer, MaskType)):
-        lower_builtin(op, *signature)(lower)
-
-
-for _op, _method in ((operator.and_, "and_"), (operator.or_, "or_"), (operator.xor, "xor")):
-    _mask_binary(_op, _method)
+def _alloca(b, t):
+    """A stack slot, made once on entry of the function."""
+    with b.goto_entry_block():
+        return b.alloca(t)
 
 
 # ---------------------------------------------------------------- masks
 
 
-@intrinsic
-def tomask(typingctx, m):
-    """M -> uint32 (a uint32 passes through)."""
-
-    def codegen(context, b, sig, args):
-        if isinstance(sig.args[0], MaskType):
-            return b.bitcast(args[0], _I32)
-        return context.cast(b, args[0], types.unliteral(sig.args[0]), types.uint32)
-
-    return types.uint32(m), codegen
+def tomask(m) -> Bits:
+    """Mask or Bits -> Bits."""
+    return Bits(here().bitcast(m.value, _I32)) if isinstance(m, Mask) else m
 
 
-@intrinsic
-def lane_mask(typingctx, m):
-    """uint32 -> M."""
-    return M(m), lambda context, b, sig, args: _to_i1(b, args[0], sig.args[0])
+def lane_mask(m) -> Mask:
+    """Bits or Mask -> Mask."""
+    return m if isinstance(m, Mask) else Mask(_i1_of_bits(here(), m.value))
 
 
-@intrinsic
-def vany(typingctx, m):
-    """Is any lane of M set? Cheaper than tomask(m) != 0."""
-
-    def codegen(context, b, sig, args):
-        t = args[0].type
-        return b.call(_declare(b, f"llvm.vector.reduce.or.v{t.count}i1", _I1, [t]), args)
-
-    return types.boolean(m), codegen
+def any_lane(m: Mask) -> ir.Value:
+    """Is any lane of the mask set? i1; cheaper than tomask(m) != 0."""
+    t = m.value.type
+    return here().call(_declare(here(), f"llvm.vector.reduce.or.v{t.count}i1", _I1, [t]), [m.value])
 
 
-@intrinsic
-def sel(typingctx, m, x, y):
-    """Lane by lane: m ? x : y. m is M or uint32; one of x and y may be a scalar."""
-    v = x if isinstance(x, V) else y
-
-    def codegen(context, b, sig, args):
-        _, tx, ty = sig.args
-        x, y = _as_vector(context, b, args[1], tx, v), _as_vector(context, b, args[2], ty, v)
-        return _select(b, args[0], sig.args[0], x, y)
-
-    mask_type = m if isinstance(m, MaskType) else types.uint32
-    return v(mask_type, x, y), codegen
+def everywhere(condition: ir.Value) -> Bits:
+    """i1 -> all lanes or none."""
+    return Bits(here().select(condition, _I32(FULL), _I32(0)))
 
 
-@intrinsic
-def spread(typingctx, m):
-    """M -> U of all ones where set, 0 elsewhere."""
-    return U(m), lambda context, b, sig, args: b.sext(args[0], _U_IR)
+def sel(m, x, y) -> Vector:
+    """Lane by lane: m ? x : y. m is Mask or Bits; one of x and y may be a number."""
+    kind = kind_of(x, y)
+    a, c = as_vector(x, kind).value, as_vector(y, kind).value
+    if isinstance(m, Bits) and kind.per_lane == 1:
+        return Vector(_select_bits(here(), m.value, a, c), kind)
+    return Vector(here().select(m.value, a, c), kind)
 
 
-@intrinsic(prefer_literal=True)
-def loaded(typingctx, bits):
-    """A literal uint32 spread over 32 lanes, loaded from memory: for selects whose constant LLVM would otherwise
-    take apart into more instructions than the select itself."""
-    value = bits.literal_value
+def spread(m: Mask) -> Vector:
+    """Mask -> U of all ones where set, 0 elsewhere."""
+    return Vector(here().sext(m.value, U.ir), U)
 
-    def codegen(context, b, sig, args):
-        return _splat(b, b.load(_table(b, f"softsm_constant_{value:x}", [value])))
 
-    return U(bits), codegen
+def loaded(bits: int) -> Vector:
+    """A number spread over the lanes, loaded from memory: for selects whose constant LLVM would otherwise take apart
+    into more instructions than the select itself."""
+    b = here()
+    return Vector(_splat(b, b.load(_table(b, f"softsm_constant_{bits:x}", [bits])), U.count), U)

@@ -21,7 +21,7 @@ from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
 from softsm.isa.mbarriers import lanes, located
-from softsm.isa.tensor_kernels import kernels
+from softsm.isa.tensor_product import multiply_add
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
@@ -174,10 +174,10 @@ def perform(p: Product, ctas: list) -> None:
                 continue
         if s.d == "f32":
             keep = 2.0**-p.scale_exponent if p.add else 0.0
-            kernels().multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
+            multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
         else:
             product = np.empty((s.n * 4, 32), np.uint32)
-            kernels().multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
+            multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
             update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
 
 

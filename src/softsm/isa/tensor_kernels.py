@@ -1,4 +1,4 @@
-"""The inner loops of the tensor core, compiled: gather and decode an operand tile, multiply and accumulate.
+"""The inner loops of the tensor core's operands, compiled: gather and decode a tile; the product of mma.sync.
 
 Everything happens in lane space: D is rows of 32 lanes (`cells`, uint32 [columns * stride, 32]; tensor memory has
 stride 4), A is [k * stride + 2, 32] with the operand row of each lane in its place, then a row of zeros and one of
@@ -17,8 +17,6 @@ import pathlib
 import numpy as np
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
-if "ldF" not in globals():
-    from softsm.engine.vec import fma, ldF, sel, vst  # noqa: F401  (names of the compiled text)
 
 
 @functools.cache
@@ -26,44 +24,13 @@ def kernels():
     """The compiled functions of this file."""
     from numba import njit
 
-    from softsm.engine import build, vec
+    from softsm.engine import build
 
     def compiler(signature):
         return njit(signature, cache=True, nogil=True, error_model="numpy")
 
     path = pathlib.Path(__file__)
-    names = {name: getattr(vec, name) for name in ("fma", "ldF", "sel", "vst")}
-    return build.load("tensor_core", path.read_text(), compiled=compiler, **names)
-
-
-@compiled("void(u4[:,::1], i8, i8[:,::1], u4[:,::1], f4[:,::1], f4)")
-def multiply_add(cells, row, plan, a, b, keep):
-    """D = A*B + keep*D; keep = 0 does not read D. plan[q] = (lane mask, first n, count of n) of the 32 lanes q: they
-    are rows row + q + stride*i of cells for column i of D, with as many blocks q as the plan has (the stride). Counts
-    are even."""
-    stride = plan.shape[0]
-    k = b.shape[1]
-    zero = ldF(a, np.uint32(a.shape[0] - 2))
-    nan = ldF(a, np.uint32(a.shape[0] - 1))
-    for q in range(stride):
-        mask = np.uint32(plan[q, 0])
-        if mask == np.uint32(0):
-            continue
-        first = plan[q, 1]
-        for n in range(0, plan[q, 2], 2):
-            r0 = np.uint32(row + q + stride * n)
-            r1 = np.uint32(r0 + stride)
-            x, y = zero, zero
-            if keep != np.float32(0):
-                x, y = ldF(cells, r0), ldF(cells, r1)
-                if keep != np.float32(1):
-                    x, y = x * keep, y * keep
-            for i in range(k):
-                v = ldF(a, np.uint32(stride * i + q))
-                x = fma(v, b[first + n, i], x)
-                y = fma(v, b[first + n + 1, i], y)
-            vst(cells, r0, mask, sel(x != x, nan, x))
-            vst(cells, r1, mask, sel(y != y, nan, y))
+    return build.load("tensor_core", path.read_text(), compiled=compiler)
 
 
 @compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")

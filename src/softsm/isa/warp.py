@@ -21,7 +21,7 @@ for _step in (1, 2, 4, 8, 16):  # the steps of a reduction over the warp
     micro(f"shfl.bfly.{_step}", "u=u", f"xor_lanes(a, {_step})", hot=True)
 micro("redux.max.f32", "f=f", "warp_max(a, m)", hot=True)
 micro("redux.min.f32", "f=f", "warp_min(a, m)", hot=True)
-micro("any.nan.f32", "p=f", "FULL if tomask(a != a) & m != ZERO else ZERO")
+micro("any.nan.f32", "p=f", "everywhere(any_lane((a != a) & m))")
 VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
 REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32"): ln.R_MIN, ("max", "u32"): ln.R_MAX,
               ("min", "s32"): ln.R_SMIN, ("max", "s32"): ln.R_SMAX, ("and", "b32"): ln.R_AND, ("or", "b32"): ln.R_OR,

@@ -25,6 +25,7 @@ from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import exactly, finish, take
+from softsm.isa.tensor_product import multiply_add
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Vector
@@ -413,14 +414,14 @@ def perform(chain: list[tuple[Part, ...]]) -> list[np.ndarray]:
     plan = BOTH.copy()
     plan[:, 2] = s.n
     d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
-    move, multiply = kernels().fragments, kernels().multiply_add
+    move = kernels().fragments
     if s.d == "f32":
         if first.add:
             for i, part in enumerate(chain[0]):
                 move(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
-        multiply(d, 0, plan, a, b, 1.0 if first.add else 0.0)
+        multiply_add(d, 0, plan, a, b, 1.0 if first.add else 0.0)
         return [d] * 4
-    multiply(d, 0, plan, a, b, 0.0)
+    multiply_add(d, 0, plan, a, b, 0.0)
     product = d.view(np.float32).reshape(s.n, 64)
     out = []
     for i, part in enumerate(chain[0]):

@@ -1,0 +1,240 @@
+"""The dispatch loop: micro-operations and jumps, warp by warp.
+
+    status, pc, mask, lanes, steps = run(S, pc, mask, stop, quantum, multi)
+
+runs one fragment from `pc` until something needs Python: a macro-operation, a branch that diverges, an exit, the pc
+`stop` where another fragment waits, the end of its quantum. S is the address of the state vector of engine/program.py,
+which holds the addresses of everything else. `lanes` tells which lanes the status is about.
+
+Hot micro-operations are cases of the loop's switch, the others functions of their own, a call further away, compiled in
+groups when a program first needs one of the group. Everything else (memory, exchange between lanes) goes through the
+function at the address `lane_operation`, so that one loop serves the plain and the checking engine alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+from llvmlite import ir
+
+from softsm.engine import native, selftest, vec
+from softsm.engine import program as pg
+from softsm.engine.vec_access import OPERATION, field
+from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
+from softsm.engine.vec_types import _I32, _I64, FULL, Bits, D, F, I, L, Q, U, building
+from softsm.isa.registry import MICROS, Micro
+
+GROUP = 40  # cold micro-operations compiled together
+KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
+LETTERS = "abcd"
+COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
+RUN = ir.FunctionType(_I64, [_I64] * 9)  # lane operation, cold operations, S, pc, mask, stop, quantum, multi, results
+
+
+def numbered() -> tuple[list[tuple[int, Micro]], list[tuple[int, Micro]]]:
+    """(hot, cold) micro-operations with their opcode numbers: hot ones first, then the cold ones, as defined."""
+    hot = [m for m in MICROS.values() if m.hot]
+    cold = [m for m in MICROS.values() if not m.hot]
+    return list(enumerate(hot, pg.FIRST_MICRO)), list(enumerate(cold, pg.FIRST_MICRO + len(hot)))
+
+
+def emit(m: Micro, rd, sources, mask: Bits, files: dict[str, ir.Value]) -> None:
+    """Append the code of one micro-operation on the rows rd and `sources`, under the lane mask."""
+    names = {}
+    for letter, kind, row in zip(LETTERS, m.srcs, sources):
+        if kind == "p":
+            names[letter] = load_predicate(files["P"], row)
+        else:
+            names[letter] = load_row(files["R" if kind in "uif" else "Q"], row, KINDS[kind])
+    value = evaluate(m, names, mask)
+    if m.dst == "p":
+        store_predicate(files["P"], rd, mask, value)
+    else:
+        store_row(files["R" if m.dst in "uif" else "Q"], rd, mask, value)
+
+
+def evaluate(m: Micro, names: dict, mask):
+    """The value of a micro-operation's expression; `names` are its sources by letter."""
+    return eval(_compiled(m.expression), vars(vec), {**names, "m": mask})  # noqa: S307
+
+
+@functools.cache
+def _compiled(expression: str):
+    return compile(expression, f"<{expression}>", "eval")
+
+
+# ---------------------------------------------------------------- cold operations
+
+
+def cold_group(module: ir.Module, part: list[tuple[int, Micro]]) -> None:
+    for n, m in part:
+        function = ir.Function(module, COLD, f"op{n}")
+        rd, *sources, mask, R, Q_, P = function.args
+        with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
+            emit(m, rd, sources, Bits(mask), {"R": R, "Q": Q_, "P": P})
+            b.ret_void()
+
+
+def definition(n: int, m: Micro) -> str:
+    return f"{n} {m.name} {m.dst}={m.srcs} {m.expression}\n"
+
+
+class ColdOperations:
+    """The table of their addresses; a group is compiled or loaded when a program has one of it."""
+
+    def __init__(self):
+        hot, cold = numbered()
+        self.first = pg.FIRST_MICRO + len(hot)
+        self.groups = [cold[k : k + GROUP] for k in range(0, len(cold), GROUP)]
+        self.table = np.zeros(max(len(cold), 1), np.int64)
+        self.address = self.table.ctypes.data
+
+    def prepare(self, code: np.ndarray) -> None:
+        """Make ready what the program's records need."""
+        used = {(int(op) - self.first) // GROUP for op in np.unique(code[:, 0]) if op >= self.first}
+        for g in sorted(used):
+            if not self.table[g * GROUP]:
+                part = self.groups[g]
+                text = "".join(definition(n, m) for n, m in part)
+                names = {f"op{n}": n for n, _ in part}
+                got = native.functions(f"operations{g}", text, lambda module, part=part: cold_group(module, part),
+                                       list(names))
+                for name, n in reversed(names.items()):  # the first of the group last: it says that all are there
+                    self.table[n - self.first] = got[name]
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def dispatch(module: ir.Module) -> None:
+    """Add the function `run` to the module."""
+    hot, _ = numbered()
+    function = ir.Function(module, RUN, "run")
+    lane_operation, cold, S, pc0, mask0, stop, quantum, multi, results = function.args
+    block = function.append_basic_block
+    with building(ir.IRBuilder(block("entry"))) as b:
+        code, R, Q_, P = (field(S, k) for k in (pg.S_CODE, pg.S_R, pg.S_Q, pg.S_P))
+        files = {"R": R, "Q": Q_, "P": P}
+        # Steps are pc - begin + jumps: only jumps need counting. `limit` is where they end or another fragment waits.
+        pc_, mask_, jumps_, limit_ = b.alloca(_I64), b.alloca(_I32), b.alloca(_I64), b.alloca(_I64)
+        b.store(pc0, pc_)
+        b.store(b.trunc(mask0, _I32), mask_)
+        b.store(_I64(0), jumps_)
+        b.store(_least(b, stop, b.add(pc0, quantum)), limit_)
+        loop, fetch, over = block("loop"), block("fetch"), block("over")
+        b.branch(loop)
+        b.position_at_end(loop)
+        pc, mask = b.load(pc_), b.load(mask_)
+        b.cbranch(b.icmp_signed("<", pc, b.load(limit_)), fetch, over)
+
+        def leave(status: ir.Value, at: ir.Value, lanes: ir.Value, next_pc: ir.Value) -> None:
+            steps = b.add(b.sub(next_pc, pc0), b.load(jumps_))
+            for k, value in enumerate((at, b.zext(b.load(mask_), _I64), b.zext(lanes, _I64), steps)):
+                b.store(value, b.inttoptr(b.add(results, _I64(8 * k)), _I64.as_pointer()))
+            b.ret(status)
+
+        b.position_at_end(over)
+        met = b.icmp_signed(">=", pc, stop)
+        leave(b.select(met, _I64(pg.MERGE), _I64(pg.QUANTUM)), pc, mask, pc)
+
+        b.position_at_end(fetch)
+        at = b.add(code, b.shl(pc, _I64(5)))
+        op, rd, ra, rb, rc, rx, guard, flip = (
+            b.load(b.inttoptr(b.add(at, _I64(4 * k)), _I32.as_pointer())) for k in range(8))
+        m = b.and_(mask, b.xor(load_predicate(P, guard).value, flip))
+        following = b.add(pc, _I64(1))
+        b.store(following, pc_)
+        others = block("others")
+        cases = b.switch(op, others)
+
+        def case(number: int):
+            target = block(f"op{number}")
+            cases.add_case(_I32(number), target)
+            b.position_at_end(target)
+
+        for number, micro in hot:
+            case(number)
+            emit(micro, rd, (ra, rb, rc, rx), Bits(m), files)
+            b.branch(loop)
+
+        case(pg.OP_BRA)
+        with b.if_then(b.icmp_unsigned("==", m, mask)):
+            target = b.zext(rx, _I64)
+            jumps = b.add(b.load(jumps_), b.sub(following, target))
+            b.store(jumps, jumps_)
+            b.store(target, pc_)
+            with b.if_then(b.icmp_unsigned("!=", multi, _I64(0))):
+                leave(_I64(pg.MERGE), target, mask, target)
+            b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
+            b.branch(loop)
+        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
+            leave(_I64(pg.DIVERGED), pc, m, following)
+        b.branch(loop)
+
+        case(pg.OP_EXIT)
+        left = b.and_(mask, b.not_(m))
+        b.store(left, mask_)
+        with b.if_then(b.icmp_unsigned("==", left, _I32(0))):
+            leave(_I64(pg.EXITED), pc, m, following)
+        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
+            leave(_I64(pg.MERGE), following, m, following)
+        b.branch(loop)
+
+        case(pg.OP_MACRO)
+        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
+            leave(_I64(pg.MACRO), pc, m, following)
+        b.branch(loop)
+
+        b.position_at_end(others)
+        with b.if_then(b.icmp_unsigned(">=", op, _I32(pg.FIRST_MICRO + len(hot)))):
+            entry = b.add(cold, b.shl(b.zext(b.sub(op, _I32(pg.FIRST_MICRO + len(hot))), _I64), _I64(3)))
+            address = b.load(b.inttoptr(entry, _I64.as_pointer()))
+            b.call(b.inttoptr(address, COLD.as_pointer()), [rd, ra, rb, rc, rx, m, R, Q_, P])
+            b.branch(loop)
+        idle = b.or_(b.icmp_unsigned("==", m, _I32(0)),
+                     b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))))
+        with b.if_then(idle):  # nobody acts, or nobody can be missing
+            b.branch(loop)
+        status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
+        with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):
+            b.branch(loop)
+        about = b.trunc(b.lshr(status, _I64(8)), _I32)
+        about = b.select(b.icmp_unsigned("==", about, _I32(0)), m, about)
+        leave(b.and_(status, _I64(255)), pc, about, following)
+
+
+def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+@functools.cache
+def cold_operations() -> ColdOperations:
+    return ColdOperations()
+
+
+@functools.cache
+def loop_address() -> int:
+    hot, _ = numbered()
+    text = "".join(definition(n, m) for n, m in hot) + native.source("dispatch") + native.source("program")
+
+    def build(module: ir.Module) -> None:
+        selftest.check()
+        dispatch(module)
+
+    return native.functions("interpreter", text, build, ["run"])["run"]
+
+
+def runner(lane_operation: int):
+    """`run` as described above."""
+    native_run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 9)(loop_address())
+    cold = cold_operations().address
+    local = (ctypes.c_int64 * 4)()
+    where = ctypes.addressof(local)
+
+    def run(S, pc, mask, stop, quantum, multi):
+        status = native_run(lane_operation, cold, S, pc, mask, stop, quantum, multi, where)
+        return (status, *local)
+
+    return run
