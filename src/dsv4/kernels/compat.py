@@ -16,9 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TRITON_VERSION", "TensorDescriptor", "async_copy", "barrier", "cp_async", "fence_async_shared", "gl", "gluon",
     "mbarrier",
-    "reinterpret", "reinterpret_as", "tma_load", "warpgroup_mma", "warpgroup_mma_wait",
+    "reinterpret", "reinterpret_as", "store_wait", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
+store_wait = tma.store_wait
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
@@ -35,6 +36,7 @@ def _first(namespace, *names: str):
 
 
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 barrier = _first(gl, "barrier", "thread_barrier")
 
