@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 # Imported with the package, so that torch.ops.dsv4 is complete; without torch only when a name is used, so that a
 # bare installation can still be looked at.
 if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
+    import torch
+
     from dsv4.caches import Fp8Cache
-    from dsv4.compress.api import compress
+    from dsv4.compress.api import CompressState, compress
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
     from dsv4.index.api import index_topk
     from dsv4.merge import merge_states
     from dsv4.runtime.plan import Plan, plan, warmup
     from dsv4.v4.api import v4_attention
+
+    # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
+    torch.serialization.add_safe_globals([Fp8Cache, Plan, CompressState])
 
 __version__ = "0.1.0"
 __all__ = [

@@ -73,7 +73,8 @@ def dequantize_rows(
     nope = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).to(dtype).view(n, TILES, TILE)
     scale = scales[:, :TILES].contiguous().view(torch.float8_e8m0fnu).to(dtype)
     torch.mul(nope, scale[..., None], out=rows[:, :NOPE].view(n, TILES, TILE))
-    rows[:, NOPE:] = data[:, NOPE:].contiguous().view(torch.bfloat16)
+    # a copy also of a single row, which is contiguous as it is: it may lie at an odd address
+    rows[:, NOPE:] = data[:, NOPE:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     return rows
 
 
@@ -116,12 +117,16 @@ class Fp8Cache:
         # Without pages first: it checks the sizes, and gives the stride.
         stride = -1 if page_stride is None else page_stride
         none = cls(torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device)), rows_per_page, stride)
+        if pages * none.page_stride >= 1 << 63:
+            checks.fail("pages", pages, f"at most {((1 << 63) - 1) // none.page_stride} of {none.page_stride} bytes")
         return replace(none, storage=none.storage.new_zeros(pages * none.page_stride))
 
     @classmethod
     def pack(cls, rows: torch.Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Fp8Cache:
         """Quantise rows [n, 512] into fresh pages; row i gets row number i, the last page is filled up with zeros."""
         checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, unit_last=False)
+        if rows.is_meta:
+            checks.fail("rows", "a meta tensor", "a tensor with values; Fp8Cache.empty makes pages of any device")
         pages = -(-rows.shape[0] // checks.at_least(1, "rows_per_page", rows_per_page))
         cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device)
         cache.write(torch.arange(rows.shape[0], device=rows.device), rows)

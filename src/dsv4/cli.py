@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -36,13 +38,29 @@ def common(
     """Options of no subcommand."""
 
 
-app.command("demo")(demo.demo)
-app.command("verify")(verify.verify)
-app.command("doctor")(doctor.doctor)
-app.command("support")(support.support)
-app.command("bench")(bench.bench)
-app.command("compile")(compile.compile)
-app.command("kernels")(kernels.kernels)
+def add(name: str, command: Callable[..., None]) -> None:
+    """A file or directory that cannot be read or written ends the command with 2 and one line."""
+
+    @functools.wraps(command)
+    def named(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except OSError as problem:
+            if problem.filename is None:
+                raise
+            print(f"dsv4 {name}: {problem.filename}: {problem.strerror}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    app.command(name)(named)
+
+
+add("demo", demo.demo)
+add("verify", verify.verify)
+add("doctor", doctor.doctor)
+add("support", support.support)
+add("bench", bench.bench)
+add("compile", compile.compile)
+add("kernels", kernels.kernels)
 
 
 def main() -> None:

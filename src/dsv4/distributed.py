@@ -104,8 +104,8 @@ def merge(
     if size == 1:
         return merge_states([out], [lse], sink)
     if heads == "mine":
-        return merge_states(_exchange(out, -2, group), _exchange(lse, 1, group), sink)
-    return merge_states(_gather(out, group), _gather(lse, group), sink)
+        return merge_states(_exchange(out, -2, group, "out"), _exchange(lse, 1, group, "lse"), sink)
+    return merge_states(_gather(out, group, "out"), _gather(lse, group, "lse"), sink)
 
 
 def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
@@ -264,6 +264,8 @@ def _ring(
 
     rank, size = _place(group)
     here = [k.contiguous()] if v is k else [k.contiguous(), v.contiguous()]
+    for name, x in zip("kv", here):
+        _alike(name, x, group)
     # Two sets of buffers in turn; not the first keys, which are the caller's and must not be written.
     buffers = [[torch.empty_like(x) for x in here] for _ in range(min(size - 1, 2))]
     after, before = (_global(group, (rank + step) % size) for step in (1, -1))
@@ -315,19 +317,39 @@ def _length(x: Any, dim: Any) -> int:
     return x.shape[dim]
 
 
-def _gather(x: Tensor, group: Any) -> list[Tensor]:
+def _alike(name: str, x: Tensor, group: Any) -> None:
+    """Every rank has a tensor of this shape and dtype; else all raise. Where values are checked (see checks): on a GPU
+    it would cost a round over the ranks."""
+    import torch.distributed as dist
+
+    if not checks.values_checked(x):
+        return
+    mine = torch.tensor([checks.FLOATS.index(x.dtype) if x.dtype in checks.FLOATS else -1, x.ndim, *x.shape])
+    mine = torch.nn.functional.pad(mine, (0, 8 - len(mine))).to(x.device)
+    all_ranks = [torch.empty_like(mine) for _ in range(_place(group)[1])]
+    dist.all_gather(all_ranks, mine, group=group)
+    for rank, other in enumerate(all_ranks):
+        if not torch.equal(other, mine):
+            shape = other.tolist()[2 : 2 + int(other[1])]
+            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group another shape or dtype: {shape}",
+                        "tensors of one shape and dtype on all ranks")  # fmt: skip
+
+
+def _gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
     """Every rank's x."""
     import torch.distributed as dist
 
+    _alike(name, x, group)
     result = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(_place(group)[1])]
     dist.all_gather(result, x.contiguous(), group=group)
     return result
 
 
-def _exchange(x: Tensor, dim: int, group: Any) -> list[Tensor]:
+def _exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
     """This rank's share, along dim, of every rank's x."""
     import torch.distributed as dist
 
+    _alike(name, x, group)
     parts = [part.contiguous() for part in x.chunk(_place(group)[1], dim)]
     result = [torch.empty_like(part) for part in parts]
     dist.all_to_all(result, parts, group=group)

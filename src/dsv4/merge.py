@@ -18,7 +18,8 @@ def merge_states(
 
     outs: tensors of one shape, [B, T, H, D] or [N, H, D], made with sink=None; lses: fp32 [B, H, T] or [N, H].
     sink: fp32 [H]. Merges in fp32; out has the dtype of outs[0]; lse leaves the sink out, so it merges again.
-    A partial with lse -inf takes no part, whatever its out holds. Where all are empty: out 0, lse -inf.
+    A partial with lse -inf takes no part, whatever its out holds; nor one with +inf, FlashMLA's mark of a row that saw
+    nothing. Where all are empty: out 0, lse -inf.
     """
     x: Any
     for name, x in (("outs", outs), ("lses", lses)):
@@ -44,6 +45,7 @@ def merge_states(
                         **{f"lses[{n}]": x for n, x in enumerate(lses)})  # fmt: skip
 
     parts = torch.stack(list(lses))  # [n, *lse]
+    parts = torch.where(parts == float("inf"), float("-inf"), parts)
     lse = parts.logsumexp(0)
     weights = torch.where(parts == float("-inf"), 0, (parts - lse).exp())
     if sink is not None:

@@ -220,7 +220,11 @@ def merge_states(
     sink: Tensor | None = None,  # [H]
     compute: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets, from the attention over each; the sink enters once, here."""
+    """Attention over the union of disjoint key sets, from the attention over each; the sink enters once, here.
+
+    An LSE of -inf, or of +inf as FlashMLA has it, is that of a row that saw nothing.
+    """
+    lses = [torch.where(x == -NEG_INF, NEG_INF, x) for x in lses]
     lse = torch.stack([x.to(compute) for x in lses]).logsumexp(0)
     total = torch.zeros(outs[0].shape, dtype=compute, device=outs[0].device)
     for o, part in zip(outs, lses, strict=True):

@@ -237,6 +237,19 @@ def check_errors(rank, size):
     says("lengths", lambda: local_lengths(3))
 
 
+def check_ranks_with_different_shapes(rank, size):
+    """All of them raise; none is left waiting."""
+    if size == 1:
+        return
+    some = normal(1, 4 + 2 * (rank == 0), 2, 64)
+    says("k", lambda: prefill(some, some, some))
+    says("x", lambda: prefill(some, some, some, method="gather"))
+    says("out", lambda: decode(dsv4.fmha, some, some, some))
+    heads = normal(1, 4, size * (1 + (rank == 0)), 64)
+    says("out", lambda: decode(dsv4.fmha, heads, heads, heads, heads="mine"))
+    says("x", lambda: unshard(some.bfloat16() if rank else some))
+
+
 CHECKS = sorted(name for name in globals() if name.startswith("check_"))
 
 

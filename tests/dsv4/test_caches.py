@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsv4
 from dsv4.caches import DATA_BYTES, ROW_BYTES, Fp8Cache, dequantize_rows, page_stride_for, quantize_rows
 
 
@@ -221,3 +222,33 @@ def test_any_list_gives_its_rows_or_a_named_error(rows_per_page, n, extra, wante
     else:
         whole = torch.cat([cache.unpack(), torch.zeros(1, 512, dtype=torch.bfloat16)])
         assert torch.equal(cache.gather(indices), whole[[i if i >= 0 else cache.rows for i in wanted]])
+
+
+def test_one_row_at_an_odd_address_is_read():
+    """A single row is contiguous where it lies, and bf16 must not be viewed at an odd address."""
+    rows = torch.randn(1, 512).bfloat16()
+    packed = Fp8Cache.pack(rows, rows_per_page=1)
+    for offset in (0, 1, 3):
+        storage = torch.zeros(584 + offset, dtype=torch.uint8)
+        storage[offset:] = packed.storage[:584]
+        assert torch.equal(Fp8Cache(storage[offset:], 1).unpack(), packed.unpack())
+
+
+def test_what_has_no_values_or_no_place_is_refused_by_name():
+    with pytest.raises(ValueError, match="^rows: got a meta tensor"):
+        Fp8Cache.pack(torch.zeros(3, 512, device="meta"))
+    for call in (lambda: Fp8Cache.empty(1 << 62, 64), lambda: Fp8Cache.empty(3, 64, page_stride=1 << 62)):
+        with pytest.raises(ValueError, match="^pages: got .*; accepted: at most"):
+            call()
+
+
+def test_saved_with_weights_only(tmp_path):
+    cache = Fp8Cache.pack(torch.randn(5, 512), rows_per_page=2, page_stride=1200)
+    made = dsv4.plan(dsv4.fmha, batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_k=100, device="cpu")
+    _, state = dsv4.compress(torch.randn(3, 6), torch.randn(3, 6), torch.randn(4, 6), torch.randn(6))
+    torch.save([cache, made, state], tmp_path / "saved.pt")
+    again, plan, after = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert (again.rows_per_page, again.page_stride) == (2, 1200) and torch.equal(again.unpack(), cache.unpack())
+    assert (plan.operation, plan.batch, plan.max_seqlen_k) == ("fmha", 2, 100)
+    assert plan.scratch.shape == made.scratch.shape
+    assert after.tokens == 3 and torch.equal(after.kv, state.kv) and torch.equal(after.gate, state.gate)

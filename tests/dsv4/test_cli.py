@@ -104,6 +104,24 @@ def test_verify_that_cannot_run_exits_with_2_and_says_why(arguments, says) -> No
     assert "passed" not in result.out
 
 
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path) -> None:
+    """As root everything can be written, so what stands in the way is a file where a folder should be."""
+    file = tmp_path / "file"
+    file.write_text("")
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"device": "GPU", "torch": "2", "triton": "3", "cases": [],
+                                  "ceilings": {"copy_terabytes_per_second": 1, "matmul_tflops": 1}}))  # fmt: skip
+    for arguments in (
+        ("compile", "-o", str(file / "there")),
+        ("bench", "--from", str(record), "--write", str(tmp_path / "missing.md")),
+        ("bench", "--from", str(tmp_path / "missing.json")),
+        ("support", "--write", str(tmp_path / "missing.md")),
+    ):
+        result = run(*arguments)
+        assert result.code == 2 and arguments[-1].split("/")[-1] in result.err, (arguments, result)
+        assert "Traceback" not in result.err
+
+
 def test_verify_without_softsm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "softsm", None)
     result = run("verify", "--backend", "softsm", "--match", "d64-t4-s128")

@@ -80,3 +80,13 @@ def test_bad_input(outs, lses, sink, argument):
     with pytest.raises(ValueError, match="accepted") as error:
         dsv4.merge_states(outs, lses, sink)
     assert str(error.value).startswith(f"{argument}: got ")
+
+
+@pytest.mark.parametrize("merge", [dsv4.merge_states, reference.merge_states])
+def test_flash_mla_marks_empty_rows_with_plus_infinity(merge):
+    out, lse = torch.ones(2, 3, 64), torch.zeros(2, 3)
+    junk, empty = torch.full((2, 3, 64), float("nan")), torch.full((2, 3), INF)
+    merged, merged_lse = merge([junk, out], [empty, lse])
+    assert bool((merged == 1).all()) and bool((merged_lse == 0).all())
+    merged, merged_lse = merge([junk], [empty], sink=torch.zeros(3))
+    assert bool((merged == 0).all()) and bool((merged_lse == -INF).all())

@@ -50,3 +50,17 @@ def test_requests_side_by_side(rows, graphs, device="cuda", dtype=torch.bfloat16
     unavoidable = relative(served(exact, ids, rows), want) + eager
     error = relative(served(model, ids, rows, graphs), want)
     assert error <= 1.5 * unavoidable, (error, unavoidable)
+
+
+@torch.no_grad()
+def test_a_graph_follows_weights_that_are_replaced():
+    model, other = (build(**CERTAIN, initializer_range=x).to("cuda", torch.bfloat16) for x in (0.08, 0.05))
+    options = dict(tokens=640, requests=4, chunk=200, page_tokens=32, graphs=True)
+    engine = PagedModel(model, **options)
+    engine.step({"a": [1, 2, 3]})
+    engine.step({"a": [4]})
+    engine.drop("a")
+    model.load_state_dict(other.state_dict(), assign=True)
+    fresh = PagedModel(other, **options)
+    for tokens in ([1, 2, 3], [4], [5]):
+        assert torch.equal(engine.step({"a": tokens})["a"], fresh.step({"a": tokens})["a"])

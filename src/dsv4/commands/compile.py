@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ def compile(  # noqa: A001 - the command's name
         wanted += [x for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
     if not wanted:
         raise typer.BadParameter("v4: accepted: with head dim 512 and bf16", param_hint="--kind")
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
+    if not os.access(out, os.W_OK):
+        raise PermissionError(errno.EACCES, "nothing can be written there", str(out))
     console = show.console()
     written: set[str] = set()
     with ProcessPoolExecutor(jobs) as pool:

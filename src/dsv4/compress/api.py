@@ -124,7 +124,9 @@ def compress(
     d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state)
     if dtype is not None:
         checks.dtype("dtype", dtype, FLOATS)
-    eps = checks.number("eps", eps)
+    eps = checks.number("eps", eps, "a finite number >= 0")
+    if eps < 0:
+        checks.fail("eps", eps, "a finite number >= 0")
     checks.backend(backend)
     seen = 0 if state is None else state.tokens
     n = windows_of(seen, kv.shape[-2], m)
@@ -289,6 +291,7 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, i
         compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
         for name, x in (("kv", state.kv), ("gate", state.gate)):
             checks.tensor(f"state.{name}", x, (*batch, tokens, width), (compute,), like=like, unit_last=False)
+        checks.forward_only(**{"state.kv": state.kv, "state.gate": state.gate})
     if cos_sin is not None:
         checks.tensor("cos_sin", cos_sin, ("positions", "r"), FLOATS[2:], like=like, unit_last=False)
         r, last = cos_sin.shape[1], ((seen + kv.shape[-2]) // m - 1) * m

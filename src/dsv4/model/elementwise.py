@@ -6,7 +6,6 @@ a GPU, or for softsm, and needs one launch for each.
 
 from __future__ import annotations
 
-import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,10 +28,6 @@ class Torch:
     def running(self) -> AbstractContextManager[Any]:
         """To be entered around a step."""
         return nullcontext()
-
-    def join(self, projections: list[Any]) -> Tensor | None:
-        """For the layers to come: one matrix for these linear maps of the same input, or None."""
-        return None
 
     def norm(self, x: Tensor, by: Any) -> Tensor:
         """RMSNorm of [N, D] with the weight of the module ``by``."""
@@ -64,23 +59,6 @@ class Kernels(Torch):
         import softsm
 
         return softsm.use(dispatch.softsm_arch())
-
-    def join(self, projections: list[Any]) -> Tensor | None:
-        """The weights become parts of the one matrix, in place: what else uses them sees no difference."""
-        weights = [p.weight for p in projections]
-        plain = all(type(p) is torch.nn.Linear and p.bias is None for p in projections)
-        if not plain or len({(w.dtype, w.device) for w in weights}) > 1:
-            return None
-        sizes = [len(w) for w in weights]
-        first, total = weights[0].detach(), sum(sizes)
-        # Another engine of the same model may have done it: then the memory is shared.
-        begins = [first.data_ptr() + n * first[:1].nbytes for n in itertools.accumulate([0, *sizes[:-1]])]
-        if [w.data_ptr() for w in weights] == begins and first.untyped_storage().nbytes() >= total * first[:1].nbytes:
-            return first.as_strided((total, first.shape[1]), (first.shape[1], 1))
-        joined = torch.cat([w.detach() for w in weights])
-        for weight, part in zip(weights, joined.split(sizes)):
-            weight.data = part
-        return joined
 
     def norm(self, x: Tensor, by: Any) -> Tensor:
         return self.normed(x, eps=by.variance_epsilon, weight=by.weight)

@@ -6,9 +6,10 @@
     logits = served.step({"a": [7], "c": prompt_c})           # a decodes, c begins, b waits
     served.drop("b")
 
-The model's weights, projections and experts are used as they are; every attention layer compresses, chooses and attends
-for all tokens of the step at once, over pages of rows that belong to the requests (step.py, paging.py). The tokens of a
-step are laid end to end, so the requests need not be at the same place and nothing is padded.
+The model's weights, projections and experts are used as they are, with their hooks, and may be changed between steps;
+every attention layer compresses, chooses and attends for all tokens of the step at once, over pages of rows that belong
+to the requests (step.py, paging.py). The tokens of a step are laid end to end, so the requests need not be at the same
+place and nothing is padded.
 
 A step of one token per request is the same work whatever the lengths: on a GPU it is captured in a CUDA graph, one for
 every power of two of requests, and replayed.
@@ -32,7 +33,7 @@ from dsv4.integrations.transformers import note_layers
 from dsv4.model import elementwise as parts
 from dsv4.model import paging
 from dsv4.model.serving import Serving
-from dsv4.model.step import CSA, HCA, Step, projections
+from dsv4.model.step import CSA, HCA, Step
 from dsv4.runtime import checks
 from dsv4.runtime.plan import plan
 from dsv4.v4.api import v4_attention
@@ -86,6 +87,12 @@ class PagedModel:
         self.device = layers[0].sinks.device
         if any(layer.sinks.device != self.device for layer in layers):
             checks.fail("model", "a model on several devices", "a model on one device")
+        for layer in layers:
+            for name, part in layer.named_modules():
+                weight = getattr(part, "weight", None)
+                if isinstance(weight, Tensor) and weight.dtype not in checks.FLOATS:
+                    came = f"{name}.weight of layer {layer.layer_idx} in {str(weight.dtype).removeprefix('torch.')}"
+                    checks.fail("model", came, "attention weights in bfloat16, float16 or float32 (dequantize them)")
         self.graphs = _graphs(graphs, self.device, config)
         self.parts = parts.choose(self.backend, self.device)
         pages = -(-tokens // page_tokens) + requests  # the last page of a request may be part full
@@ -99,6 +106,7 @@ class PagedModel:
         self.ratios = {kind: config.compress_rates[kind] for kind in (CSA, HCA) if kind in config.layer_types}
         self.pools = [self._pools(layer, rows == "fp8") for layer in layers]
         self.tables = {kind: _rope_table(model, kind, self.context) for kind in ("main", "compress")}
+        self.modules = [part for part in model.modules() if part._parameters or part._buffers]
         self.decoders: dict[int, Decoder] = {}  # by the number of requests they take
         self.graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
@@ -106,7 +114,7 @@ class PagedModel:
         """Rows and states of one layer, and what else is kept for it."""
         places, dtype, device = self.places, layer.kv_proj.weight.dtype, self.device
         count = places.window_page_count
-        pools: dict[str, Any] = {"sink": layer.sinks.detach().float(), "joined": self.parts.join(projections(layer))}
+        pools: dict[str, Any] = {}
         pools["window"] = paging.pool(count, places.window_page, layer.head_dim, fp8, dtype, device)
         if layer.compressor is not None:
             rate, sparse = layer.compressor.compress_rate, layer.layer_type == CSA
@@ -115,7 +123,8 @@ class PagedModel:
                 size = places.page_count, places.page_tokens // rate, part.head_dim
                 pools[name] = paging.pool(*size, fp8 and name == "compressed", dtype, device)
                 lines, width = (self.limit + 1) * rate * (1 + sparse), part.head_dim * (1 + sparse)
-                pools[f"{name} states"] = tuple(torch.zeros(lines, width, device=device) for _ in "kg")
+                options = dict(dtype=torch.float32, device=device)
+                pools[f"{name} states"] = tuple(torch.zeros(lines, width, **options) for _ in "kg")
         return pools
 
     @torch.no_grad()
@@ -142,7 +151,7 @@ class PagedModel:
             flat = list(itertools.chain.from_iterable(new.values()))
             counts = [len(x) for x in new.values()]
             if all(counts) and set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < self.vocabulary:
-                return torch.tensor(flat), counts
+                return torch.tensor(flat, device="cpu"), counts
         ids = [self.token_ids(f"tokens of {name!r}", x) for name, x in new.items()]
         device = next((x.device for x in ids if x.device.type != "cpu"), ids[0].device)
         return torch.cat([x.to(device) for x in ids]), [len(x) for x in ids]
@@ -267,7 +276,7 @@ class PagedModel:
         """Checked, int64 [n], where they are."""
         accepted = "one or more token numbers"
         try:
-            ids = torch.as_tensor(x)
+            ids = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             checks.fail(name, checks.describe(x), accepted)
         if not checks.is_tensor(ids) or ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int32, torch.int64):
@@ -317,6 +326,16 @@ class Decoder:
         self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
+        self.weights: list[int] = []
+
+    def _weights(self) -> list[int]:
+        """Where the model's weights are: a graph reads them there, whatever the model has got since it was captured."""
+        return [
+            x.data_ptr()
+            for module in self.owner.modules
+            for x in (*module._parameters.values(), *module._buffers.values())
+            if x is not None
+        ]
 
     def run(self, tokens: Tensor, requests: list[paging.Request]) -> Tensor:
         """Logits [requests, vocabulary]."""
@@ -334,7 +353,7 @@ class Decoder:
             self.sent.device["ids"][:count] = tokens
         if self.owner.device.type == "cpu":
             return self._logits()[:count]
-        if self.graph is None:
+        if self.graph is None or self.weights != self._weights():
             self._capture()
         assert self.graph is not None and self.logits is not None
         self.graph.replay()
@@ -357,6 +376,7 @@ class Decoder:
         with torch.cuda.stream(stream):
             self._logits()
         torch.cuda.current_stream().wait_stream(stream)
+        self.weights = self._weights()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=self.owner.graph_memory):
             self.logits = self._logits()
@@ -376,7 +396,8 @@ def _rope_table(model: Any, kind: str, positions: int) -> Tensor:
     device = model.model.rotary_emb.main_inv_freq.device
     numbers = torch.arange(positions, device=device)[None]
     with torch.no_grad():
-        tables = model.model.rotary_emb(torch.zeros(1, device=device), numbers, layer_type=kind)
+        like = torch.zeros(1, dtype=torch.float32, device=device)
+        tables = model.model.rotary_emb(like, numbers, layer_type=kind)
     return torch.cat(tables, -1)[0].contiguous()
 
 

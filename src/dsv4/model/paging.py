@@ -107,7 +107,7 @@ class Upload:
         self.device: dict[str, Tensor] = {}
         total = sum(int(np.prod(size)) for size in sizes.values())
         pinned = device.type == "cuda"
-        self.staging = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
+        self.staging = torch.zeros(total, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.target = torch.zeros(total, dtype=torch.int32, device=device)
         self.copied = torch.cuda.Event() if pinned else None
         begin = 0

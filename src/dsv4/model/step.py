@@ -64,7 +64,8 @@ class Rows:
             return
         # Without the kernel, the slots of a row as numbers: in the state, or tokens of the step. Before the first
         # window there is none, and some token has no weight. Unfinished rows go to the page that nobody has.
-        tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio)  # [W, slots]
+        # tokens: [W, slots]
+        tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio, device=numbers.device)
         begins = self.begins[:, None]
         self.missing = (tokens < 0)[..., None]
         self.old = (tokens < begins)[..., None] & ~self.missing
@@ -127,11 +128,7 @@ class Step:
         x, pools, parts = hidden[0], self.model.pools[layer.layer_idx], self.parts
         cos_sin = self.model.tables[layer.rope_layer_type]
         n = x.shape[0]
-        if pools["joined"] is None:
-            low, row, *others = (project(x) for project in projections(layer))
-        else:
-            sizes = [project.weight.shape[0] for project in projections(layer)]
-            low, row, *others = torch.nn.functional.linear(x, pools["joined"]).split(sizes, -1)
+        low, row, *others = (project(x) for project in projections(layer))
         low = parts.norm(low, layer.q_a_norm)
         q = parts.turned(layer.q_b_proj(low).view(n, layer.num_heads, -1), cos_sin, self.positions, layer.q_b_norm.eps)
         parts.store(pools["window"], self.window_slots, row, layer.kv_norm, cos_sin, self.positions)
@@ -150,7 +147,7 @@ class Step:
                 options["request_starts"] = self.starts
             options["compressed"] = pools["compressed"]
         out = v4_attention(
-            q, pools["window"], self.window_rows, sink=pools["sink"], softmax_scale=layer.scaling,
+            q, pools["window"], self.window_rows, sink=layer.sinks.detach().float(), softmax_scale=layer.scaling,
             inverse_rope=(cos_sin, self.positions), backend=self.model.backend,
             plan=self.plans.get(layer.layer_type), **options,
         )  # fmt: skip

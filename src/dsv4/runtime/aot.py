@@ -2,8 +2,9 @@
 
 `dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or :func:`use`) every launch whose variant
 is in DIR goes through the CUDA driver API; the others are compiled as usual. A variant is named by the kernel and by
-everything that was fixed at compile time; its file also carries the hash of the kernel sources and of the cubin, and
-is refused by name when one does not match.
+everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the whole
+record with the cubin. A file that is incomplete, stale or changed since it was written is refused by name. The hash
+finds accidents; against somebody who can write to the directory there is no protection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from dsv4.runtime import repeat
 from dsv4.runtime.dispatch import ARCHITECTURES
 
-FORMAT = 2
+FORMAT = 3
 # What the cubins are made of.
 SOURCES = ("compat.py", "shared/**/*.py", "sm90/**/*.py", "sm100/**/*.py")
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
@@ -96,13 +97,20 @@ def write(
         "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": arch, "arguments": types,
         "constants": constants, "threads": meta.num_warps * 32, "shared": meta.shared, "clusters": meta.num_ctas,
         "descriptors": [dict(d) for d in meta.tensordesc_meta], "triton": _triton_version(),
-        "sources": source_hash(), "cubin": hashlib.sha256(cubin).hexdigest(),
+        "sources": source_hash(),
     }  # fmt: skip
+    record["digest"] = digest(record, cubin)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.cubin").write_bytes(cubin)
     path = directory / f"{name}.json"
     path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     return path
+
+
+def digest(record: dict[str, Any], cubin: bytes) -> str:
+    """Over everything that a launch uses: the fields of the record but the digest itself, and the cubin."""
+    fields = {name: value for name, value in record.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode() + b"\0" + cubin).hexdigest()
 
 
 def _triton_version() -> str:
@@ -243,18 +251,31 @@ class Loaded:
         return aligned
 
 
+FIELDS = {
+    "format": int, "kernel": str, "entry": str, "arch": str, "arguments": list, "constants": dict, "threads": int,
+    "shared": int, "clusters": int, "descriptors": list, "triton": str, "sources": str, "digest": str,
+}  # fmt: skip
+
+
 def read(path: Path) -> dict[str, Any]:
     """The record of a variant; RuntimeError names the file and what is wrong with it."""
     try:
         record = json.loads(path.read_text())
-        digest = hashlib.sha256(path.with_suffix(".cubin").read_bytes()).hexdigest()
-        named = variant(record["kernel"], record["arguments"], record["constants"], record["arch"])
-    except (OSError, ValueError, KeyError) as why:
+        cubin = path.with_suffix(".cubin").read_bytes()
+    except (OSError, ValueError) as why:
         raise RuntimeError(f"{path}: not a compiled kernel of this package: {why}") from why
-    if record.get("format") != FORMAT or named != path.stem:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise RuntimeError(f"{path}: not a compiled kernel of this package: no record of format {FORMAT}")
+    wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
+    if wrong or record.keys() != FIELDS.keys():
+        names = ", ".join(wrong or sorted(record.keys() - FIELDS.keys()))
+        why = f"missing, unknown or of a wrong type: {names}"
+        raise RuntimeError(f"{path}: not a compiled kernel of this package: {why}")
+    named = variant(record["kernel"], record["arguments"], record["constants"], record["arch"])
+    if named != path.stem:
         raise RuntimeError(f"{path}: its contents belong to {named}, not to this name")
-    if digest != record["cubin"]:
-        raise RuntimeError(f"{path.with_suffix('.cubin')}: not the cubin that {path.name} was written with")
     if record["sources"] != source_hash():
         raise RuntimeError(f"{path}: stale, compiled from other kernel sources; run dsv4 compile again")
+    if record["digest"] != digest(record, cubin):
+        raise RuntimeError(f"{path}: it or its cubin was changed after dsv4 compile wrote them")
     return record

@@ -13,7 +13,6 @@ from tiny_v4 import build  # noqa: E402
 
 import dsv4  # noqa: E402
 import softsm  # noqa: E402
-from dsv4.model import elementwise as parts  # noqa: E402
 from dsv4.model import paging, step  # noqa: E402
 from dsv4.model.paged_model import PagedModel  # noqa: E402
 from dsv4.model.serving import Serving  # noqa: E402
@@ -42,13 +41,13 @@ def served(model, **options):
     """Every pool full of NaN: a row that nobody has written must not be seen."""
     made = PagedModel(model, **SMALL | options)
     for pools in made.pools:
-        for name, pool in pools.items():
+        for pool in pools.values():
             if isinstance(pool, dsv4.Fp8Cache):
                 pool.storage.fill_(255)
             elif isinstance(pool, tuple):  # the states of a compressor
                 for state in pool:
                     state.fill_(float("nan"))
-            elif name not in ("sink", "joined"):
+            else:
                 pool.fill_(float("nan"))
     return made
 
@@ -167,22 +166,62 @@ def test_fp8_rows_bit_for_bit(ids, monkeypatch):
         assert all(torch.equal(got[name], want[name]) and got[name].isfinite().all() for name in want)
 
 
-def test_joined_projections(ids):
-    """One matrix whose parts are the model's weights; two engines share it; what is no plain map is left alone."""
+def test_weights_are_used_as_they_are(ids):
+    """No parameter gets other memory; what replaces a weight counts at the next step, however it was put there."""
+    model, other = build(), build(initializer_range=0.05)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    engine = served(model)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    where = engine._decoder(1)._weights()
+
+    def changed():
+        with torch.no_grad():
+            want = model(ids[:1, :20], use_cache=False).logits[0, -1]
+        engine.step({"a": ids[0, :19]})
+        same(engine.step({"a": ids[0, 19:20]})["a"], want)
+        engine.drop("a")
+        return want
+
+    first = changed()
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert engine._decoder(1)._weights() != where  # a graph must be captured again
+    assert (changed() - first).abs().max() > 100 * allowed()
+    attention = model.model.layers[2].self_attn
+    attention.kv_proj.weight.data = torch.randn_like(attention.kv_proj.weight)
+    attention.sinks.data = attention.sinks + 1
+    changed()
+
+
+def test_hooks_of_projections_are_called(ids):
+    model, seen = build(), []
+    for layer in model.model.layers:
+        for part in step.projections(layer.self_attn):
+            part.register_forward_hook(lambda part, x, y: seen.append(part))
+    served(model).step({"a": ids[0, :9]})
+    assert seen == [part for layer in model.model.layers for part in step.projections(layer.self_attn)]
+
+
+def test_fp8_weights_are_refused_by_name():
     model = build()
-    layers = [layer.self_attn for layer in model.model.layers]
-    with torch.no_grad():
-        want = model(ids[:1, :20], use_cache=False).logits
-        kernels = parts.Kernels("softsm", torch.device("cpu"))
-        joined = [kernels.join(step.projections(layer)) for layer in layers]
-        again = [kernels.join(step.projections(layer)) for layer in layers]
-        assert [x.data_ptr() for x in joined] == [x.data_ptr() for x in again]
-        assert [x.shape[0] for x in joined[1:4]] == [32 + 64, 32 + 64 + 2 * 128 + 2 * 64 + 16, 32 + 64 + 2 * 64]
-        assert torch.equal(model(ids[:1, :20], use_cache=False).logits, want)
-        layers[2].kv_proj.weight.fill_(7)
-        assert (joined[2][32:96] == 7).all() and not (joined[2][:32] == 7).any()
-    layers[0].kv_proj = torch.nn.Linear(128, 64, bias=True)
-    assert kernels.join(step.projections(layers[0])) is None
+    model.model.layers[3].self_attn.kv_proj.weight.data = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^model: got kv_proj.weight of layer 3 in float8_e4m3fn; accepted: "):
+        PagedModel(model, **SMALL)
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta"), (torch.float64, "cpu")])
+def test_the_default_dtype_and_device_change_nothing(model, ids, eager, dtype, device):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            engine = served(model)
+            first = engine.step({"a": ids[0, :30], "b": ids[1, :3].tolist()})
+            second = engine.step({"a": [int(ids[0, 30])]})
+    finally:
+        torch.set_default_dtype(before)
+    assert first["a"].dtype == torch.float32
+    same(first["a"], eager[0, 29])
+    same(second["a"], eager[0, 30])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Kernels compiled ahead of time, without a GPU: what is written, and what is refused by name."""
 
 import json
+import shutil
 
 import pytest
 
@@ -18,11 +19,19 @@ def launches():
     return found
 
 
-@pytest.fixture
-def compiled(launches, tmp_path):
+@pytest.fixture(scope="module")
+def written(launches, tmp_path_factory):
     """The combine kernel: the smallest."""
     kernel, arguments, constants = launches[1]
-    return aot.write(tmp_path, kernel, arguments, constants)
+    return aot.write(tmp_path_factory.mktemp("aot"), kernel, arguments, constants)
+
+
+@pytest.fixture
+def compiled(written, tmp_path):
+    """A copy that may be changed."""
+    for file in (written, written.with_suffix(".cubin")):
+        shutil.copy(file, tmp_path)
+    return tmp_path / written.name
 
 
 def test_forward_says_what_it_launches(launches):
@@ -41,7 +50,29 @@ def test_written_files_are_complete_and_named_by_content(compiled, launches):
 def test_a_tampered_cubin_is_refused(compiled):
     cubin = compiled.with_suffix(".cubin")
     cubin.write_bytes(cubin.read_bytes()[:-1] + b"?")
-    with pytest.raises(RuntimeError, match=f"{cubin.name}: not the cubin"):
+    with pytest.raises(RuntimeError, match=f"{compiled.name}: it or its cubin was changed"):
+        aot.read(compiled)
+
+
+@pytest.mark.parametrize("field", aot.FIELDS)
+def test_a_record_with_any_field_changed_or_missing_is_refused(compiled, field):
+    record = json.loads(compiled.read_text())
+    value = record[field]
+    other = {str: lambda: value + "x", int: lambda: value + 32, list: lambda: [*value, "i32"],
+             dict: lambda: value | {"D": 64}}[type(value)]()  # fmt: skip
+    without = {name: x for name, x in record.items() if name != field}
+    for changed in ({**record, field: other}, {**record, field: None}, without):
+        compiled.write_text(json.dumps(changed))
+        with pytest.raises(RuntimeError, match=compiled.stem):
+            aot.read(compiled)
+    compiled.write_text(json.dumps(record))
+    assert aot.read(compiled) == record
+
+
+def test_a_field_too_many_is_refused(compiled):
+    record = json.loads(compiled.read_text())
+    compiled.write_text(json.dumps(record | {"more": 1}))
+    with pytest.raises(RuntimeError, match="unknown or of a wrong type: more"):
         aot.read(compiled)
 
 
@@ -60,9 +91,11 @@ def test_a_file_under_another_name_is_refused(compiled):
         aot.read(other)
 
 
-def test_what_is_no_record_is_refused(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", "[1, 2]", "{}", "null", "3", ""])
+def test_what_is_no_record_is_refused(tmp_path, text):
     path = tmp_path / "combine-x.json"
-    path.write_text("{")
+    path.write_text(text)
+    path.with_suffix(".cubin").write_bytes(b"")
     with pytest.raises(RuntimeError, match="combine-x.json: not a compiled kernel"):
         aot.read(path)
 
