@@ -1,5 +1,7 @@
 """One set of names for Triton 3.6 to 3.9, in which Gluon renamed calls one by one. Only what the kernels use."""
 
+from typing import Any
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,11 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 __all__ = [
-    "TRITON_VERSION", "TensorDescriptor", "async_copy", "barrier", "cp_async", "fence_async_shared", "gl", "gluon",
-    "mbarrier",
-    "reinterpret", "reinterpret_as", "store_wait", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "TRITON_VERSION", "TensorDescriptor", "Value", "aggregate", "async_copy", "barrier", "cp_async",
+    "fence_async_shared", "gl", "gluon", "mbarrier", "reinterpret", "reinterpret_as", "store_wait", "tma_load",
+    "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 store_wait = tma.store_wait
@@ -39,6 +42,27 @@ tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 barrier = _first(gl, "barrier", "thread_barrier")
+
+# The type of an aggregate's field that is no aggregate: a number, pointer, descriptor, barrier, known when compiled or
+# not. Every kernel has its own mixture of them.
+Value: Any = core.base_value
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+
+
+def aggregate(cls: Any) -> Any:
+    """Gluon's aggregate, with the constructor that 3.9 makes and 3.6 asks for: fields in order or by name."""
+
+    def __init__(self, *given, **named):
+        if len(given) > len(cls.__annotations__):
+            raise TypeError(f"{cls.__name__}: got {len(given)} values; accepted: {', '.join(cls.__annotations__)}")
+        values = dict(zip(cls.__annotations__, given, strict=False)) | named
+        for name, value in values.items():
+            setattr(self, name, value if isinstance(value, core.base_value) else core.constexpr(value))
+
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 

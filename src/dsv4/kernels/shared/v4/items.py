@@ -17,38 +17,35 @@ def place_of(item, queries, heads, TILE: gl.constexpr = 64):
 
 
 @gluon.jit
-def request_of(query, starts_ptr, requests, given):
-    """The request that a query belongs to: the last one that starts at or before it; `requests` if there is none.
-
-    Without starts every query is a request of its own.
-    """
+def request_of(query, requests):
+    """The request that a query belongs to: the last one that starts at or before it; their count if there is none."""
+    given = requests.given != 0
     low = gl.where(given, 0, query + 1)
-    high = gl.where(given, requests + 1, query + 1)
+    high = gl.where(given, requests.count + 1, query + 1)
     while low < high:
         middle = (low + high) // 2
-        if gl.load(starts_ptr + middle) <= query:
+        if gl.load(requests.starts_ptr + middle) <= query:
             low = middle + 1
         else:
             high = middle
-    return gl.where(low == 0, requests, low - 1)
+    return gl.where(low == 0, requests.count, low - 1)
 
 
 @gluon.jit
 def share(query, window, compressed, requests, HOW: gl.constexpr):
     """What a query names -> (window rows, compressed rows, its line of the compressed list or of the block table).
 
-    window, compressed: (lengths, whether they are given, width of the list); requests: (starts, whether they are given,
-    how many). A length that is not given is the width.
+    window, compressed: Names.
     """
-    count = gl.load(window[0] + query, mask=window[1] != 0, other=window[2])
-    window_count = gl.minimum(gl.maximum(count, 0), window[2])
+    count = gl.load(window.lengths_ptr + query, mask=window.given != 0, other=window.width)
+    window_count = gl.minimum(gl.maximum(count, 0), window.width)
     compressed_count = 0
     line = query.to(gl.int64)
     if HOW != NONE:
-        count = gl.load(compressed[0] + query, mask=compressed[1] != 0, other=compressed[2])
-        compressed_count = gl.minimum(gl.maximum(count, 0), compressed[2])
+        count = gl.load(compressed.lengths_ptr + query, mask=compressed.given != 0, other=compressed.width)
+        compressed_count = gl.minimum(gl.maximum(count, 0), compressed.width)
     if HOW == TABLE:
-        request = request_of(query, requests[0], requests[2], requests[1] != 0)
-        compressed_count = gl.where(request < requests[2], compressed_count, 0)  # none past the last request
-        line = gl.minimum(request, requests[2] - 1).to(gl.int64)
+        request = request_of(query, requests)
+        compressed_count = gl.where(request < requests.count, compressed_count, 0)  # none past the last request
+        line = gl.minimum(request, requests.count - 1).to(gl.int64)
     return window_count, compressed_count, line

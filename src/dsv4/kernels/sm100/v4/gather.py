@@ -216,22 +216,18 @@ def gather_role(q_desc, names, requests, pools, q, job, q_ready, q_free, ring, i
                 WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
     queries, heads, num_splits, tiles_per_split = sizes
-    window_list, window_line, window_width, window_lengths, window_given = names[0]
-    compressed_list, compressed_line, compressed_width, compressed_lengths, compressed_given = names[1]
+    window, compressed = names
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         query, first_head, split = place_of(item, queries, heads)
-        window_count, compressed_count, line = share(
-            query, (window_lengths, window_given, window_width),
-            (compressed_lengths, compressed_given, compressed_width), requests, HOW,
-        )  # fmt: skip
+        window_count, compressed_count, line = share(query, window, compressed, requests, HOW)
         window_blocks = (window_count + 63) // 64
         blocks = window_blocks + (compressed_count + 63) // 64
         begin, end = split_range(blocks, split, num_splits, tiles_per_split)
-        lists = (window_list + query.to(gl.int64) * window_line, window_count, window_blocks,
-                 compressed_list + line * compressed_line, compressed_count)  # fmt: skip
+        lists = (window.list_ptr + query.to(gl.int64) * window.line, window_count, window_blocks,
+                 compressed.list_ptr + line * compressed.line, compressed_count)  # fmt: skip
         number = numbers_at(lists, begin, end, pools[1], HOW)
         mbarrier.wait(q_free, (turn + 1) % 2)
         job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))

@@ -50,6 +50,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.v4.arguments import Names, Requests
 from dsv4.kernels.shared.v4.items import place_of
 from dsv4.kernels.sm100.v4.gather import gather_role
 
@@ -253,8 +254,8 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
     o = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
 
     names = (
-        (window_list_ptr, window_line, window_width, window_lengths_ptr, window_lengths),
-        (compressed_list_ptr, compressed_line, compressed_width, compressed_lengths_ptr, compressed_lengths),
+        Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width),
+        Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width),
     )
     pools = (
         (window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap),
@@ -268,8 +269,8 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
                         (stride_on, stride_oh, stride_ln, stride_lh),
                         (cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line), items, (queries, heads),
                         signed_scale, want_lse, split)),
-        (gather_role, (q_desc, names, (starts_ptr, starts, requests), pools, q, job, q_ready, q_free, ring, items,
-                       (queries, heads, num_splits, tiles_per_split), HOW, (WINDOW_WAY, COMPRESSED_WAY),
+        (gather_role, (q_desc, names, Requests(starts_ptr, starts, requests), pools, q, job, q_ready, q_free, ring,
+                       items, (queries, heads, num_splits, tiles_per_split), HOW, (WINDOW_WAY, COMPRESSED_WAY),
                        (WINDOW_UNIT, COMPRESSED_UNIT))),
         (scores_role, (q, job, q_ready, q_free, ring, s, s_ready, p_ready, items)),
         (values_role, (p, job, q_ready, q_free, ring, o, p_ready, pv_done, items)),

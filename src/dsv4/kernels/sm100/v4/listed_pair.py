@@ -57,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.v4.arguments import Names, Requests
 from dsv4.kernels.shared.v4.items import place_of
 from dsv4.kernels.sm100.v4.gather_pair import SLOT_K, SLOT_V, gather_role, place_of_k, place_of_v
 
@@ -300,8 +301,8 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
     o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
 
     names = (
-        (window_list_ptr, window_line, window_width, window_lengths_ptr, window_lengths),
-        (compressed_list_ptr, compressed_line, compressed_width, compressed_lengths_ptr, compressed_lengths),
+        Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width),
+        Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width),
     )
     pools = (
         (window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap),
@@ -315,7 +316,7 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
                         (stride_on, stride_oh, stride_ln, stride_lh),
                         (cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line), items, (queries, heads),
                         signed_scale, want_lse, split)),
-        (gather_role, (q_desc, names, (starts_ptr, starts, requests), pools, q, job, bias,
+        (gather_role, (q_desc, names, Requests(starts_ptr, starts, requests), pools, q, job, bias,
                        (job_ready, job_free, q_ready, q_free, bias_ready), ring, items,
                        (queries, heads, num_splits, tiles_per_split), HOW, (WINDOW_WAY, COMPRESSED_WAY),
                        (WINDOW_UNIT, COMPRESSED_UNIT))),

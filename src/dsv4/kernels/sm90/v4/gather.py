@@ -9,6 +9,8 @@ be NaN.
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     async_copy,
     cp_async,
     gl,
@@ -19,6 +21,9 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import LIST, NONE, place_of, share
+
+# What the job of an item says, in this order.
+STEPS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.constexpr_function
@@ -39,51 +44,98 @@ def arrivals(warps):
     return 32 * warps + 1
 
 
-@gluon.jit
-def lists_of(query, names, requests, HOW: gl.constexpr):
-    """A query's two lists: (line, entries) of each and, between them, the blocks of the first."""
-    window, compressed = names
-    count, more, line = share(query, window[2:], compressed[2:], requests, HOW)
-    window_line = window[0] + query.to(gl.int64) * window[1]
-    return window_line, count, (count + 63) // 64, compressed[0] + line * compressed[1], more
+@aggregate
+class Pool:
+    """Rows by number. Strides are in units of 8 elements, of an Fp8Cache in units of UNIT bytes."""
+
+    ptr: Value
+    rows: Value
+    page_rows: Value
+    page_stride: Value
+    row_stride: Value
+    inverse: Value  # ceil(2^shift / page_rows)
+    shift: Value
+
+
+@aggregate
+class Pools:
+    window: Pool
+    compressed: Pool
+
+
+@aggregate
+class Lists:
+    """What a query names: its line of the window list, then its line of the compressed list or of the block table."""
+
+    window_ptr: Value
+    window_count: Value
+    window_blocks: Value
+    line_ptr: Value
+    count: Value
+
+
+@aggregate
+class Queries:
+    """Strides are in units of 8 elements."""
+
+    ptr: Value
+    stride_n: Value
+    stride_h: Value
+
+
+@aggregate
+class Sizes:
+    queries: Value
+    heads: Value
+    num_splits: Value
+    tiles_per_split: Value
 
 
 @gluon.jit
-def divide(number, pool):
-    """number // rows per page, for 0 <= number < 2^31; the host knows the inverse: ceil(2^shift / rows per page)."""
-    wide = number.to(gl.uint32, bitcast=True).to(gl.uint64) * pool[5].to(gl.uint32, bitcast=True).to(gl.uint64)
-    return (wide >> pool[6].to(gl.uint64)).to(gl.int32)
+def lists_of(query, window, compressed, requests, HOW: gl.constexpr):
+    count, more, line = share(query, window, compressed, requests, HOW)
+    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
+    return Lists(window_ptr, count, (count + 63) // 64, compressed.list_ptr + line * compressed.line, more)
+
+
+@gluon.jit
+def page_of(number, pool):
+    """number // rows per page, for 0 <= number < 2^31."""
+    wide = number.to(gl.uint32, bitcast=True).to(gl.uint64) * pool.inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
+    return (wide >> pool.shift.to(gl.uint64)).to(gl.int32)
 
 
 @gluon.jit
 def numbers_of(lists, block, wanted, pool, entry, HOW: gl.constexpr):
     """Row numbers of entries of a block, -1 past the end, or everywhere unless it is wanted. entry: below 64."""
-    window_line, window_count, window_blocks, line, count = lists
-    in_window = block < window_blocks
-    place = block * 64 - gl.where(in_window, 0, window_blocks * 64) + entry
-    listed = (place < window_count) & in_window & wanted
+    in_window = block < lists.window_blocks
+    place = block * 64 - gl.where(in_window, 0, lists.window_blocks * 64) + entry
+    listed = (place < lists.window_count) & in_window & wanted
     if HOW == NONE:
-        number = gl.load(window_line + place, mask=listed, other=-1)
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
     elif HOW == LIST:
-        listed = listed | ((place < count) & (block >= window_blocks) & wanted)
-        number = gl.load(gl.where(in_window, window_line, line) + place, mask=listed, other=-1)
+        listed = listed | ((place < lists.count) & (block >= lists.window_blocks) & wanted)
+        number = gl.load(gl.where(in_window, lists.window_ptr, lists.line_ptr) + place, mask=listed, other=-1)
     else:
-        rows, page_rows = pool[1], pool[2]
-        at = divide(place, pool)
-        page = gl.load(line + at, mask=(place < count) & (block >= window_blocks) & wanted, other=-1)
-        page = gl.where(page < rows // page_rows, page, -1)  # before the product, which may not fit
-        number = gl.load(window_line + place, mask=listed, other=-1)
-        number = gl.where(page >= 0, page * page_rows + place - at * page_rows, number)
+        at = page_of(place, pool)
+        further = (place < lists.count) & (block >= lists.window_blocks) & wanted
+        page = gl.load(lists.line_ptr + at, mask=further, other=-1)
+        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may not fit
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+        number = gl.where(page >= 0, page * pool.page_rows + place - at * pool.page_rows, number)
     return number
 
 
 @gluon.jit
 def pool_of(pools, in_window):
-    """The pool of a block: (pointer, rows, rows per page, page stride, row stride, inverse, shift)."""
-    a, b = pools
-    return (gl.where(in_window, a[0], b[0]), gl.where(in_window, a[1], b[1]), gl.where(in_window, a[2], b[2]),
-            gl.where(in_window, a[3], b[3]), gl.where(in_window, a[4], b[4]), gl.where(in_window, a[5], b[5]),
-            gl.where(in_window, a[6], b[6]))  # fmt: skip
+    """The pool of a block."""
+    a, b = pools.window, pools.compressed
+    return Pool(
+        gl.where(in_window, a.ptr, b.ptr), gl.where(in_window, a.rows, b.rows),
+        gl.where(in_window, a.page_rows, b.page_rows), gl.where(in_window, a.page_stride, b.page_stride),
+        gl.where(in_window, a.row_stride, b.row_stride), gl.where(in_window, a.inverse, b.inverse),
+        gl.where(in_window, a.shift, b.shift),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -110,26 +162,26 @@ def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
 @gluon.jit
 def plain_rows(pool, number):
     """Where the rows of a plain tensor are: (offset in units of 8 elements, whether they are there)."""
-    ptr, rows, page_rows, page_stride, row_stride = pool[:5]
-    page = divide(number, pool)
-    offset = page.to(gl.int64) * page_stride + (number - page * page_rows).to(gl.int64) * row_stride
-    return offset, (number >= 0) & (number < rows)
+    page = page_of(number, pool)
+    offset = page.to(gl.int64) * pool.page_stride + (number - page * pool.page_rows).to(gl.int64) * pool.row_stride
+    return offset, (number >= 0) & (number < pool.rows)
 
 
 @gluon.jit
 def fp8_place(pool, number, UNIT: gl.constexpr):
     """Where the rows of an Fp8Cache are: (first byte, whether they are there, first byte of their scales)."""
-    ptr, rows, page_rows, page_stride = pool[:4]
-    page = divide(number, pool)
-    place = (number - page * page_rows).to(gl.int64)
-    start = page.to(gl.int64) * page_stride * UNIT
-    return start + place * 576, (number >= 0) & (number < rows), start + page_rows.to(gl.int64) * 576 + place * 8
+    page = page_of(number, pool)
+    place = (number - page * pool.page_rows).to(gl.int64)
+    start = page.to(gl.int64) * pool.page_stride * UNIT
+    data = start + place * 576
+    there = (number >= 0) & (number < pool.rows)
+    return data, there, start + pool.page_rows.to(gl.int64) * 576 + place * 8
 
 
 @gluon.jit
 def fp8_rows(pool, number, UNIT: gl.constexpr):
     """Where the rows of an Fp8Cache are: (first byte, whether they are there, their eight scale bytes)."""
-    ptr = pool[0]
+    ptr = pool.ptr
     start, there, at = fp8_place(pool, number, UNIT)
     if UNIT >= 8:
         scales = gl.load((ptr + at).to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
@@ -192,7 +244,7 @@ def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
     """e4m3 values [64, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [64, panels, 32].
 
     S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
-    mends that. Four bytes at a time: their low and high bytes in bf16 are made apart, then interleaved. The scale is
+    corrects that. Four bytes at a time: their low and high bytes in bf16 are made apart, then interleaved. The scale is
     applied by itself: 2^120 times a scale may not fit. Bytes that mean NaN do not occur in rows that count.
     """
     # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
@@ -255,21 +307,21 @@ def write_bias(bias, there):
 
 
 @gluon.jit
-def plain_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr):
+def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
     """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
-    kv, bias, ready, free = ring
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(lanes(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
-        pool = pool_of(pools, block < lists[2])
+        pool = pool_of(pools, block < lists.window_blocks)
         offset, there = plain_rows(pool, number)
-        number = numbers_of(lists, block + 1, block + 1 < end, pools[1], entry, HOW)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
         mbarrier.wait(free.index(slot), phase)
-        copy_rows(pool[0], offset, there, kv.index(slot), 0)
+        copy_rows(pool.ptr, offset, there, kv.index(slot), 0)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
         mbarrier.arrive(ready.index(slot), count=1)
         mbarrier.wait(free.index(slot + 1), phase)
-        copy_rows(pool[0], offset, there, kv.index(slot + 1), 256)
+        copy_rows(pool.ptr, offset, there, kv.index(slot + 1), 256)
         async_copy.mbarrier_arrive(ready.index(slot + 1), increment_count=False)
         write_bias(bias.index(block % 2), there)
         mbarrier.arrive(ready.index(slot + 1), count=1)
@@ -278,14 +330,14 @@ def plain_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexp
 
 
 @gluon.jit
-def fp8_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
+def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
     """Blocks [first, end) of FP8 rows. As values leave the registers, those of the next block are asked for: loads do
     not wait for a free slot."""
-    kv, bias, ready, free = ring
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(words(gl.num_warps()))
-    following = numbers_of(lists, first + 1, first + 1 < end, pools[1], entry, HOW)
-    pool = pool_of(pools, first < lists[2])
-    ptr = pool[0]
+    following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    pool = pool_of(pools, first < lists.window_blocks)
+    ptr = pool.ptr
     data, there, scales = fp8_rows(pool, number, UNIT)
     x = fp8_load(ptr, data, there, 0, 2, UNIT)
     y = fp8_load(ptr, data, there, 2, 2, UNIT)
@@ -293,24 +345,24 @@ def fp8_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr,
     u = fp8_load(ptr, data, there, 6, 1, UNIT)
     for block in range(first, end):
         slot = block % 2 * 2
-        pool = pool_of(pools, block + 1 < lists[2])
+        pool = pool_of(pools, block + 1 < lists.window_blocks)
         next_data, next_there, next_scales = fp8_rows(pool, following, UNIT)
-        following = numbers_of(lists, block + 2, block + 2 < end, pools[1], entry, HOW)
+        following = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
 
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
         panels_in(tile, 0, 2).store(fp8_to_bf16(x, scales, 0))
-        x = fp8_load(pool[0], next_data, next_there, 0, 2, UNIT)
+        x = fp8_load(pool.ptr, next_data, next_there, 0, 2, UNIT)
         panels_in(tile, 2, 2).store(fp8_to_bf16(y, scales, 2))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
-        y = fp8_load(pool[0], next_data, next_there, 2, 2, UNIT)
+        y = fp8_load(pool.ptr, next_data, next_there, 2, 2, UNIT)
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
         fp8_rest(ptr, data, there, tile, ready.index(slot + 1), UNIT)
         write_bias(bias.index(block % 2), there)
-        ptr, data, there = pool[0], next_data, next_there
+        ptr, data, there = pool.ptr, next_data, next_there
         panels_in(tile, 0, 2).store(fp8_to_bf16(z, scales, 4))
         z = fp8_load(ptr, data, there, 4, 2, UNIT)
         panels_in(tile, 2, 1).store(fp8_to_bf16(u, scales, 6))
@@ -322,61 +374,60 @@ def fp8_blocks(number, lists, pools, ring, first, end, phase, HOW: gl.constexpr,
 
 
 @gluon.jit
-def mixed_blocks(lists, pools, ring, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr,
+def mixed_blocks(lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr,
                  UNIT: gl.constexpr):  # fmt: skip
     """Where one pool is a plain tensor and the other an Fp8Cache: block by block, nothing ahead of its time."""
-    window, compressed = pools
+    window, compressed = pools.window, pools.compressed
     for block in range(first, end):
-        if (block < lists[2]) == WINDOW_FP8:
+        if (block < lists.window_blocks) == WINDOW_FP8:
             eight = window if WINDOW_FP8 else compressed
             eight_number = numbers_of(lists, block, True, eight, entries(words(gl.num_warps())), HOW)
-            phase = fp8_blocks(eight_number, lists, (eight, eight), ring, block, block + 1, phase, HOW, UNIT)
+            phase = fp8_blocks(eight_number, lists, Pools(eight, eight), memory, barriers, block, block + 1, phase, HOW,
+                               UNIT)  # fmt: skip
         else:
             plain = compressed if WINDOW_FP8 else window
             number = numbers_of(lists, block, True, plain, entries(lanes(gl.num_warps())), HOW)
-            phase = plain_blocks(number, lists, (plain, plain), ring, block, block + 1, phase, HOW)
+            phase = plain_blocks(number, lists, Pools(plain, plain), memory, barriers, block, block + 1, phase, HOW)
     return phase
 
 
 @gluon.jit
-def write_job(job, turn, what):
+def write_job(job, turn, steps, query, first_head, split):
     """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for i in gl.static_range(4):
-        job.index(turn * 4 + i).store(gl.full([1], what[i], gl.int32, L))
+    job.index(turn * 4 + STEPS).store(gl.full([1], steps, gl.int32, L))
+    job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
+    job.index(turn * 4 + FIRST_HEAD).store(gl.full([1], first_head, gl.int32, L))
+    job.index(turn * 4 + SPLIT_NUMBER).store(gl.full([1], split, gl.int32, L))
 
 
 @gluon.jit
-def gather_role(q_rows, names, requests, pools, smem, barriers, items, sizes, HOW: gl.constexpr, FP8: gl.constexpr,
-                UNIT: gl.constexpr):  # fmt: skip
+def gather_role(q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
+                FP8: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free."""
-    q, kv, bias, job = smem
-    q_ready, q_free, ready, free = barriers
-    queries, heads, num_splits, tiles_per_split = sizes
-    q_ptr, stride_qn, stride_qh = q_rows
-    ring = (kv, bias, ready, free)
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = place_of(item, queries, heads)
-        lists = lists_of(query, names, requests, HOW)
-        steps = (lists[2] + (lists[4] + 63) // 64 + 1) // 2
-        begin, end = split_range(steps, split, num_splits, tiles_per_split)
+        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
+        lists = lists_of(query, window, compressed, requests, HOW)
+        steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
+        begin, end = split_range(steps, split, sizes.num_splits, sizes.tiles_per_split)
         L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
-        number = numbers_of(lists, begin * 2, begin < end, pools[1], entries(L), HOW)  # on its way while Q is asked for
-        mbarrier.wait(q_free, turn)
+        # On its way while Q is asked for.
+        number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
-        offset = query.to(gl.int64) * stride_qn + head.to(gl.int64) * stride_qh
+        offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
         for h in gl.static_range(2):
-            copy_rows(q_ptr, offset, head < heads, q.index(h), h * 256)
-        async_copy.mbarrier_arrive(q_ready, increment_count=False)
-        write_job(job, 1 - turn, (end - begin, query, first_head, split))
-        mbarrier.arrive(q_ready, count=1)
+            copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
+        async_copy.mbarrier_arrive(barriers.q_ready, increment_count=False)
+        write_job(memory.job, 1 - turn, end - begin, query, first_head, split)
+        mbarrier.arrive(barriers.q_ready, count=1)
         turn = turn ^ 1
         if FP8[0] != FP8[1]:
-            phase = mixed_blocks(lists, pools, ring, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
+            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
         elif FP8[0]:
-            phase = fp8_blocks(number, lists, pools, ring, begin * 2, end * 2, phase, HOW, UNIT)
+            phase = fp8_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
         else:
-            phase = plain_blocks(number, lists, pools, ring, begin * 2, end * 2, phase, HOW)
+            phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)

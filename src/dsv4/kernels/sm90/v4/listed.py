@@ -38,13 +38,100 @@ item sum_ready says that the other's products are complete, so both P are free; 
 next item. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one item, not by two.
 """
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
 from dsv4.kernels.shared.v4.items import NONE
 from dsv4.kernels.sm90.fmha.halves import zero
-from dsv4.kernels.sm90.v4.gather import arrivals, gather_role
+from dsv4.kernels.sm90.v4.gather import (
+    FIRST_HEAD,
+    QUERY,
+    SPLIT_NUMBER,
+    STEPS,
+    Pool,
+    Pools,
+    Queries,
+    Sizes,
+    arrivals,
+    gather_role,
+)
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+@aggregate
+class Memory:
+    q: Value
+    kv: Value
+    bias: Value
+    job: Value
+    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    p0: Value
+    p1: Value
+    m0: Value
+    a0: Value
+    m1: Value
+    a1: Value
+    sums: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    q_free: Value
+    ready: Value
+    free: Value
+    p_ready: Value
+    sum_ready: Value
+
+
+@gluon.jit
+def make_memory():
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
+    p0 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
+    p1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
+    m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    m1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
+    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
+
+
+@gluon.jit
+def make_barriers(GATHER_WARPS: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(sum_ready.index(i), count=1)
+    return Barriers(q_ready, q_free, ready, free, p_ready, sum_ready)
 
 
 @gluon.jit
@@ -58,7 +145,7 @@ def begin(q_ready, job, turn):
     """Q of the next item is there -> its number of steps."""
     mbarrier.wait(q_ready, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
-    return read(job, turn, 0)
+    return read(job, turn, STEPS)
 
 
 @gluon.jit
@@ -68,10 +155,11 @@ def landed(ready, phase):
 
 
 @gluon.jit
-def scores(q, kv, ready, slot, phase, step, LS: gl.constexpr):
+def scores(memory, ready, slot, phase, step):
     """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for."""
+    q, kv = memory.q, memory.kv
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
-    s = gl.zeros([64, 64], gl.float32, LS)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
     landed(ready.index(slot), phase)
     s = warpgroup_mma(q.index(opaque), kv.index(opaque + slot).permute((1, 0)), s, use_acc=False, is_async=True)
     landed(ready.index(slot + 1), phase)
@@ -110,178 +198,162 @@ def store_quarter(o, smem, pointers, there):
 
 
 @gluon.jit
-def end_half(o, m, l, mine, sums, sum_ready, job, steps, turn, common, HALF: gl.constexpr,
-             SPLIT: gl.constexpr):  # fmt: skip
+def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
-    tensors, strides, sizes, rope, want_lse = common
-    out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_on, stride_oh, stride_ln, stride_lh = strides
-    queries, heads = sizes
-    line_ptr, positions_ptr, rope_positions, rope_width, rope_line = rope
+    rope = output.rope
     LO: gl.constexpr = o.type.layout
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    query, first_head, split = read(job, turn, 1), read(job, turn, 2), read(job, turn, 3)
+    query, first_head = read(memory.job, turn, QUERY), read(memory.job, turn, FIRST_HEAD)
+    split = read(memory.job, turn, SPLIT_NUMBER)
     head = first_head + gl.arange(0, 64, layout=RS)
     sink = gl.full([64], -float("inf"), gl.float32, RS)
     if not SPLIT:
-        sink = gl.load(sink_ptr + head, mask=head < heads, other=-float("inf"))
-    rope_width += zero(query)  # else what the epilogue computes from it would be kept in registers across items
-    if rope_width > 0:
-        position = gl.load(positions_ptr + query).to(gl.int64)
-        line_ptr += gl.minimum(gl.maximum(position, 0), rope_positions - 1) * rope_line
-        o = softmax.turn_back(o, (line_ptr, rope_width), HALF * 256, 512)
+        sink = gl.load(output.sink_ptr + head, mask=head < output.heads, other=-float("inf"))
+    line_ptr = rope.cos_sin_ptr
+    width = rope.width + zero(query)  # else what the epilogue computes from it would be kept in registers across items
+    if width > 0:
+        position = gl.load(rope.positions_ptr + query).to(gl.int64)
+        line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
+        o = softmax.turn_back(o, (line_ptr, width), HALF * 256, 512)
     l = gl.convert_layout(gl.sum(l, 1), RS)
-    sums.index(2 * turn + HALF).store(l)
-    mbarrier.arrive(sum_ready.index(HALF), count=1)
-    mbarrier.wait(sum_ready.index(1 - HALF), turn)
-    l = l + sums.index(2 * turn + 1 - HALF).load(RS)
+    memory.sums.index(2 * turn + HALF).store(l)
+    mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
+    mbarrier.wait(barriers.sum_ready.index(1 - HALF), turn)
+    l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
     if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, sink)
-        part = (split.to(gl.int64) * queries + query) * heads + head
+        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         if HALF == 0:
-            gl.store(part_lse_ptr + part, lse, mask=head < heads)
+            gl.store(output.part_lse_ptr + part, lse, mask=head < output.heads)
         if steps > 0:
             o = o * gl.convert_layout(factor, RO)[:, None]
             column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
-            gl.store(part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
-                     mask=gl.convert_layout(head < heads, RO)[:, None])  # fmt: skip
+            gl.store(output.part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
+                     mask=gl.convert_layout(head < output.heads, RO)[:, None])  # fmt: skip
     else:
         factor, lse = softmax.finish(m, l, sink)
         if HALF == 0:
-            gl.store(lse_ptr + query.to(gl.int64) * stride_ln + head.to(gl.int64) * stride_lh, lse * softmax.LN2,
-                     mask=(head < heads) & (want_lse != 0))  # fmt: skip
+            gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+                     lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-        LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-        offset = (query.to(gl.int64) * stride_on + row.to(gl.int64) * stride_oh) * 8
-        pointers = out_ptr + offset[:, None] + column[None, :]
-        there = (row < heads)[:, None]
+        offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+        pointers = output.out_ptr + offset[:, None] + column[None, :]
+        there = (row < output.heads)[:, None]
+        mine = memory.p0 if HALF == 0 else memory.p1
         # Both P are free: the other warpgroup's products have ended, too, before it gave its sums.
         a, b = halves(o, LH)
-        a0, a1 = halves(a, LS)
+        a0, a1 = halves(a, SCORES)
         store_quarter(a0, mine, pointers, there)
         store_quarter(a1, mine, pointers + 64, there)
-        b0, b1 = halves(b, LS)
+        b0, b1 = halves(b, SCORES)
         store_quarter(b0, mine, pointers + 128, there)
         store_quarter(b1, mine, pointers + 192, there)
 
 
 @gluon.jit
-def left_role(smem, barriers, items, scale, common, SPLIT: gl.constexpr, SIGN: gl.constexpr,
-              N: gl.constexpr):  # fmt: skip
-    """Block 0 of each step and O[:, :256]."""
-    q, kv, bias, job, p_smem, stat, sums = smem
-    p0_smem, p1_smem = p_smem
-    m0_smem, a0_smem, m1_smem, a1_smem = stat
-    q_ready, q_free, ready, free, p_ready, sum_ready = barriers
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LP: gl.constexpr = partial_sums(gl.zeros([64, 64], gl.float32, LS)).type.layout
-    RP: gl.constexpr = gl.SliceLayout(1, LP)
-    phase = 0
-    turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
-        steps = begin(q_ready, job, turn)
-        o = gl.zeros([64, 256], gl.float32, LO)
-        m = gl.full([64], -float("inf"), gl.float32, RS)
-        l = gl.full([64, 4], 0.0, gl.float32, LP)
-        for step in range(0, steps):
-            s = scores(q, kv, ready, 0, phase, step, LS)
-            seen = bias.index(0).load(gl.SliceLayout(0, LS))
-            s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            if step + 1 == steps:
-                mbarrier.arrive(q_free, count=1)
-            s = mask(s, seen, SIGN)
-            p, m0, a0 = softmax.step(s, m, scale)
-            l = l * gl.convert_layout(a0, RP)[:, None] + partial_sums(p)
-            pb = p.to(q.dtype)
-            p0_smem.store(pb)
-            m0_smem.store(m0)
-            a0_smem.store(a0)
-            fence_async_shared()
-            mbarrier.arrive(p_ready.index(0), count=1)
-            o = o * gl.convert_layout(a0, RO)[:, None]
-            o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(zero(step)), o, is_async=True)
-            landed(ready.index(2), phase)
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(0), count=1)
-            mbarrier.wait(p_ready.index(1), phase)
-            m = m1_smem.load(RS)
-            a1 = a1_smem.load(RS)
-            l = l * gl.convert_layout(a1, RP)[:, None]
-            o = o * gl.convert_layout(a1, RO)[:, None]
-            o = warpgroup_mma(p1_smem, kv.index(zero(step) + 2), o, is_async=True)
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(2), count=1)
-            phase = phase ^ 1
-        if steps == 0:
-            mbarrier.arrive(q_free, count=1)
-        end_half(o, m, l, p0_smem, sums, sum_ready, job, steps, turn, common, 0, SPLIT)
-        turn = turn ^ 1
+def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+    """Softmax of block 0, then O[:, :256] with both blocks."""
+    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(memory, ready, 0, phase, step)
+    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    if step + 1 == steps:
+        mbarrier.arrive(barriers.q_free, count=1)
+    s = mask(s, seen, SIGN)
+    p, m0, a0 = softmax.step(s, m, scale)
+    l = l * gl.convert_layout(a0, RP)[:, None] + partial_sums(p)
+    pb = p.to(memory.q.dtype)
+    memory.p0.store(pb)
+    memory.m0.store(m0)
+    memory.a0.store(a0)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(0), count=1)
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
+    landed(ready.index(2), phase)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(0), count=1)
+    mbarrier.wait(p_ready.index(1), phase)
+    m = memory.m1.load(RS)
+    a1 = memory.a1.load(RS)
+    l = l * gl.convert_layout(a1, RP)[:, None]
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(2), count=1)
+    return o, m, l
 
 
 @gluon.jit
-def right_role(smem, barriers, items, scale, common, SPLIT: gl.constexpr, SIGN: gl.constexpr,
+def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(memory, ready, 2, phase, step)
+    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
+    landed(ready.index(1), phase)
+    mbarrier.wait(p_ready.index(0), phase)
+    m0 = memory.m0.load(RS)
+    a0 = memory.a0.load(RS)
+    # O is complete, but the assembler does not see it across the loop, and would wait for S, too.
+    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    if step + 1 == steps:
+        mbarrier.arrive(barriers.q_free, count=1)
+    s = mask(s, seen, SIGN)
+    p, m, a1 = softmax.step(s, m0, scale)
+    l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + partial_sums(p))
+    pb = p.to(memory.q.dtype)
+    memory.p1.store(pb)
+    memory.m1.store(m)
+    memory.a1.store(a1)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(1), count=1)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(1), count=1)
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(3), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
               N: gl.constexpr):  # fmt: skip
-    """Block 1 of each step and O[:, 256:]."""
-    q, kv, bias, job, p_smem, stat, sums = smem
-    p0_smem, p1_smem = p_smem
-    m0_smem, a0_smem, m1_smem, a1_smem = stat
-    q_ready, q_free, ready, free, p_ready, sum_ready = barriers
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LP: gl.constexpr = partial_sums(gl.zeros([64, 64], gl.float32, LS)).type.layout
-    RP: gl.constexpr = gl.SliceLayout(1, LP)
+    LP: gl.constexpr = partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):
-        steps = begin(q_ready, job, turn)
+        steps = begin(barriers.q_ready, memory.job, turn)
         o = gl.zeros([64, 256], gl.float32, LO)
-        m = gl.full([64], -float("inf"), gl.float32, RS)
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([64, 4], 0.0, gl.float32, LP)
         for step in range(0, steps):
-            s = scores(q, kv, ready, 2, phase, step, LS)
-            seen = bias.index(1).load(gl.SliceLayout(0, LS))
-            landed(ready.index(1), phase)
-            mbarrier.wait(p_ready.index(0), phase)
-            m0 = m0_smem.load(RS)
-            a0 = a0_smem.load(RS)
-            # O is complete, but the assembler does not see it across the loop, and would wait for S, too.
-            o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-            o = o * gl.convert_layout(a0, RO)[:, None]
-            o = warpgroup_mma(p0_smem, kv.index(zero(step) + 1), o, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            if step + 1 == steps:
-                mbarrier.arrive(q_free, count=1)
-            s = mask(s, seen, SIGN)
-            p, m, a1 = softmax.step(s, m0, scale)
-            l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + partial_sums(p))
-            pb = p.to(q.dtype)
-            p1_smem.store(pb)
-            m1_smem.store(m)
-            a1_smem.store(a1)
-            fence_async_shared()
-            mbarrier.arrive(p_ready.index(1), count=1)
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(1), count=1)
-            o = o * gl.convert_layout(a1, RO)[:, None]
-            o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(zero(step) + 3), o, is_async=True)
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(3), count=1)
+            if HALF == 0:
+                o, m, l = left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+            else:
+                o, m, l = right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN)
             phase = phase ^ 1
         if steps == 0:
-            mbarrier.arrive(q_free, count=1)
-        end_half(o, m, l, p1_smem, sums, sum_ready, job, steps, turn, common, 1, SPLIT)
+            mbarrier.arrive(barriers.q_free, count=1)
+        end_half(o, m, l, memory, barriers, steps, turn, output, HALF, SPLIT)
         turn = turn ^ 1
 
 
@@ -304,45 +376,6 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr, GATHER_WARPS: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
-    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
-    p0_smem = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
-    p1_smem = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
-    m0_smem = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    a0_smem = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    m1_smem = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    a1_smem = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-    job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
-    mbarrier.init(q_free, count=2)
-    for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(sum_ready.index(i), count=1)
-
-    common = (
-        (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (stride_on, stride_oh, stride_ln, stride_lh),
-        (queries, heads), (cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line), want_lse,
-    )  # fmt: skip
-    names = (
-        (window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width),
-        (compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width),
-    )
     # Two Fp8Caches are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     if WINDOW_FP8:
@@ -350,20 +383,28 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     if COMPRESSED_FP8:
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
     FP8: gl.constexpr = (WINDOW_FP8, WINDOW_FP8 if HOW == NONE else COMPRESSED_FP8)
-    pools = (
-        (window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
-         window_shift),
-        (compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
-         compressed_inverse, compressed_shift),
-    )
+    q = Queries(q_ptr, stride_qn, stride_qh)
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
+                       compressed_width)  # fmt: skip
+    pools = Pools(
+        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
+             window_shift),
+        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
+             compressed_inverse, compressed_shift),
+    )  # fmt: skip
+    requests = Requests(starts_ptr, starts, requests)
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+
+    memory = make_memory()
+    barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
-    smem = (q, kv, bias, job, (p0_smem, p1_smem), (m0_smem, a0_smem, m1_smem, a1_smem), sums)
-    barriers = (q_ready, q_free, ready, free, p_ready, sum_ready)
     gl.warp_specialize([
-        (left_role, (smem, barriers, items, scale, common, SPLIT, SIGN, N)),
-        (right_role, (smem, barriers, items, scale, common, SPLIT, SIGN, N)),
-        (gather_role, ((q_ptr, stride_qn, stride_qh), names, (starts_ptr, starts, requests), pools, (q, kv, bias, job),
-                       (q_ready, q_free, ready, free), items, (queries, heads, num_splits, tiles_per_split), HOW, FP8,
-                       UNIT)),
+        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N)),
+        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
