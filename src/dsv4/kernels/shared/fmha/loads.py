@@ -15,6 +15,8 @@ CELLS  pages of any other size               cp.async, 16 bytes per lane, unseen
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     async_copy,
     cp_async,
     fence_async_shared,
@@ -28,6 +30,31 @@ from dsv4.kernels.shared import cluster
 from dsv4.kernels.shared.fmha.tiles import CELLS, DENSE, PAGES, ROWS
 
 __all__ = ["CELLS", "DENSE", "PAGES", "ROWS"]
+
+
+@aggregate
+class Cells:
+    """K or V as rows in global memory. Strides are in units of 8 elements."""
+
+    ptr: Value
+    pages: Value
+    page_stride: Value
+    row_stride: Value
+    head_stride: Value
+
+
+@aggregate
+class Where:
+    """Where the keys of one sequence and KV head are."""
+
+    outer: Value  # first coordinate of TMA: the sequence, 0 for varlen
+    head: Value
+    k_start: Value  # first row of the sequence
+    keys: Value
+    seen_first: Value  # first key that any query sees
+    landed_end: Value  # first key that must not come from the tensor as it is
+    table_ptr: Value
+    page_size: Value
 
 
 @gluon.jit
@@ -55,7 +82,7 @@ def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.c
 @gluon.jit
 def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, HOW: gl.constexpr):
     """TMA of one tile: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key of a paged one read zeros."""
-    outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
+    outer = where.outer
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // BOX_ROWS
     BOX: gl.constexpr = desc.layout
@@ -63,12 +90,12 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
     for i in gl.static_range(BOXES):
         row = first_row + i * BOX_ROWS
         if HOW == PAGES:
-            page = row // page_size
+            page = row // where.page_size
             # Table entries past the length are not read; page -1 is out of bounds, which TMA fills with zeros.
-            outer = gl.load(table_ptr + page, mask=row < keys, other=-1)
-            row = row - page * page_size
+            outer = gl.load(where.table_ptr + page, mask=row < where.keys, other=-1)
+            row = row - page * where.page_size
         for panel in gl.static_range(D // 64):
-            place = [outer, k_start + row, head, column + panel * 64]
+            place = [outer, where.k_start + row, where.head, column + panel * 64]
             if gl.num_ctas() == 1:
                 tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
             else:
@@ -82,19 +109,16 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
 
     Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
     ``landed`` first, whose next phase is returned. In a dense tensor the descriptor's own bounds do this.
-    where: (sequence, KV head, first row of the sequence, keys, first key that any query sees, first key that must not
-    come from the tensor as it is, table row, page size)
     """
-    outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
     NBYTES: gl.constexpr = BN * D * 2
     foreign: gl.constexpr = False
     if HOW != DENSE:
-        foreign = (first_row < seen_first) | (first_row + BN > landed_end)
+        foreign = (first_row < where.seen_first) | (first_row + BN > where.landed_end)
     if foreign:
         mbarrier.expect(landed, NBYTES)
         issue(desc, tile, landed, where, first_row, column, BN, D, HOW)
         mbarrier.wait(landed, landed_phase)
-        zero_unseen(tile, first_row, seen_first, keys, BN, D)
+        zero_unseen(tile, first_row, where.seen_first, where.keys, BN, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
@@ -106,23 +130,20 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
 
 @gluon.jit
 def copy_cells(cells, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
-    """One ring slot [BN, D] by cp.async, one group; rows outside [seen_first, keys) and of pages that are none are 0.
-
-    cells: (pointer, pages, page stride, row stride, head stride), strides in units of 8 elements.
-    """
-    outer, head, k_start, keys, seen_first, landed_end, table_ptr, page_size = where
+    """One ring slot [BN, D] by cp.async, one group; rows that nobody sees and of pages that are none are 0."""
     ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
     col = column + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
     for group in range(0, BN // 8):
         key = first_row + group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
-        seen = (key >= seen_first) & (key < keys)
-        page = gl.load(table_ptr + key // page_size, mask=seen, other=-1)
-        seen = seen & (page >= 0) & (page < cells[1])
-        offset = page.to(gl.int64) * cells[2] + (key % page_size).to(gl.int64) * cells[3] + head.to(gl.int64) * cells[4]
+        seen = (key >= where.seen_first) & (key < where.keys)
+        page = gl.load(where.table_ptr + key // where.page_size, mask=seen, other=-1)
+        seen = seen & (page >= 0) & (page < cells.pages)
+        offset = page.to(gl.int64) * cells.page_stride + (key % where.page_size).to(gl.int64) * cells.row_stride
+        offset = offset + where.head.to(gl.int64) * cells.head_stride
         for panel in range(0, D // 64):
-            pointers = cells[0] + offset[:, None] * 8 + (col + panel * 64)[None, :]
+            pointers = cells.ptr + offset[:, None] * 8 + (col + panel * 64)[None, :]
             cp_async(atoms.index(panel * (BN // 8) + group), pointers, mask=seen[:, None])
     async_copy.commit_group()
 

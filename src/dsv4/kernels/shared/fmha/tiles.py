@@ -4,11 +4,20 @@ The query heads of one KV head are packed into rows: row r of (sequence, KV head
 query head ``kv_head * group + r % group``, so the rows of a tile span few tokens and one K tile serves them all.
 """
 
-from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
 # How a tile of keys is read: loads.py says what each means.
 DENSE, ROWS, PAGES, CELLS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+
+
+@aggregate
+class Pages:
+    """The pages of a sequence."""
+
+    table_ptr: Value  # its row of the block table
+    page_size: Value
+    count: Value  # pages there are in all
 
 
 @gluon.jit
@@ -57,40 +66,35 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 
 @gluon.jit
 def bad_pages(pages, begin, end):
-    """Whether the block table names a page that is none for any of the keys [begin, end); for four warps.
-
-    pages: (row of the block table, page size, number of pages)
-    """
-    table_ptr, page_size, count = pages
+    """Whether the block table names a page that is none for any of the keys [begin, end); for four warps."""
+    page_size = pages.page_size
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # every warp has all 128 entries: no exchange between warps
     last = (end + page_size - 1) // page_size
     bad = gl.zeros([128], gl.int32, L)
     for start in range(begin // page_size, last, 128):
         entry = start + gl.arange(0, 128, layout=L)
-        page = gl.load(table_ptr + entry, mask=entry < last, other=0)
-        bad = bad | ((page < 0) | (page >= count)).to(gl.int32)
+        page = gl.load(pages.table_ptr + entry, mask=entry < last, other=0)
+        bad = bad | ((page < 0) | (page >= pages.count)).to(gl.int32)
     return gl.max(bad, 0) != 0
 
 
 @gluon.jit
 def see_pages(s, first_column, keys, pages, L: gl.constexpr):
     """Scores of keys in pages that are none become -inf. s: [rows, keys] of keys from first_column on."""
-    table_ptr, page_size, count = pages
     key = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
-    page = gl.load(table_ptr + key // page_size, mask=key < keys, other=0)
-    return gl.where(((page >= 0) & (page < count))[None, :], s, -float("inf"))
+    page = gl.load(pages.table_ptr + key // pages.page_size, mask=key < keys, other=0)
+    return gl.where(((page >= 0) & (page < pages.count))[None, :], s, -float("inf"))
 
 
 @gluon.jit
 def page_bits(first_column, keys, pages):
     """One bit for each of 32 keys from first_column on: whether its page is one; for four warps."""
-    table_ptr, page_size, count = pages
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp has all 32: no exchange between warps
     # gl.arange(0, 32), but computed here and not kept in a register through the main loop
     lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid; // $1", "=r,r", [gl.zeros([32], gl.int32, L)],
                                      dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-    page = gl.load(table_ptr + (first_column + lane) // page_size, mask=first_column + lane < keys, other=0)
-    return gl.sum(((page >= 0) & (page < count)).to(gl.int32) << lane, 0)
+    page = gl.load(pages.table_ptr + (first_column + lane) // pages.page_size, mask=first_column + lane < keys, other=0)
+    return gl.sum(((page >= 0) & (page < pages.count)).to(gl.int32) << lane, 0)
 
 
 @gluon.jit

@@ -47,6 +47,7 @@ from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinter
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import (
+    Pages,
     bad_pages,
     end_key,
     first_key,
@@ -455,13 +456,14 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         landed_end = keys
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
-        pages = (table_ptr, page_size, total_k)
-        where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size)
+        pages = Pages(table_ptr, page_size, total_k)
+        where = loads.Where(outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr,
+                            page_size)  # fmt: skip
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
         if TILES == 2 or HOW == loads.CELLS:
             k_is_v = 0
-        k_cells = (k_ptr, total_k, stride_kb, stride_kt, stride_kh)
-        v_cells = (v_ptr, total_k, stride_vb, stride_vt, stride_vh)
+        k_cells = loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh)
+        v_cells = loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh)
         if TILES == 2:
             gl.warp_specialize([
                 (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,

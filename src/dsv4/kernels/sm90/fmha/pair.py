@@ -29,12 +29,13 @@ Where it is taken, and why not by default: fmha.py.
 """
 
 from dsv4.kernels.compat import gl, gluon
-from dsv4.kernels.sm90.fmha import work as parts
+from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.sm90.fmha import work
 from dsv4.kernels.sm90.fmha.halves import make_room
-from dsv4.kernels.sm90.fmha.wide_kv import left_role, load_role, right_role
+from dsv4.kernels.sm90.fmha.wide_kv import half_role, load_role
 
 
-@gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
 def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
@@ -43,19 +44,22 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr, RIGHT_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
     gl.static_assert(gl.num_ctas() == 2)
-    tile_row, rows, mine = parts.share((cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), total_q, total_k, tokens, keys,
-                                       kv_heads, group, left, right, num_splits, tiles_per_split,
-                                       k_desc.block_shape[1], 128, 128, HOW)  # fmt: skip
-    if tile_row < rows:
+    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = work.Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = work.Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                       num_splits, tiles_per_split)  # fmt: skip
+    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                           stride_lb)  # fmt: skip
+    k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+    v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
+    place = work.place_of(lists, sizes, k_desc.block_shape[1], 128, 128, HOW)
+    tile_row = place.tile_row
+    if tile_row < place.rows:
         room, ring, landed = make_room(k_desc.dtype, HOW)
-        common, source = parts.gather(
-            mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
-            (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
-            table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
-            (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
-            HOW)  # fmt: skip
+        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
+                                      v_cells, HOW)  # fmt: skip
         gl.warp_specialize([
-            (left_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-            (right_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-            (load_role, (source, ring, landed, room[3], common[3], HOW)),
+            (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
+            (half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
+            (load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
         ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -23,11 +23,32 @@ landed        load: TMA bytes               1 + bytes   load      a tile with fo
 Three attend roles are for rows_loop.py, which uses the parts of this file.
 """
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS
-from dsv4.kernels.sm90.fmha import work as parts
+from dsv4.kernels.sm90.fmha import work
+
+
+@aggregate
+class Ring:
+    """Tiles of K and V, and their barriers; those of V are K's when k is v."""
+
+    k: Value
+    v: Value
+    k_ready: Value
+    k_free: Value
+    v_ready: Value
+    v_free: Value
 
 
 @gluon.jit
@@ -59,7 +80,7 @@ def make_ring(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl
         if not SAME_KV:
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(v_free.index(i), count=CONSUMERS)
-    return q, (k, v, k_ready, k_free, v_ready, v_free), landed
+    return q, Ring(k, v, k_ready, k_free, v_ready, v_free), landed
 
 
 @gluon.jit
@@ -72,42 +93,39 @@ def next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(slot, phase, landed_phase, source, ring, landed, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
+def load_tiles(slot, phase, landed_phase, source, ring, landed, tiles, SAME_KV: gl.constexpr, HOW: gl.constexpr):
     """The load role's part of one row tile: its K and V into the ring from ``slot`` on -> where the ring stands."""
-    k_desc, v_desc, k_rows, v_rows, where = source
-    k, v, k_ready, k_free, v_ready, v_free = ring
-    first, tile_begin, tile_end, part_row = work
+    k, v, where = ring.k, ring.v, source.where
     STAGES: gl.constexpr = k.shape[0]
     BN: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    for tile in range(tile_begin, tile_end):
-        row = first + tile * BN
-        mbarrier.wait(k_free.index(slot), phase)
-        landed_phase = loads.fill_any(k_desc, k_rows, k.index(slot), k_ready.index(slot), landed, landed_phase, where,
-                                      row, 0, BN, D, HOW)  # fmt: skip
+    for tile in range(tiles.begin, tiles.end):
+        row = tiles.first + tile * BN
+        mbarrier.wait(ring.k_free.index(slot), phase)
+        landed_phase = loads.fill_any(source.k_desc, source.k_cells, k.index(slot), ring.k_ready.index(slot), landed,
+                                      landed_phase, where, row, 0, BN, D, HOW)  # fmt: skip
         if not SAME_KV:
-            mbarrier.wait(v_free.index(slot), phase)
-            landed_phase = loads.fill_any(v_desc, v_rows, v.index(slot), v_ready.index(slot), landed, landed_phase,
-                                          where, row, 0, BN, D, HOW)  # fmt: skip
+            mbarrier.wait(ring.v_free.index(slot), phase)
+            landed_phase = loads.fill_any(source.v_desc, source.v_cells, v.index(slot), ring.v_ready.index(slot),
+                                          landed, landed_phase, where, row, 0, BN, D, HOW)  # fmt: skip
         slot, phase = next_slot(slot, phase, STAGES)
     return slot, phase, landed_phase
 
 
 @gluon.jit
-def load_role(source, ring, landed, work, SAME_KV: gl.constexpr, HOW: gl.constexpr):
+def load_role(source, ring, landed, tiles, SAME_KV: gl.constexpr, HOW: gl.constexpr):
     # Phase 1: the first wait on an untouched barrier passes.
-    load_tiles(gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), source, ring, landed, work, SAME_KV, HOW)
+    load_tiles(gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(0), source, ring, landed, tiles, SAME_KV, HOW)
 
 
 @gluon.jit
-def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
+def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
            SIGN: gl.constexpr):  # fmt: skip
     """The 64 query rows from tile_row on, their first K tile in ``slot`` -> where the ring stands afterwards."""
-    tensors, strides, problem, work, pages = common
-    k, v, k_ready, k_free, v_ready, v_free = ring
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
-    first, tile_begin, tile_end, part_row = work
+    tensors, strides, problem, tiles = share.tensors, share.strides, share.problem, share.tiles
+    k, v = ring.k, ring.v
+    k_ready, k_free, v_ready, v_free = ring.k_ready, ring.k_free, ring.v_ready, ring.v_free
+    scale = problem.scale
     STAGES: gl.constexpr = k.shape[0]
     BN: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
@@ -117,14 +135,15 @@ def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT:
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
 
-    loads.load_rows(tensors[0], q, tile_row, rows, head, group, stride_qt, stride_qh, 0, 64, D, D, SIGN)
+    loads.load_rows(tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 0,
+                    64, D, D, SIGN)  # fmt: skip
     fence_async_shared()
-    seen = parts.sight(tile_row, problem, work, pages, 64, BN, HOW, RS)
+    seen = work.sight(tile_row, share, 64, BN, HOW, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
-    if tile_begin < tile_end:
+    if tiles.begin < tiles.end:
         # S of the first tile
         mbarrier.wait(k_ready.index(slot), phase)
         s = gl.zeros([64, BN], gl.float32, LS)
@@ -132,12 +151,12 @@ def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT:
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(k_free.index(slot), count=1)
-        s = parts.mask(s, first + tile_begin * BN, seen, problem, pages, HOW)
+        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, HOW)
         p, m, alpha = softmax.step(s, m, scale)
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
 
-        for tile in range(tile_begin + 1, tile_end):  # slot: of the tile whose P is in pa
+        for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
             after, after_phase = next_slot(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(after), after_phase)
             s = gl.zeros([64, BN], gl.float32, LS)
@@ -150,7 +169,7 @@ def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT:
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 mbarrier.arrive(k_free.index(after), count=1)
-            s = parts.mask(s, first + tile * BN, seen, problem, pages, HOW)
+            s = work.mask(s, tiles.first + tile * BN, seen, share, HOW)
             p, m, alpha = softmax.step(s, m, scale)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -174,17 +193,17 @@ def attend(slot, phase, q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT:
         else:
             mbarrier.arrive(v_free.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
-    parts.write(o, m, l, q, tile_row, common, 0, D, SPLIT)
+    work.write(o, m, l, q, tile_row, share, 0, D, SPLIT)
     return slot, phase
 
 
 @gluon.jit
-def attend_role(q, tile_row, ring, common, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
+def attend_role(q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
                 SIGN: gl.constexpr):  # fmt: skip
-    attend(gl.to_tensor(0), gl.to_tensor(0), q, tile_row, ring, common, SAME_KV, SPLIT, HOW, SIGN)
+    attend(gl.to_tensor(0), gl.to_tensor(0), q, tile_row, ring, share, SAME_KV, SPLIT, HOW, SIGN)
 
 
-@gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
 def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
@@ -193,26 +212,29 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
               SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tile_row, rows, mine = parts.share((cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), total_q, total_k, tokens, keys,
-                                       kv_heads, group, left, right, num_splits, tiles_per_split,
-                                       k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)  # fmt: skip
-    if tile_row < rows:
+    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = work.Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = work.Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                       num_splits, tiles_per_split)  # fmt: skip
+    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                           stride_lb)  # fmt: skip
+    k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+    v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
+    place = work.place_of(lists, sizes, k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)
+    tile_row = place.tile_row
+    if tile_row < place.rows:
         q, ring, landed = make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
-        common, source = parts.gather(
-            mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
-            (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
-            table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
-            (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
-            HOW)  # fmt: skip
+        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
+                                      v_cells, HOW)  # fmt: skip
         if CONSUMERS == 1:
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, ring, common, SAME_KV, SPLIT, HOW, SIGN)),
-                (load_role, (source, ring, landed, common[3], SAME_KV, HOW)),
+                (attend_role, (q.index(0), tile_row, ring, share, SAME_KV, SPLIT, HOW, SIGN)),
+                (load_role, (source, ring, landed, share.tiles, SAME_KV, HOW)),
             ], [1], [PRODUCER_REGS])  # fmt: skip
         else:
             gl.static_assert(CONSUMERS == 2)
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, ring, common, SAME_KV, SPLIT, HOW, SIGN)),
-                (attend_role, (q.index(1), tile_row + 64, ring, common, SAME_KV, SPLIT, HOW, SIGN)),
-                (load_role, (source, ring, landed, common[3], SAME_KV, HOW)),
+                (attend_role, (q.index(0), tile_row, ring, share, SAME_KV, SPLIT, HOW, SIGN)),
+                (attend_role, (q.index(1), tile_row + 64, ring, share, SAME_KV, SPLIT, HOW, SIGN)),
+                (load_role, (source, ring, landed, share.tiles, SAME_KV, HOW)),
             ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -10,60 +10,84 @@ over from tile to tile. CTA c takes tiles c, c + CTAs, ...; every other (sequenc
 which evens out causal work.
 """
 
-from dsv4.kernels.compat import gl, gluon
-from dsv4.kernels.shared.fmha.tiles import DENSE, end_key, first_key
-from dsv4.kernels.sm90.fmha import rows
-from dsv4.kernels.sm90.fmha import work as parts
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.tiles import DENSE, Pages, end_key, first_key
+from dsv4.kernels.sm90.fmha import rows, work
+
+
+@aggregate
+class Scan:
+    """What is walked over."""
+
+    row_tiles: Value  # of a (sequence, KV head)
+    items: Value
+    kv_heads: Value
+    group: Value
+    tokens: Value
+    keys: Value
+    left: Value
+    right: Value
+
+
+@aggregate
+class Source:
+    """Where K and V of all sequences come from."""
+
+    k_desc: Value
+    v_desc: Value
+    k_cells: loads.Cells
+    v_cells: loads.Cells
+    pages: Pages
 
 
 @gluon.jit
 def locate(item, scan, BN: gl.constexpr, M: gl.constexpr):
     """(sequence, KV head, first row, first key, key tiles) of an item."""
-    row_tiles, items, kv_heads, group, tokens, keys, left, right = scan
+    row_tiles, group, tokens, keys = scan.row_tiles, scan.group, scan.tokens, scan.keys
     pair = item // row_tiles
     tile = item - pair * row_tiles
     tile_row = gl.where(pair % 2 == 0, row_tiles - 1 - tile, tile) * M
-    first = first_key(tile_row // group, tokens, keys, left)
-    end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, right)
-    return pair // kv_heads, pair % kv_heads, tile_row, first, (gl.maximum(end - first, 0) + BN - 1) // BN
+    first = first_key(tile_row // group, tokens, keys, scan.left)
+    end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, scan.right)
+    return pair // scan.kv_heads, pair % scan.kv_heads, tile_row, first, (gl.maximum(end - first, 0) + BN - 1) // BN
 
 
 @gluon.jit
 def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr):
-    k_desc, v_desc, k_rows, v_rows, pages = source
-    row_tiles, items, kv_heads, group, tokens, keys, left, right = scan
-    BN: gl.constexpr = ring[0].shape[1]
+    BN: gl.constexpr = ring.k.shape[1]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
     landed_phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
         seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
-        here = (k_desc, v_desc, k_rows, v_rows, (seq, head, 0, keys, 0, keys, pages[0], pages[1]))
-        slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed, (first, 0, tiles, 0),
-                                                    SAME_KV, DENSE)  # fmt: skip
+        where = loads.Where(seq, head, 0, scan.keys, 0, scan.keys, source.pages.table_ptr, source.pages.page_size)
+        here = work.Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
+        slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed,
+                                                    work.Tiles(first, 0, tiles, 0), SAME_KV, DENSE)  # fmt: skip
 
 
 @gluon.jit
-def attend_role(q, tensors, ring, strides, batch_strides, scalars, scan, pages, W: gl.constexpr, M: gl.constexpr,
+def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
                 SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
-    q_ptr, out_ptr, lse_ptr, sink_ptr = tensors
-    stride_qb, stride_ob, stride_lb = batch_strides
-    scale, want_lse = scalars
-    row_tiles, items, kv_heads, group, tokens, keys, left, right = scan
-    BN: gl.constexpr = ring[0].shape[1]
+    """Rows 64 W to 64 W + 63 of each tile of M."""
+    group, tokens, keys = scan.group, scan.tokens, scan.keys
+    BN: gl.constexpr = ring.k.shape[1]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
         seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
         n = seq.to(gl.int64)
-        lse = lse_ptr + n * stride_lb
-        here = (q_ptr + n * stride_qb * 8, out_ptr + n * stride_ob * 8, lse, sink_ptr, lse, lse)
-        problem = (head, group, kv_heads * group, tokens * group, tokens, keys, left, right, scale, want_lse)
-        common = (here, strides, problem, (first, 0, tiles, 0), pages)
-        slot, phase = rows.attend(slot, phase, q, tile_row + 64 * W, ring, common, SAME_KV, False, DENSE, SIGN)
+        lse_ptr = tensors.lse_ptr + n * strides.lb
+        here = work.Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr,
+                            tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
+        problem = work.Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right,
+                               scale, want_lse)  # fmt: skip
+        share = work.Share(here, strides, problem, work.Tiles(first, 0, tiles, 0), pages)
+        slot, phase = rows.attend(slot, phase, q, tile_row + 64 * W, ring, share, SAME_KV, False, DENSE, SIGN)
 
 
-@gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
 def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
                    part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads,
                    group, page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt,
@@ -74,29 +98,27 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
                    PRODUCER_REGS: gl.constexpr):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
+    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                           stride_lb)  # fmt: skip
+    pages = Pages(table_ptr, page_size, total_k)
+    source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
+                    loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip
     q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
     row_tiles = (tokens * group + M - 1) // M
     items = row_tiles * kv_heads * (total_q // tokens)
-    scan = (row_tiles, items, kv_heads, group, tokens, keys, left, right)
-    pages = (table_ptr, page_size, total_k)
-    k_rows = (k_ptr, total_k, stride_kp, stride_kr, stride_kh)
-    v_rows = (v_ptr, total_k, stride_vp, stride_vr, stride_vh)
-    source = (k_desc, v_desc, k_rows, v_rows, pages)
-    tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr)
-    strides = (stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh)
-    batch = (stride_qb, stride_ob, stride_lb)
-    scalars = (scale, want_lse)
+    scan = Scan(row_tiles, items, kv_heads, group, tokens, keys, left, right)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, batch, scalars, scan, pages, 0, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(1), tensors, ring, strides, batch, scalars, scan, pages, 1, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, batch, scalars, scan, pages, 0, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(1), tensors, ring, strides, batch, scalars, scan, pages, 1, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(2), tensors, ring, strides, batch, scalars, scan, pages, 2, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(2), tensors, ring, strides, scale, want_lse, scan, pages, 2, M, SAME_KV, SIGN)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

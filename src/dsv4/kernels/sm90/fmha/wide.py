@@ -36,125 +36,106 @@ O_L += P1 V1_L.
 from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
-from dsv4.kernels.sm90.fmha import wide_kv
-from dsv4.kernels.sm90.fmha import work as parts
+from dsv4.kernels.sm90.fmha import wide_kv, work
 from dsv4.kernels.sm90.fmha.halves import (
     begin_half,
     end_half,
-    half_layout,
     make_room,
+    nothing_yet,
     publish,
-    score_layout,
+    published,
     scores,
 )
 
 
 @gluon.jit
-def load_role(source, ring, landed, q_asked, work, HOW: gl.constexpr):
-    k_desc, v_desc, k_rows, v_rows, where = source
-    kv, ready, free = ring
-    first, step_begin, step_end, part_row = work
+def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
     mbarrier.wait(q_asked, 0)  # Q would come last if it stood behind a whole ring of K
-    for step in range(step_begin, step_end):
+    for step in range(tiles.begin, tiles.end):
         for slot in gl.static_range(4):
-            mbarrier.wait(free.index(slot), phase)
-            row = first + step * 128 + slot // 2 * 64
-            landed_phase = loads.fill_any(k_desc, k_rows, kv.index(slot), ready.index(slot), landed, landed_phase,
-                                          where, row, slot % 2 * 256, 64, 256, HOW)  # fmt: skip
+            mbarrier.wait(ring.free.index(slot), phase)
+            row = tiles.first + step * 128 + slot // 2 * 64
+            landed_phase = loads.fill_any(source.k_desc, source.k_cells, ring.kv.index(slot), ring.ready.index(slot),
+                                          landed, landed_phase, source.where, row, slot % 2 * 256, 64, 256,
+                                          HOW)  # fmt: skip
         phase = phase ^ 1
 
 
 @gluon.jit
-def left_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
-    """Block 0 of each step and O[:, :256]."""
-    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
-    kv, ready, free = ring
-    tensors, strides, problem, work, pages = common
-    first, step_begin, step_end, part_row = work
-    scale = problem[8]
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
-    M: gl.constexpr = q.shape[1]
-    LO: gl.constexpr = half_layout(gl.num_ctas())
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
-    o = gl.zeros([M, 256], gl.float32, LO)
-    m = gl.full([M], -float("inf"), gl.float32, RS)
-    l = gl.full([M], 0.0, gl.float32, RS)
-    phase = 0
-    for step in range(step_begin, step_end):
-        s = scores(q, kv, ready, 0, phase, step)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        s = parts.mask(s, first + step * 128, seen, problem, pages, HOW)
-        p, m0, a0 = softmax.step(s, m, scale)
-        l = l * a0 + gl.sum(p, 1)
-        pb = p.to(q.dtype)
-        publish(pb, m0, a0, p_smem, stat, p_ready, 0)
-        o = o * gl.convert_layout(a0, RO)[:, None]
-        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(0), o, is_async=True)
-        # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(0), count=1)
-        mbarrier.wait(p_ready.index(1), phase)
-        m = stat.index(1).load(RS)
-        a1 = stat.index(3).load(RS)
-        l = l * a1
-        mbarrier.wait(ready.index(2), phase)
-        o = o * gl.convert_layout(a1, RO)[:, None]
-        o = warpgroup_mma(p_smem.index(1), kv.index(2), o, is_async=True)
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(2), count=1)
-        phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
+def left_step(o, m, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+    """Softmax of block 0, then O[:, :256] with both blocks."""
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(room, ring, 0, phase, step)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    s = work.mask(s, share.tiles.first + step * 128, seen, share, HOW)
+    p, m0, a0 = softmax.step(s, m, share.problem.scale)
+    l = l * a0 + gl.sum(p, 1)
+    pb = p.to(room.q.dtype)
+    publish(pb, m0, a0, room, 0)
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(0), o, is_async=True)
+    # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(0), count=1)
+    m, a1 = published(room, phase, 1, RS)
+    l = l * a1
+    mbarrier.wait(ring.ready.index(2), phase)
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(room.p.index(1), ring.kv.index(2), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(2), count=1)
+    return o, m, l
 
 
 @gluon.jit
-def right_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
-    """Block 1 of each step and O[:, 256:]."""
-    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
-    kv, ready, free = ring
-    tensors, strides, problem, work, pages = common
-    first, step_begin, step_end, part_row = work
-    scale = problem[8]
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
-    M: gl.constexpr = q.shape[1]
-    LO: gl.constexpr = half_layout(gl.num_ctas())
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
-    o = gl.zeros([M, 256], gl.float32, LO)
-    m = gl.full([M], -float("inf"), gl.float32, RS)
-    l = gl.full([M], 0.0, gl.float32, RS)
+def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    RS: gl.constexpr = l.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(room, ring, 2, phase, step)
+    # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
+    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+    m0, a0 = published(room, phase, 0, RS)
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    mbarrier.wait(ring.ready.index(1), phase)
+    o = warpgroup_mma(room.p.index(0), ring.kv.index(1), o, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    s = work.mask(s, share.tiles.first + step * 128 + 64, seen, share, HOW)
+    p, m, a1 = softmax.step(s, m0, share.problem.scale)
+    l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
+    pb = p.to(room.q.dtype)
+    publish(pb, m, a1, room, 1)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(1), count=1)
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(3), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(3), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def half_role(room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
+              SIGN: gl.constexpr):  # fmt: skip
+    """Left (HALF 0) or right (1)."""
+    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    o, m, l = nothing_yet(room.q.shape[1])
     phase = 0
-    for step in range(step_begin, step_end):
-        s = scores(q, kv, ready, 2, phase, step)
-        # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
-        o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-        mbarrier.wait(p_ready.index(0), phase)
-        m0 = stat.index(0).load(RS)
-        a0 = stat.index(2).load(RS)
-        o = o * gl.convert_layout(a0, RO)[:, None]
-        mbarrier.wait(ready.index(1), phase)
-        o = warpgroup_mma(p_smem.index(0), kv.index(1), o, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-        s = parts.mask(s, first + step * 128 + 64, seen, problem, pages, HOW)
-        p, m, a1 = softmax.step(s, m0, scale)
-        l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
-        pb = p.to(q.dtype)
-        publish(pb, m, a1, p_smem, stat, p_ready, 1)
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(1), count=1)
-        o = o * gl.convert_layout(a1, RO)[:, None]
-        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(3), o, is_async=True)
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(3), count=1)
+    for step in range(share.tiles.begin, share.tiles.end):
+        if HALF == 0:
+            o, m, l = left_step(o, m, l, room, ring, seen, share, phase, step, HOW)
+        else:
+            o, m, l = right_step(o, l, room, ring, seen, share, phase, step, HOW)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)
+    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
 
 
-@gluon.jit(do_not_specialize=parts.NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
 def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
@@ -162,26 +143,29 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               stride_vp, stride_vr, stride_vh,
               HOW: gl.constexpr, SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
               RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tile_row, rows, mine = parts.share((cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr), total_q, total_k, tokens, keys,
-                                       kv_heads, group, left, right, num_splits, tiles_per_split,
-                                       k_desc.block_shape[1], 64, 128, HOW)  # fmt: skip
-    if tile_row < rows:
+    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = work.Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = work.Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                       num_splits, tiles_per_split)  # fmt: skip
+    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                           stride_lb)  # fmt: skip
+    k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+    v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
+    place = work.place_of(lists, sizes, k_desc.block_shape[1], 64, 128, HOW)
+    tile_row = place.tile_row
+    if tile_row < place.rows:
         room, ring, landed = make_room(k_desc.dtype, HOW)
-        common, source = parts.gather(
-            mine, (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), (k_desc, v_desc),
-            (k_ptr, total_k, stride_kp, stride_kr, stride_kh), (v_ptr, total_k, stride_vp, stride_vr, stride_vh),
-            table_ptr, scale, want_lse, total_q, total_k, kv_heads, group, page_size, table_stride, left, right,
-            (stride_qb, stride_qt, stride_qh), (stride_ob, stride_ot, stride_oh), (stride_lb, stride_lt, stride_lh),
-            HOW)  # fmt: skip
+        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
+                                      v_cells, HOW)  # fmt: skip
         if SAME_KV:
             gl.warp_specialize([
-                (left_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-                (right_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-                (load_role, (source, ring, landed, room[3], common[3], HOW)),
+                (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
+                (half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
+                (load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (wide_kv.left_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-                (wide_kv.right_role, (room, tile_row, ring, common, SPLIT, HOW, SIGN)),
-                (wide_kv.load_role, (source, ring, landed, room[3], common[3], HOW)),
+                (wide_kv.half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
+                (wide_kv.half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -39,73 +39,70 @@ before which left waited for O_L += P1 V1_L.
 from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
-from dsv4.kernels.sm90.fmha import work as parts
-from dsv4.kernels.sm90.fmha.halves import begin_half, end_half, half_layout, publish, score_layout, scores
+from dsv4.kernels.sm90.fmha import work
+from dsv4.kernels.sm90.fmha.halves import begin_half, end_half, nothing_yet, publish, published, scores
 
 
 @gluon.jit
 def fill_block(desc, cells, ring, landed, landed_phase, where, row, SLOT: gl.constexpr, PHASE: gl.constexpr,
                HOW: gl.constexpr):  # fmt: skip
     """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
-    kv, ready, free = ring
     for h in range(2):
-        mbarrier.wait(free.index(SLOT + h), PHASE)
-        landed_phase = loads.fill_any(desc, cells, kv.index(SLOT + h), ready.index(SLOT + h), landed, landed_phase,
-                                      where, row, h * 256, 64, 256, HOW)  # fmt: skip
+        mbarrier.wait(ring.free.index(SLOT + h), PHASE)
+        landed_phase = loads.fill_any(desc, cells, ring.kv.index(SLOT + h), ring.ready.index(SLOT + h), landed,
+                                      landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
     return landed_phase
 
 
 @gluon.jit
-def load_role(source, ring, landed, q_asked, work, HOW: gl.constexpr):
-    k_desc, v_desc, k_rows, v_rows, where = source
-    first, step_begin, step_end, part_row = work
-    phase = 0  # of landed
-    row = first + step_begin * 128
-    mbarrier.wait(q_asked, 0)  # as in wide.py
-    if step_begin < step_end:  # the first wait on an untouched barrier passes
-        phase = fill_block(k_desc, k_rows, ring, landed, phase, where, row, 0, 1, HOW)
-        phase = fill_block(v_desc, v_rows, ring, landed, phase, where, row, 2, 1, HOW)
-    for step in range(step_begin, step_end):
-        row = first + step * 128 + 64
-        phase = fill_block(k_desc, k_rows, ring, landed, phase, where, row, 0, 0, HOW)
-        if step + 1 < step_end:
-            phase = fill_block(k_desc, k_rows, ring, landed, phase, where, row + 64, 2, 0, HOW)
-        phase = fill_block(v_desc, v_rows, ring, landed, phase, where, row, 0, 1, HOW)
-        if step + 1 < step_end:
-            phase = fill_block(v_desc, v_rows, ring, landed, phase, where, row + 64, 2, 1, HOW)
+def fill_k(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
+    return fill_block(source.k_desc, source.k_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
 
 
 @gluon.jit
-def left_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
+def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
+    return fill_block(source.v_desc, source.v_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
+
+
+@gluon.jit
+def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
+    phase = 0  # of landed
+    row = tiles.first + tiles.begin * 128
+    mbarrier.wait(q_asked, 0)  # as in wide.py
+    if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
+        phase = fill_k(source, ring, landed, phase, row, 0, 1, HOW)
+        phase = fill_v(source, ring, landed, phase, row, 2, 1, HOW)
+    for step in range(tiles.begin, tiles.end):
+        row = tiles.first + step * 128 + 64
+        phase = fill_k(source, ring, landed, phase, row, 0, 0, HOW)
+        if step + 1 < tiles.end:
+            phase = fill_k(source, ring, landed, phase, row + 64, 2, 0, HOW)
+        phase = fill_v(source, ring, landed, phase, row, 0, 1, HOW)
+        if step + 1 < tiles.end:
+            phase = fill_v(source, ring, landed, phase, row + 64, 2, 1, HOW)
+
+
+@gluon.jit
+def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
-    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
-    kv, ready, free = ring
-    tensors, strides, problem, work, pages = common
-    first, step_begin, step_end, part_row = work
-    scale = problem[8]
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 0, HOW, SIGN)
-    M: gl.constexpr = q.shape[1]
-    LO: gl.constexpr = half_layout(gl.num_ctas())
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
-    o = gl.zeros([M, 256], gl.float32, LO)
-    m = gl.full([M], -float("inf"), gl.float32, RS)
-    l = gl.full([M], 0.0, gl.float32, RS)
-    if step_begin < step_end:
-        s = scores(q, kv, ready, 0, 0, step_begin)
+    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    if tiles.begin < tiles.end:
+        s = scores(room, ring, 0, 0, tiles.begin)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         mbarrier.arrive(free.index(0), count=1)
         mbarrier.arrive(free.index(1), count=1)
-        s = parts.mask(s, first + step_begin * 128, seen, problem, pages, HOW)
-        p, m0, a0 = softmax.step(s, m, scale)
+        s = work.mask(s, tiles.first + tiles.begin * 128, seen, share, HOW)
+        p, m0, a0 = softmax.step(s, m, share.problem.scale)
         sums = gl.sum(p, 1)
-        pb = p.to(q.dtype)
-        publish(pb, m0, a0, p_smem, stat, p_ready, 0)
+        pb = p.to(room.q.dtype)
+        publish(pb, m0, a0, room, 0)
         pa = gl.convert_layout(pb, LA)
         phase = 0
-        for step in range(step_begin, step_end):
-            more = step + 1 < step_end
+        for step in range(tiles.begin, tiles.end):
+            more = step + 1 < tiles.end
             l = l * a0 + sums
             o = o * gl.convert_layout(a0, RO)[:, None]
             mbarrier.wait(ready.index(2), 0)
@@ -114,70 +111,69 @@ def left_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constex
             mbarrier.wait(ready.index(3), 0)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             mbarrier.arrive(free.index(2), count=1)
-            s = scores(q, kv, ready, 2, 1, step, more)
-            mbarrier.wait(p_ready.index(1), phase)
-            m = stat.index(1).load(RS)
-            a1 = stat.index(3).load(RS)
+            s = scores(room, ring, 2, 1, step, more)
+            m, a1 = published(room, phase, 1, RS)
             l = l * a1
             o = o * gl.convert_layout(a1, RO)[:, None]
             mbarrier.wait(ready.index(0), 0)
-            o = warpgroup_mma(p_smem.index(1), kv.index(0), o, is_async=True)
+            o = warpgroup_mma(room.p.index(1), kv.index(0), o, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(free.index(2), count=1, pred=more)
             mbarrier.arrive(free.index(3), count=1, pred=more)
-            s = parts.mask(s, first + step * 128 + 128, seen, problem, pages, HOW)
-            p, m0, a0 = softmax.step(s, m, scale)
+            s = work.mask(s, tiles.first + step * 128 + 128, seen, share, HOW)
+            p, m0, a0 = softmax.step(s, m, share.problem.scale)
             sums = softmax.pin(gl.sum(p, 1))
-            pb = p.to(q.dtype)
+            pb = p.to(room.q.dtype)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             mbarrier.arrive(free.index(0), count=1)
             if more:
-                publish(pb, m0, a0, p_smem, stat, p_ready, 0)
+                publish(pb, m0, a0, room, 0)
             pa = gl.convert_layout(pb, LA)
             phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 0, SPLIT)
+    return o, m, l
 
 
 @gluon.jit
-def right_role(room, tile_row, ring, common, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
+def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
-    q, p_smem, stat, q_asked, q_ready, p_ready, sum_ready = room
-    kv, ready, free = ring
-    tensors, strides, problem, work, pages = common
-    first, step_begin, step_end, part_row = work
-    scale = problem[8]
-    seen = begin_half(q, q_asked, q_ready, tile_row, common, 1, HOW, SIGN)
-    M: gl.constexpr = q.shape[1]
-    LO: gl.constexpr = half_layout(gl.num_ctas())
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
-    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
-    RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
-    o = gl.zeros([M, 256], gl.float32, LO)
-    m = gl.full([M], -float("inf"), gl.float32, RS)
-    l = gl.full([M], 0.0, gl.float32, RS)
+    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     phase = 0
-    for step in range(step_begin, step_end):
-        mbarrier.wait(p_ready.index(0), phase)
-        m0 = stat.index(0).load(RS)
-        a0 = stat.index(2).load(RS)
+    for step in range(tiles.begin, tiles.end):
+        m0, a0 = published(room, phase, 0, RS)
         o = o * gl.convert_layout(a0, RO)[:, None]
         mbarrier.wait(ready.index(3), 0)
-        o = warpgroup_mma(p_smem.index(0), kv.index(3), o, is_async=True)
-        s = scores(q, kv, ready, 0, 1, step)
+        o = warpgroup_mma(room.p.index(0), kv.index(3), o, is_async=True)
+        s = scores(room, ring, 0, 1, step)
         o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
         mbarrier.arrive(free.index(3), count=1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         mbarrier.arrive(free.index(0), count=1)
         mbarrier.arrive(free.index(1), count=1)
-        s = parts.mask(s, first + step * 128 + 64, seen, problem, pages, HOW)
-        p, m, a1 = softmax.step(s, m0, scale)
+        s = work.mask(s, tiles.first + step * 128 + 64, seen, share, HOW)
+        p, m, a1 = softmax.step(s, m0, share.problem.scale)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
-        pb = p.to(q.dtype)
-        publish(pb, m, a1, p_smem, stat, p_ready, 1)
+        pb = p.to(room.q.dtype)
+        publish(pb, m, a1, room, 1)
         mbarrier.wait(ready.index(1), 0)
         o = o * gl.convert_layout(a1, RO)[:, None]
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(1), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(free.index(1), count=1)
         phase = phase ^ 1
-    end_half(o, m, l, q, stat, sum_ready, tile_row, common, 1, SPLIT)
+    return o, m, l
+
+
+@gluon.jit
+def half_role(room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
+              SIGN: gl.constexpr):  # fmt: skip
+    """Left (HALF 0) or right (1)."""
+    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    o, m, l = nothing_yet(room.q.shape[1])
+    if HALF == 0:
+        o, m, l = left_steps(o, m, l, room, ring, seen, share, HOW)
+    else:
+        o, m, l = right_steps(o, m, l, room, ring, seen, share, HOW)
+    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)

@@ -1,22 +1,17 @@
 """What the kernels of this folder share: a CTA's share of the problem, masks, and what becomes of a finished row.
 
-Values travel together in tuples::
-
-    tensors   q, out, lse of the sequence; sink; partial results and their LSE
-    strides   of q, out (in units of 8 elements) and lse: token, head of each
-    problem   KV head, group, query heads, rows, T, S, window left and right, scale, whether the LSE is wanted
-    work      first key, its tile range [begin, end) counted from there, row of the partial results
-    pages     row of the block table, page size, number of pages
-    source    where K and V are: descriptors, (pointer, pages, strides) of each, and ``where`` of loads.fill
-    common    tensors, strides, problem, work, pages
+A kernel groups its arguments (Tensors, Lists, Sizes, Strides), asks `place_of` for its rows and tiles of keys, and
+`share_of` for what its roles need: Share for those who compute, Source for those who load.
 """
 
-from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.loads import Cells, Where
 from dsv4.kernels.shared.fmha.tiles import (
     PAGES,
     ROWS,
+    Pages,
     bad_pages,
     end_key,
     first_key,
@@ -34,65 +29,188 @@ NOT_SPECIALIZED = [
 ]  # fmt: skip
 
 
-@gluon.jit
-def share(lists, total_q, total_k, tokens, keys, kv_heads, group, left, right, num_splits, tiles_per_split,
-          BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
-    """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences).
+@aggregate
+class Tensors:
+    """Of all sequences as arguments, of one in a Share."""
 
-    -> first row, rows, and the rest for ``gather``
-    """
-    cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr = lists
+    q_ptr: Value
+    out_ptr: Value
+    lse_ptr: Value
+    sink_ptr: Value
+    part_ptr: Value  # of a split: normalised fp32 rows, and their LSE in base 2
+    part_lse_ptr: Value
+
+
+@aggregate
+class Lists:
+    """Which rows are whose."""
+
+    cu_q_ptr: Value  # varlen
+    cu_k_ptr: Value
+    lengths_ptr: Value  # paged
+    table_ptr: Value
+
+
+@aggregate
+class Sizes:
+    total_q: Value  # query tokens in all
+    total_k: Value  # key rows in all, or pages
+    tokens: Value  # of a sequence, at most
+    keys: Value
+    kv_heads: Value
+    group: Value  # query heads of a KV head
+    page_size: Value
+    table_stride: Value
+    left: Value  # of the window
+    right: Value
+    num_splits: Value
+    tiles_per_split: Value
+
+
+@aggregate
+class Strides:
+    """Of q and out in units of 8 elements, and of the LSE: token, head, batch."""
+
+    qt: Value
+    qh: Value
+    ot: Value
+    oh: Value
+    lt: Value
+    lh: Value
+    qb: Value
+    ob: Value
+    lb: Value
+
+
+@aggregate
+class Place:
+    """Rows and tiles of keys of a CTA."""
+
+    tile_row: Value  # its first row
+    rows: Value  # of the sequence and KV head
+    seq: Value
+    head: Value
+    split: Value
+    q_start: Value
+    tokens: Value
+    k_start: Value
+    keys: Value
+    first: Value  # key of tile 0
+    begin: Value  # its tiles [begin, end)
+    end: Value
+
+
+@aggregate
+class Problem:
+    """One sequence and KV head."""
+
+    head: Value
+    group: Value
+    q_heads: Value
+    rows: Value
+    tokens: Value
+    keys: Value
+    left: Value
+    right: Value
+    scale: Value
+    want_lse: Value
+
+
+@aggregate
+class Tiles:
+    """The tiles of keys of a CTA: [begin, end), counted from key ``first``; its row of the partial results."""
+
+    first: Value
+    begin: Value
+    end: Value
+    part_row: Value
+
+
+@aggregate
+class Share:
+    tensors: Tensors
+    strides: Strides
+    problem: Problem
+    tiles: Tiles
+    pages: Pages
+
+
+@aggregate
+class Source:
+    """Where K and V come from: by TMA, or cell by cell."""
+
+    k_desc: Value
+    v_desc: Value
+    k_cells: Cells
+    v_cells: Cells
+    where: Where
+
+
+@aggregate
+class Sight:
+    """What rows see: each row's keys; the keys that all of them see, which need no mask; and whether the block table
+    names pages that are none, whose keys nobody sees."""
+
+    row_first: Value
+    row_end: Value
+    full_first: Value
+    full_end: Value
+    bad: Value
+
+
+@gluon.jit
+def place_of(lists, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):
+    """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
     VARLEN: gl.constexpr = HOW == ROWS
     seq = gl.program_id(2)
-    head = gl.program_id(1) % kv_heads
-    split = gl.program_id(1) // kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, VARLEN, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr,
-                                              lengths_ptr, HOW)  # fmt: skip
-    rows = tokens * group
+    head = gl.program_id(1) % sizes.kv_heads
+    split = gl.program_id(1) // sizes.kv_heads
+    q_start, tokens, k_start, keys = sequence(seq, VARLEN, sizes.tokens, sizes.keys, sizes.total_q, sizes.total_k,
+                                              lists.cu_q_ptr, lists.cu_k_ptr, lists.lengths_ptr, HOW)  # fmt: skip
+    rows = tokens * sizes.group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
-    token_last = gl.minimum((tile_row + M - 1) // group, tokens - 1)
-    first = first_key(tile_row // group, tokens, keys, left)
-    end = end_key(token_last, tokens, keys, right)
+    token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
+    first = first_key(tile_row // sizes.group, tokens, keys, sizes.left)
+    end = end_key(token_last, tokens, keys, sizes.right)
     if HOW == PAGES:
         first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
     tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
-    tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
-    return tile_row, rows, (seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end)
+    tile_begin, tile_end = split_range(tiles, split, sizes.num_splits, sizes.tiles_per_split)
+    return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end)
 
 
 @gluon.jit
-def gather(mine, tensors, descriptors, k_rows, v_rows, table_ptr, scale, want_lse, total_q, total_k, kv_heads, group,
-           page_size, table_stride, left, right, strides_q, strides_o, strides_l, HOW: gl.constexpr):  # fmt: skip
-    """The tuples of the roles -> common, source."""
-    seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end = mine
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
+def share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells,
+             HOW: gl.constexpr):  # fmt: skip
+    """-> Share, Source"""
+    seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
-    q_ptr += (seq.to(gl.int64) * strides_q[0] + q_start.to(gl.int64) * strides_q[1]) * 8
-    out_ptr += (seq.to(gl.int64) * strides_o[0] + q_start.to(gl.int64) * strides_o[1]) * 8
-    lse_ptr += seq.to(gl.int64) * strides_l[0] + q_start.to(gl.int64) * strides_l[1]
-    table_ptr += seq.to(gl.int64) * table_stride
+    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.qb + place.q_start.to(gl.int64) * strides.qt) * 8
+    out_ptr = tensors.out_ptr + (seq.to(gl.int64) * strides.ob + place.q_start.to(gl.int64) * strides.ot) * 8
+    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lb + place.q_start.to(gl.int64) * strides.lt)
+    table_ptr = lists.table_ptr + seq.to(gl.int64) * sizes.table_stride
     # Row of the partial results: split-major, then as the rows of q (token, head).
-    part_row = split.to(gl.int64) * total_q + q_start
+    part_row = place.split.to(gl.int64) * sizes.total_q + place.q_start
     outer = 0
     if HOW != ROWS:
         part_row += seq.to(gl.int64) * tokens
         outer = seq
-    here = (q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    strides = (strides_q[1], strides_q[2], strides_o[1], strides_o[2], strides_l[1], strides_l[2])
-    problem = (head, group, kv_heads * group, tokens * group, tokens, keys, left, right, scale, want_lse)
-    work = (first, tile_begin, tile_end, part_row)
-    pages = (table_ptr, page_size, total_k)
-    where = (outer, head, k_start, keys, first_key(0, tokens, keys, left), keys, table_ptr, page_size)
-    return (here, strides, problem, work, pages), (descriptors[0], descriptors[1], k_rows, v_rows, where)
+    here = Tensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
+    problem = Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, sizes.left,
+                      sizes.right, scale, want_lse)  # fmt: skip
+    tiles = Tiles(place.first, place.begin, place.end, part_row)
+    pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
+    where = Where(outer, head, place.k_start, keys, first_key(0, tokens, keys, sizes.left), keys, table_ptr,
+                  sizes.page_size)  # fmt: skip
+    return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_cells, v_cells, where)
 
 
 @gluon.jit
-def sight(tile_row, problem, work, pages, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr,
-          RS: gl.constexpr):  # fmt: skip
-    """What the M rows from tile_row on see: each row's keys; the keys that all of them see, which need no mask; and
-    whether the block table names pages that are none, whose keys nobody sees."""
-    head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
-    first, tile_begin, tile_end, part_row = work
+def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
+    """What the M rows from tile_row on see."""
+    group, tokens, keys = share.problem.group, share.problem.tokens, share.problem.keys
+    left, right = share.problem.left, share.problem.right
+    tiles = share.tiles
     row = tile_row + gl.arange(0, M, layout=RS)
     row_first = first_key(row // group, tokens, keys, left)
     row_end = end_key(row // group, tokens, keys, right)
@@ -101,31 +219,27 @@ def sight(tile_row, problem, work, pages, M: gl.constexpr, BN: gl.constexpr, HOW
     full_end = end_key(tile_row // group, tokens, keys, right)
     bad = False
     if HOW >= PAGES:
-        bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
-    return row_first, row_end, full_first, full_end, bad
+        bad = bad_pages(share.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
+    return Sight(row_first, row_end, full_first, full_end, bad)
 
 
 @gluon.jit
-def mask(s, column, seen, problem, pages, HOW: gl.constexpr):
+def mask(s, column, seen, share, HOW: gl.constexpr):
     """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
-    row_first, row_end, full_first, full_end, bad = seen
-    if (column < full_first) | (column + s.shape[1] > full_end):
-        s = softmax.see(s, column, row_first, row_end, L)
+    if (column < seen.full_first) | (column + s.shape[1] > seen.full_end):
+        s = softmax.see(s, column, seen.row_first, seen.row_end, L)
     if HOW >= PAGES:
-        if bad:
-            s = see_pages(s, column, problem[5], pages, L)
+        if seen.bad:
+            s = see_pages(s, column, share.problem.keys, share.pages, L)
     return s
 
 
 @gluon.jit
-def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
+def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
     """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
-    tensors, strides, problem, work, pages = common
-    q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head, group, q_heads, rows, tokens, keys, left, right, scale, want_lse = problem
-    first, tile_begin, tile_end, part_row = work
+    tensors, strides, tiles = share.tensors, share.strides, share.tiles
+    head, group, rows = share.problem.head, share.problem.group, share.problem.rows
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
@@ -136,20 +250,20 @@ def write(o, m, l, smem, tile_row, common, COLUMN: gl.constexpr, D: gl.constexpr
     token = row // group
     if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, gl.full([M], -float("inf"), gl.float32, RS))
-        part = (part_row + token.to(gl.int64)) * q_heads + q_head
+        part = (tiles.part_row + token.to(gl.int64)) * share.problem.q_heads + q_head
         if COLUMN == 0:
-            gl.store(part_lse_ptr + part, lse, mask=row < rows)
-        if tile_begin < tile_end:
+            gl.store(tensors.part_lse_ptr + part, lse, mask=row < rows)
+        if tiles.begin < tiles.end:
             o = o * gl.convert_layout(factor, RO)[:, None]
             column = COLUMN + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
-            gl.store(part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
+            gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
                      mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
     else:
-        sink = gl.load(sink_ptr + q_head, mask=row < rows, other=-float("inf"))
+        sink = gl.load(tensors.sink_ptr + q_head, mask=row < rows, other=-float("inf"))
         factor, lse = softmax.finish(m, l, sink)
         if COLUMN == 0:
-            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh, lse * softmax.LN2,
-                     mask=(row < rows) & (want_lse != 0))  # fmt: skip
+            gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
+                     lse * softmax.LN2, mask=(row < rows) & (share.problem.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
         smem.store(o.to(smem.dtype))
-        loads.store_rows(out_ptr, smem, tile_row, rows, head, group, stride_ot, stride_oh, COLUMN, M, C)
+        loads.store_rows(tensors.out_ptr, smem, tile_row, rows, head, group, strides.ot, strides.oh, COLUMN, M, C)
