@@ -118,7 +118,9 @@ def check_the_wrong_first_phase_is_a_deadlock() -> None:
     try:
         attempt(first=0)
     except softsm.errors.Deadlock as why:
-        assert "wait" in str(why)
+        text = str(why)
+        assert "warp 6 (mma) of CTA (0, 0, 0) waits for warp 7 (load)" in text
+        assert "warp 7 (load) of CTA (0, 0, 0) waits for warp 6 (mma)" in text
     else:
         raise AssertionError("no deadlock was reported")
 

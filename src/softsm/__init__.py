@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 
+__version__ = "0.1.0"
+
 _HOME = {
     "use": "softsm.triton_driver.install",
     "active_arch": "softsm.triton_driver.in_use",

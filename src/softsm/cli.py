@@ -20,8 +20,18 @@ app = typer.Typer(
 )
 
 
-# What `run` and `trace` take alike.
+ORDERS = ("eager", "latest", "random")
+# What `run`, `check` and `trace` take alike. Options may stand before or behind the file; what softsm does not know,
+# and everything behind --, goes to the program.
+OPTIONS = {"ignore_unknown_options": True}
 File = Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line (behind -- "
+        "where softsm has an option of the same name)"
+    ),
+]
 Arch = Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")]
 Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
 Sides = Annotated[str, typer.Option(help="x,y,z")]
@@ -30,22 +40,30 @@ Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
 Sms = Annotated[int, typer.Option(help="SMs played")]
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
 Seed = Annotated[int, typer.Option(help="of random order and random arguments")]
+Strict = Annotated[bool, typer.Option(help="check PTX 9.4 to the letter")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from softsm import __version__
+
+        typer.echo(f"softsm {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
-    """Keeps `run` a command of its own while it is the only one."""
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Holds the options of `softsm` itself."""
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=OPTIONS)
 def run(
     file: File,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line"
-        ),
-    ] = None,
+    arguments: Arguments = None,
     arch: Arch = "",
     entry: Entry = None,
     grid: Sides = "1",
@@ -60,14 +78,49 @@ def run(
         typer.Option(help="N=file.npy: write array argument N after the run; may be repeated"),
     ] = None,
 ) -> None:
-    """Run a kernel from PTX on arrays made here, or a whole Python program. Options come before the file."""
-    if not file.is_file():
-        _stop(f"there is no file {file}")
+    """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
+    _accept(file, arguments, order, ORDERS)
     if file.suffix == ".py":
         with _program_errors(file):
             _program(file, arguments or [], arch, sms, order, seed)
     else:
-        _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
+        with _kernel_errors(file):
+            _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
+    typer.echo(f"nothing was checked; `softsm check {file}` looks for races and misuse", err=True)
+
+
+@app.command(context_settings=OPTIONS)
+def check(
+    file: File,
+    arguments: Arguments = None,
+    arch: Arch = "",
+    entry: Entry = None,
+    grid: Sides = "1",
+    block: Block = "",
+    cluster: Sides = "1",
+    shared: Shared = 0,
+    sms: Sms = 4,
+    order: Annotated[
+        str, typer.Option(help="completion of asynchronous operations: all, eager, latest, random")
+    ] = "all",
+    seed: Seed = 0,
+    strict: Strict = False,
+) -> None:
+    """Run with all checks, once for each order of completion, and print each finding once. Exit status 1 if there is
+    one."""
+    from softsm.report.several_orders import Summary
+
+    _accept(file, arguments, order, (*ORDERS, "all"))
+    summary = Summary(seed, strict)
+    for chosen, number in summary.runs(order):
+        with summary.run(chosen, number, frames_of=str(file)):
+            if file.suffix == ".py":
+                _program(file, arguments or [], arch, sms, chosen, number)
+            else:
+                _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, chosen, seed, [])
+    typer.echo(str(summary))
+    if summary.failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -92,10 +145,10 @@ def explain(
         _stop(str(problem))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=OPTIONS)
 def trace(
     file: File,
-    arguments: Annotated[list[str] | None, typer.Argument(help="as for `softsm run`")] = None,
+    arguments: Arguments = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
         "softsm-trace"
     ),
@@ -108,15 +161,14 @@ def trace(
     sms: Sms = 4,
     order: Order = "latest",
     seed: Seed = 0,
-    strict: Annotated[bool, typer.Option(help="check PTX 9.4 to the letter")] = False,
+    strict: Strict = False,
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:
     """Run as `softsm run` does, and write what happened: an HTML report, and a timeline for ui.perfetto.dev."""
     from softsm.errors import SoftsmError
     from softsm.report.trace import tracing
 
-    if not file.is_file():
-        _stop(f"there is no file {file}")
+    _accept(file, arguments, order, ORDERS)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
     try:
@@ -126,7 +178,8 @@ def trace(
             else:
                 _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, [])
     except SoftsmError as problem:
-        typer.echo(str(problem), err=True)
+        if made_by is None or not any(d.raised for d in made_by.report):
+            typer.echo(str(problem), err=True)
     finally:
         if made_by is not None:
             _traced(made_by)
@@ -135,7 +188,10 @@ def trace(
 
 
 def _traced(made) -> None:
-    launches, found = made.recorder.launches, len(made.report) + bool(made.failure)
+    if made.report:
+        typer.echo(str(made.report))
+    found = len(made.report) + (bool(made.failure) and not any(d.raised for d in made.report))
+    launches = made.recorder.launches
     typer.echo(f"{len(launches)} launch(es), {sum(x.steps for x in launches)} warp instructions, {found} diagnostic(s)")
     for path in made.files:
         typer.echo(f"wrote {path}")
@@ -173,6 +229,17 @@ def museum(
         raise typer.Exit(1)
 
 
+def _accept(file: Path, arguments: list[str] | None, order: str, orders: tuple[str, ...]) -> None:
+    """Refuse what cannot be meant, in one line."""
+    if not file.is_file():
+        _stop(f"there is no file {file}")
+    if order not in orders:
+        _stop(f"order: got {order!r}, accepted are {', '.join(orders)}")
+    unknown = [x for x in arguments or () if file.suffix != ".py" and x.startswith("-")]
+    if unknown:
+        _stop(f"{unknown[0]}: there is no such option, and a kernel in PTX has no command line")
+
+
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
     """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
     import runpy
@@ -207,6 +274,16 @@ def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterat
         raise typer.Exit(1) from None
 
 
+@contextmanager
+def _kernel_errors(file: Path) -> Iterator[None]:
+    from softsm.errors import SoftsmError
+
+    try:
+        yield
+    except (SoftsmError, ValueError) as problem:
+        _stop(f"{file}: {problem}")
+
+
 def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, seed, save) -> None:
     import numpy as np
     from rich.console import Console
@@ -214,23 +291,15 @@ def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, se
 
     from softsm.arguments import parse_argument
     from softsm.engine.launch import load, triple
-    from softsm.errors import SoftsmError
 
-    try:
-        values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
-        targets = dict(_target(text, len(values)) for text in save)
-        kernel = load(file.read_text(), entry)
-        threads = (
-            _dims(block, "block")
-            if block
-            else triple(kernel.function.directives.get("reqntid", 32), "reqntid")
-        )
-        before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
-        kernel.launch(
-            _dims(grid, "grid"), threads, values, shared=shared, cluster=_dims(cluster, "cluster"),
-            sms=sms, order=order, seed=seed)  # fmt: skip
-    except (SoftsmError, ValueError) as problem:
-        _stop(f"{file}: {problem}")
+    values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
+    targets = dict(_target(text, len(values)) for text in save)
+    kernel = load(file.read_text(), entry)
+    required = triple(kernel.function.directives.get("reqntid", 32), "reqntid")
+    before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
+    kernel.launch(
+        _dims(grid, "grid"), _dims(block, "block") if block else required, values, shared=shared,
+        cluster=_dims(cluster, "cluster"), sms=sms, order=order, seed=seed)  # fmt: skip
     table = Table("parameter", "argument", "changed", "first values")
     for p, text, old, new in zip(kernel.function.params, arguments, before, values):
         changed = str(int((_bits(old) != _bits(new)).sum())) if isinstance(new, np.ndarray) else ""

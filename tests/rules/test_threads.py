@@ -53,7 +53,8 @@ def test_warps_that_share_words_but_no_bytes_need_no_barrier():
 
 
 def test_warps_may_store_one_value_in_one_statement():
-    """A compiler may repeat a statement in both ways of a branch; two statements are a race though the values agree."""
+    """A compiler may repeat a statement in both ways of a branch. Two statements are a race by the letter though the
+    values agree; by default, where the value stays what it was, they are none."""
 
     def make(keep):
         odd = "and.b32 %r41, %r1, 1;\nsetp.eq.u32 %p5, %r41, 1;\nmov.u32 %r40, a;\n"
@@ -62,7 +63,17 @@ def test_warps_may_store_one_value_in_one_statement():
         return plain(body).replace(".visible", '.file 1 "kernel.py"\n.visible')
 
     holds(make, args=ARGS)
-    holds(make, args=ARGS, strict=False)
+    assert not findings(make(False), ARGS, strict=False)
+    other = make(False).replace("st.shared.u32 [%r40], 5;\nEND", "st.shared.u32 [%r40], 6;\nEND")
+    assert findings(other, ARGS, strict=False).codes() == ["race"]
+
+
+@pytest.mark.parametrize(("cluster", "advice"), [(1, "two launches"), (2, "barrier.cluster.arrive")])
+def test_advice_for_a_race_between_ctas_is_no_barrier(cluster, advice):
+    """bar.sync and mbarriers of a CTA order nothing between CTAs."""
+    report = findings(plain("mov.u32 %r40, %ctaid.x;\n" + t.out("%r40", "%rd2", "0")), ARGS, grid=2, cluster=cluster)
+    between = [d for d in report if "(0, 0, 0)" in str(d) and "(1, 0, 0)" in str(d)]
+    assert between and all(advice in d.mend and "put a barrier," not in d.mend for d in between), str(report)
 
 
 def test_a_named_barrier_orders_its_arrivals_before_its_waits():

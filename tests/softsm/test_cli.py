@@ -1,4 +1,5 @@
-"""`softsm run`: PTX files on arrays made on the command line, Python programs with softsm under Triton."""
+"""`softsm run`, `check` and `trace`: PTX files on arrays made on the command line, Python programs with softsm under
+Triton."""
 
 from __future__ import annotations
 
@@ -142,3 +143,113 @@ def test_argument_forms(tmp_path):
     assert parse_argument("s64=-0x10") == -16 and parse_argument("f32=1e-3").dtype == np.float32
     first, second = parse_argument("f32[4]=random", 1), parse_argument("f32[4]=random", 1)
     assert np.array_equal(first, second) and parse_argument("u32[4]=random", 1).dtype == np.uint32
+
+
+RACY = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def last(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(x + i, mask=i < n, other=0.0))
+    before = tl.load(out)
+    tl.store(out, before + total)
+
+x, out = torch.ones(512, device="cuda"), torch.zeros(1, device="cuda")
+last[(4,)](x, out, 512, BLOCK=128)
+print("total", out.item())
+FINISH
+"""
+
+
+def softsm_command(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+@pytest.fixture
+def racy(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the shim is refused where CUDA is available")
+    path = tmp_path / "racy.py"
+    path.write_text(RACY.replace("FINISH", ""))
+    return path
+
+
+def test_check_names_a_race_once(racy):
+    """One race in the source is many in PTX and in four orders."""
+    done = softsm_command("check", racy)
+    assert done.exit_code == 1
+    assert done.output.count("total 512.0") == 1  # what the program prints is shown once
+    lines = done.output.splitlines()
+    orders = "latest, eager, random (seed 0), random (seed 1)"
+    assert lines[-1] == f"2 findings in 1 launch(es); default level; orders {orders}"
+    assert sum(line.startswith("race: ") for line in lines) == 2  # load and store, store and store
+    assert "racy.py:9" in done.output and "racy.py:8" in done.output and "atomic" in done.output
+
+
+def test_check_is_silent_about_a_right_program(tmp_path, racy):
+    racy.write_text(racy.read_text().replace("before = tl.load(out)", "").replace(
+        "tl.store(out, before + total)", "tl.atomic_add(out, total)"))  # fmt: skip
+    done = softsm_command("check", racy, "--arch", "sm_90a")
+    assert done.exit_code == 0, done.output
+    assert "nothing found in 1 launch(es)" in done.output.splitlines()[-1]
+
+
+def test_check_of_ptx(ptx):
+    done = softsm_command("check", ptx, "f32[128]", "f32=0.5", "u32=128", "--grid", "2", "--order", "latest")
+    assert done.exit_code == 0 and "orders latest" in done.output, done.output
+    done = softsm_command("check", "--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90")
+    assert done.exit_code == 1
+    assert done.output.count("out-of-bounds: ") == 1 and "PTX line 18" in done.output
+
+
+def test_a_program_that_fails_by_itself(tmp_path, racy):
+    racy.write_text("import sys\nsys.exit(3)\n")
+    done = softsm_command("check", racy, "--order", "latest")
+    assert done.exit_code == 1 and "ended with status 3" in done.output
+    racy.write_text("raise KeyError('x')\n")
+    done = softsm_command("check", racy)
+    assert done.exit_code == 1 and done.output.count("KeyError: 'x'") == 1 and "runpy" not in done.output
+
+
+def test_run_says_that_nothing_was_checked(ptx):
+    done = softsm_command("run", ptx, "f32[64]", "f32=0.5", "u32=64")
+    assert done.output.splitlines()[-1].startswith("nothing was checked; `softsm check ")
+
+
+def test_options_behind_the_file_are_taken(ptx, tmp_path):
+    done = softsm_command("run", ptx, "f32[100]=arange", "f32=0.5", "u32=90", "--grid", "2")
+    assert done.exit_code == 0 and "│ 89" in done.output, done.output
+    done = softsm_command("run", ptx, "f32[100]", "f32=0.5", "u32=90", "--gird", "2")
+    assert done.exit_code == 1 and "--gird: there is no such option" in done.output
+
+
+def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
+    racy.write_text("import sys\nprint(sys.argv[1:])\n")
+    done = softsm_command("run", racy, "--flag", "1", "--", "--seed", "7", "--arch", "x")
+    assert "['--flag', '1', '--seed', '7', '--arch', 'x']" in done.output
+
+
+@pytest.mark.parametrize("command", ["run", "check", "trace"])
+def test_an_unknown_order_is_one_line(ptx, command):
+    done = softsm_command(command, ptx, "--order", "sideways")
+    assert done.exit_code == 1 and len(done.output.splitlines()) == 1
+    assert done.output.startswith("order: got 'sideways', accepted are eager, latest, random")
+
+
+def test_trace_prints_what_it_found(racy, tmp_path):
+    done = softsm_command("trace", racy, "-o", tmp_path / "out")
+    assert done.exit_code == 1 and "2 diagnostic(s)" in done.output
+    assert done.output.count("race: two accesses of global memory") == 2
+
+
+def test_version():
+    import importlib.metadata
+
+    import softsm
+
+    done = softsm_command("--version")
+    assert done.output == f"softsm {softsm.__version__}\n"
+    assert softsm.__version__ == importlib.metadata.version("dsv4")

@@ -14,6 +14,14 @@ BETWEEN_LANES = (
 ONE_INSTRUCTION = (
     "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"
 )
+BETWEEN_CTAS = (
+    "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
+    "scope, or split the work into two launches"
+)
+WITHIN_CLUSTER = (
+    "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
+    "wait of .cluster scope, between them"
+)
 
 
 class Findings:
@@ -41,7 +49,7 @@ class Findings:
             if kind == sh.UNINITIALISED and not self.strict and replicas.masked_atomic(self.machine.program, pc):
                 continue
             if kind == sh.SAME:
-                if agent < sh.ASYNC and self.one_statement(pc, other_pc):
+                if agent < sh.ASYNC and (not self.strict or self.one_statement(pc, other_pc)):
                     continue
                 kind = sh.WAW
             memory = "global" if place else "shared"
@@ -66,15 +74,24 @@ class Findings:
                 other_op = None
                 other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
             mend = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
+            them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
+            mend = mend or self.across(w, them)
             found = self.race(this, other, f"{memory} memory", other_op, mend)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
-                them = agents[agent]
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
                 if them.cta is w.cta and self.confined(load, store):
                     self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
                     continue
             self.report.add(found)
+
+    def across(self, w, other) -> str:
+        """Advice for warps of different CTAs; '' for those of one."""
+        if other is None or other.cta is w.cta:
+            return ""
+        shape = self.machine.cluster_shape
+        mine, theirs = ([c // s for c, s in zip(x.cta.ctaid, shape)] for x in (w, other))
+        return WITHIN_CLUSTER if mine == theirs else BETWEEN_CTAS
 
     def one_statement(self, pc: int, other: int) -> bool:
         """Did the compiler make both instructions of one place of the source? It repeats the end of a branch, or the

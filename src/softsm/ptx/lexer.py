@@ -19,6 +19,9 @@ COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:[^"\\\n]|\\.)*("?
 SECTION = re.compile(r"^[ \t]*\.section\s+([.\w$]+)\s*\{([^{}]*)\}", re.M)
 FILE = re.compile(r"^[ \t]*\.file\s+(\d{1,9})\s+(\"(?:[^\"\\\n]|\\.)*\")[^\n]*", re.M)
 STRING_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:|\.b8\s+([\d\s,]+)", re.ASCII)
+# LLVM counts the lines of an inline assembly text on from the line of its call: such a .loc names a line too low.
+INLINE = re.compile(r"// begin inline asm\n(.*?)// end inline asm", re.S)
+LOC_LINE = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.M)
 NUMBER = re.compile(
     r"0[fF][0-9a-fA-F]{8}(?!\w)|0[dD][0-9a-fA-F]{16}(?!\w)|0[xX][0-9a-fA-F]+U?(?!\w)|0[bB][01]+U?(?!\w)"
     r"|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|\d+[eE][+-]?\d+(?!\w)|\d+U?(?!\w)",
@@ -44,6 +47,8 @@ class Source:
         if ".section" in self.clean:
             self.clean = SECTION.sub(self._drop_section, self.clean)
         self.clean = FILE.sub(self._note_file, self.clean)
+        if "// begin inline asm" in text:
+            self._drop_inner_locs()
 
     def _drop_comment(self, match: re.Match) -> str:
         found = match.group()
@@ -54,6 +59,14 @@ class Source:
         if found.startswith("/*") and (len(found) < 4 or not found.endswith("*/")):
             raise self.error("this comment has no closing */", match.start())
         return _blank(found) if "\n" in found else " " * len(found)
+
+    def _drop_inner_locs(self) -> None:
+        pieces, at = [], 0
+        for found in INLINE.finditer(self.text):
+            start, end = found.span(1)
+            pieces += [self.clean[at:start], LOC_LINE.sub(lambda m: " " * len(m.group()), self.clean[start:end])]
+            at = end
+        self.clean = "".join([*pieces, self.clean[at:]])
 
     def _drop_section(self, match: re.Match) -> str:
         if match.group(1) == ".debug_str":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from softsm.memory.mbarrier import Mbarrier
+from softsm.report.arrivals import Arrival, arrivals, at_barrier, reached
 from softsm.report.diagnostics import Diagnostic
 from softsm.report.roles import role_of
 
@@ -32,10 +33,33 @@ def describe(machine, why: str) -> str:
         lines.append(f"  {who} of CTA {ctaid}: {text}")
     if len(alike) > SHOWN:
         lines.append(f"  ... and {len(alike) - SHOWN} more")
-    found = cycle(machine)
+    text = Text(machine)
+    found = cycle(machine, text)
     if found:
-        lines.append("  cycle: " + "; ".join(found))
+        lines += ["  they wait for each other:", *(f"    {line}" for line in found)]
+    lines += [f"  {line}" for line in missing(machine, text)]
     return "\n".join(lines)
+
+
+class Text:
+    """What the kernel's text says about arrivals."""
+
+    def __init__(self, machine):
+        self.program = machine.program
+        self.found = arrivals(machine.program)
+        self.ahead: dict[int, set[int]] = {}
+
+    def of(self, barrier: Mbarrier, cta) -> list[Arrival]:
+        offset = next((at for at, b in cta.barriers.items() if b is barrier), None)
+        return [] if offset is None else at_barrier(self.found, offset)
+
+    def can_reach(self, warp, arrival: Arrival) -> bool:
+        for f in warp.fragments:
+            if f.pc not in self.ahead:
+                self.ahead[f.pc] = reached(self.program, f.pc)
+            if arrival.pc in self.ahead[f.pc]:
+                return True
+        return False
 
 
 def awaited(machine) -> dict:
@@ -49,40 +73,82 @@ def awaited(machine) -> dict:
     }
 
 
-def suppliers(machine, barrier) -> list:
-    """Warps that the barrier still needs: those that arrived in earlier phases but not in this one; for barriers of
-    whole CTAs and clusters, those that are not there."""
+def suppliers(machine, barrier, text: Text) -> list[tuple]:
+    """[(warp, where it should arrive or None)] of warps that the barrier still needs. For an mbarrier: those whose role
+    has the code that arrives there, or that have arrived in earlier phases; for barriers of whole CTAs and clusters:
+    those that are not there."""
     living = [w for cta in machine.live for w in cta.warps if w.fragments]
     if isinstance(barrier, Mbarrier):
         came = {
             (e.who.ctaid, e.who.warp): e.phase
             for e in barrier.history
-            if hasattr(e.who, "warp") and e.what != "init"
+            if hasattr(e.who, "warp") and e.what not in ("init", "increment")
         }
-        if not came:  # nobody has arrived ever: it can only be one of those that wait for something else
-            return [w for w, on in awaited(machine).items() if on is not barrier]
-        return [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
+        late = [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
+        found = []
+        for cta in machine.live:
+            for arrival in text.of(barrier, cta):
+                if barrier.pending and arrival.bytes:
+                    continue
+                able = [w for w in living if w.cta in (cta, *cta.cluster) and text.can_reach(w, arrival)]
+                role = role_of(arrival.instruction)
+                ours = [w for w in able if role and role_of(machine.program.instructions[w.fragments[0].pc]) == role]
+                found += [(w, arrival.instruction) for w in ours or able if not late or w in late]
+        return found or [(w, None) for w in late]
     if hasattr(barrier, "missing"):
-        return barrier.missing()
+        return [(w, None) for w in barrier.missing()]
     if hasattr(barrier, "inside_now"):
         inside = barrier.inside_now()
-        return [w for w in barrier.cta.warps if w.fragments and w.index not in inside]
+        return [(w, None) for w in barrier.cta.warps if w.fragments and w.index not in inside]
     return []
 
 
-def cycle(machine) -> list[str]:
+def cycle(machine, text: Text) -> list[str]:
     """Warps that wait for each other, as sentences; empty when nobody is left who could do what is missing."""
     waits = awaited(machine)
+    needs = {}
+    for barrier in set(waits.values()):
+        needs[barrier] = [(w, ins) for w, ins in suppliers(machine, barrier, text) if w in waits]
     for start in waits:
         path, w = [], start
         while w in waits and w not in path:
             path.append(w)
-            needed = [x for x in suppliers(machine, waits[w]) if x is not w]
-            w = next((x for x in needed if x in waits), None)
+            w = next((x for x, _ in needs[waits[w]] if x is not w), None)
         if w in path:
             ring = path[path.index(w) :]
-            return [f"{a} waits for {b} at {name(waits[a])}" for a, b in zip(ring, [*ring[1:], ring[0]])]
+            return [sentence(machine, a, b, waits[a], needs) for a, b in zip(ring, [*ring[1:], ring[0]])]
     return []
+
+
+def sentence(machine, waiter, supplier, barrier, needs) -> str:
+    where = next((ins for w, ins in needs[barrier] if w is supplier), None)
+    arrives = f", to arrive in {place(where)}" if where is not None else ""
+    return f"{called(machine, waiter)} waits for {called(machine, supplier)} at {name(barrier)}{arrives}"
+
+
+def missing(machine, text: Text) -> list[str]:
+    """For each mbarrier that somebody waits on: the code that should arrive, or that there is none."""
+    lines = []
+    for barrier in dict.fromkeys(awaited(machine).values()):
+        if not isinstance(barrier, Mbarrier) or not barrier.pending:
+            continue
+        found = list(dict.fromkeys(a.instruction for cta in machine.live for a in text.of(barrier, cta) if not a.bytes))
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            lines.append(f"arrivals at {name(barrier)}: {'; '.join(place(x) for x in found[:3])}{more}")
+        elif not any(e.what not in ("init", "increment") for e in barrier.history):
+            lines.append(f"arrivals at {name(barrier)}: none so far, and no instruction is known to arrive there")
+    return lines[:SHOWN]
+
+
+def called(machine, warp) -> str:
+    role = role_of(machine.program.instructions[warp.fragments[0].pc]) if warp.fragments else ""
+    return str(warp).replace(" of ", f" ({role}) of ", 1) if role else str(warp)
+
+
+def place(ins) -> str:
+    source = f"{ins.loc.file}:{ins.loc.line}, " if ins.loc else ""
+    return f"{source}PTX line {ins.line}: {ins.text.rstrip(';')}"
 
 
 def name(barrier) -> str:

@@ -24,6 +24,11 @@ class Party:
     source: str = ""  # 'kernel.py:120 in softmax_role'
     what: str = ""  # 'wrote shared bytes 0x400 to 0x403'
 
+    def deed(self) -> str:
+        """What it did, without numbers and tense."""
+        verb, _, rest = _NUMBERS.sub("#", self.what).partition(" ")
+        return f"{ {'wrote': 'writes', 'read': 'reads'}.get(verb, verb)} {rest}"
+
     def __str__(self) -> str:
         place = f"PTX line {self.ptx_line}: {self.instruction}" if self.ptx_line else ""
         return ", ".join(x for x in (self.who, self.what, place, self.source) if x)
@@ -36,6 +41,13 @@ class Diagnostic:
     parties: tuple[Party, ...] = ()
     mend: str = ""
     raised: bool = False  # it stopped the kernel: the launch raised it as well
+
+    def key(self) -> tuple:
+        """Equal for findings that say the same: the same places in either order, or where there are none the same
+        words."""
+        if not self.parties:
+            return self.code, _NUMBERS.sub("#", self.message.split("\n")[0])
+        return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
@@ -56,11 +68,10 @@ class Report:
     _seen: dict[tuple, tuple[int, set]] = field(default_factory=dict)  # source places -> (which one, its PTX places)
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX."""
-        kinds = [_NUMBERS.sub("#", p.what) for p in diagnostic.parties]
-        lines = [(p.ptx_line, p.instruction) for p in diagnostic.parties]
-        places = [p.source or line for p, line in zip(diagnostic.parties, lines)]
-        key = (diagnostic.code, *zip(places, kinds))
+        """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX and
+        whoever came first."""
+        key = diagnostic.key()
+        lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         if key in self._seen and diagnostic.parties:
             self._seen[key][1].add(tuple(lines))
             return

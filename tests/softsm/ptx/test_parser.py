@@ -356,6 +356,22 @@ def test_calls_without_lists_and_indirect():
 # ---- source locations ------------------------------------------------------------------------------------------------
 
 
+def test_lines_of_inline_assembly_are_those_of_its_call():
+    """LLVM puts a .loc with the next line number before each further line of the text."""
+    body = """.loc 1 8 14
+    // begin inline asm
+    .loc 1 8 14
+    mov.u32 %r3, 0x0;
+    .loc 1 9 14
+    ld.global.b32 { %r3 }, [ %rd2 + 0 ];
+
+    // end inline asm
+    .loc 1 10 5
+    add.u32 %r1, %r1, %r2;"""
+    found = [item for item in function(body, before='.file 1 "/src/a.py"').body if not isinstance(item, Label)]
+    assert [x.loc.line for x in found] == [8, 8, 10, 10]
+
+
 def test_loc_with_inlined_function():
     text = (
         HEAD

@@ -10,9 +10,9 @@ from softsm.museum import text as t
 SHARED = ".shared .align 8 .b64 ping; .shared .align 8 .b64 pong;"
 
 
-def stuck(body, block=64):
+def stuck(body, block=64, shared=SHARED):
     with pytest.raises(Deadlock) as found:
-        softsm.load(t.kernel(body, "out", shared=SHARED, target="sm_90a", version="8.6")).launch(
+        softsm.load(t.kernel(body, "out", shared=shared, target="sm_90a", version="8.6")).launch(
             1, block, [np.zeros(64, np.uint32)]
         )
     return str(found.value)
@@ -27,6 +27,27 @@ def test_the_cycle_of_two_warps_is_named():
     assert "warp 0 of CTA (0, 0, 0) waits for warp 1 of CTA (0, 0, 0) at mbarrier pong" in text
     assert "phase 1 (parity 1)" in text and "missing 1 of 1 arrival(s)" in text
     assert "last: init 1" in text and "arrive 1 by warp 1" in text
+
+
+def test_who_has_never_arrived_is_found_in_the_text():
+    """Warp 2 waits for warp 1, which waits for warp 0 and it for warp 1; nobody has arrived anywhere. An idle warp that
+    waits for all of them at a barrier is no part of it."""
+    shared = SHARED + " .shared .align 8 .b64 done;"
+    lead = "setp.eq.u32 %p4, %r2, 0;\n" + t.init("ping", "pong", "done")
+    zero = t.wait("ping", 0) + "@%p4 " + t.arrive("pong")
+    one = "mov.u32 %r40, pong;\nadd.u32 %r41, %r40, 0;\n" + t.wait("%r41", 0) + "mov.u32 %r42, ping;\n@%p4 "
+    one += t.arrive("%r42") + "@%p4 " + t.arrive("done")
+    body = lead + t.only("warp 3", "bar.sync 1, 128;\n") + t.only("warp 2", t.wait("done", 0))
+    text = stuck(body + t.only("warp 0", zero) + t.only("warp 1", one) + "bar.sync 1, 128;\n", 128, shared)
+    ring = text[text.index("they wait for each other") :].splitlines()[1:3]
+    assert sorted(line.split(" of ")[0].strip() for line in ring) == ["warp 0", "warp 1"], text
+    assert "to arrive in PTX line" in ring[0] and "mbarrier.arrive.shared::cta.b64 _, [%r42]" in text
+    assert "arrivals at mbarrier done" in text
+
+
+def test_a_barrier_at_which_nothing_arrives_is_said():
+    text = stuck(t.init("ping") + t.wait("ping", 0))
+    assert "no instruction is known to arrive there" in text and "they wait for each other" not in text
 
 
 def test_missing_bytes_are_counted():

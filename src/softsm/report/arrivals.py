@@ -1,0 +1,142 @@
+"""Which instructions of a kernel arrive at an mbarrier, read from its text: for barriers at which nobody has arrived.
+
+The address of a barrier is a shared variable plus constants, plus in a ring an index that only the run knows. An
+instruction without such an index arrives at one barrier; one with an index at those from its address on, as far as no
+other instruction begins later.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from softsm.engine import program as pg
+from softsm.ptx.ast import Address, Imm, Instruction, Reg, Symbol
+
+ARRIVES = ("mbarrier.arrive", "mbarrier.arrive_drop", "mbarrier.expect_tx", "mbarrier.complete_tx", "tcgen05.commit",
+           "cp.async.mbarrier.arrive")  # fmt: skip
+COPIES = ("cp.async.bulk", "cp.reduce.async.bulk", "st.async", "red.async", "clusterlaunchcontrol.try_cancel")
+MAX_DEPTH = 40
+
+
+@dataclass(frozen=True)
+class Place:
+    """A shared address: where it begins, and whether an index is added."""
+
+    offset: int
+    indexed: bool
+
+
+@dataclass(frozen=True)
+class Arrival:
+    pc: int
+    instruction: Instruction
+    place: Place
+
+    @property
+    def bytes(self) -> bool:
+        """It brings bytes; it is no arrival."""
+        return not self.instruction.name.startswith(ARRIVES)
+
+
+class Addresses:
+    """Values of registers as far as the text tells them."""
+
+    def __init__(self, program):
+        self.program = program
+        self.definitions: dict[str, list[Instruction]] = defaultdict(list)
+        for ins in {id(x): x for x in program.instructions if x is not None}.values():
+            if ins.operands and isinstance(ins.operands[0], Reg):
+                self.definitions[ins.operands[0].name].append(ins)
+
+    def of(self, operand, depth: int = 0) -> tuple[int | None, int, bool]:
+        """(offset of the shared variable or None, constant, is anything unknown added)."""
+        unknown = (None, 0, True)
+        if depth > MAX_DEPTH:
+            return unknown
+        if isinstance(operand, Imm):
+            return (None, operand.value, False) if isinstance(operand.value, int) else unknown
+        if isinstance(operand, Symbol):
+            at = self.program.shared_variables.get(operand.name)
+            return (at, operand.offset, False) if at is not None else unknown
+        if isinstance(operand, Address):
+            return add(self.of(operand.base, depth + 1), (None, operand.offset, False))
+        if not isinstance(operand, Reg):
+            return unknown
+        found = {self.result(ins, depth + 1) for ins in self.definitions[operand.name]}
+        return found.pop() if len(found) == 1 else unknown
+
+    def result(self, ins: Instruction, depth: int) -> tuple[int | None, int, bool]:
+        sources = ins.operands[1:]
+        if ins.opcode in ("mov", "cvta") and len(sources) == 1:
+            return self.of(sources[0], depth)
+        if ins.opcode in ("add", "or") and len(sources) == 2:  # `or` where bits do not meet
+            return add(*(self.of(x, depth) for x in sources))
+        if ins.opcode == "mad" and len(sources) == 3:
+            return add((None, 0, True), self.of(sources[2], depth))
+        return None, 0, True
+
+
+def add(a, b) -> tuple[int | None, int, bool]:
+    if a[0] is not None and b[0] is not None:
+        return None, 0, True
+    return (a[0] if a[0] is not None else b[0]), a[1] + b[1], a[2] or b[2]
+
+
+def arrivals(program) -> list[Arrival]:
+    """All arrivals whose barrier the text tells."""
+    known = Addresses(program)
+    out, seen = [], set()
+    for pc, ins in enumerate(program.instructions):
+        operand = barrier_operand(ins) if ins is not None and id(ins) not in seen else None
+        if operand is None:
+            continue
+        seen.add(id(ins))
+        base, constant, indexed = known.of(operand)
+        if base is not None:
+            out.append(Arrival(pc, ins, Place(base + constant, indexed)))
+    return out
+
+
+def barrier_operand(ins: Instruction):
+    """The operand that names an mbarrier which this instruction arrives at, or brings bytes to."""
+    addresses = [x for x in ins.operands if isinstance(x, Address)]
+    if not addresses:
+        return None
+    if ins.name.startswith(ARRIVES):
+        return addresses[0]
+    if ins.name.startswith(COPIES) and any("complete_tx" in m for m in ins.modifiers):
+        return addresses[-1]
+    return None
+
+
+def at_barrier(found: list[Arrival], offset: int) -> list[Arrival]:
+    """Those that may arrive at the barrier of this offset: exactly there, or from the nearest place below on."""
+    exact = [a for a in found if a.place.offset == offset]
+    if exact:
+        return exact
+    below = [a for a in found if a.place.indexed and a.place.offset < offset]
+    nearest = max((a.place.offset for a in below), default=0)
+    return [a for a in below if a.place.offset == nearest]
+
+
+def reached(program, start: int) -> set[int]:
+    """Places of the program that can come after `start`."""
+    seen, work = set(), [start]
+    while work:
+        pc = work.pop()
+        if pc in seen or pc >= len(program.code):
+            continue
+        seen.add(pc)
+        op, guard = int(program.code[pc, 0]), int(program.code[pc, 6])
+        always = guard == 0 and not int(program.code[pc, 7])
+        if op == pg.OP_BRA:
+            work.append(int(program.code[pc, 5]))
+        if op == pg.OP_MACRO:
+            operands = program.macros[int(program.code[pc, 2])].operands
+            table = getattr(operands, "table", None)
+            work += program.branch_tables[table] if isinstance(table, int) else []
+            work += [operands.entry] if isinstance(getattr(operands, "entry", None), int) else []
+        if not (always and op in (pg.OP_BRA, pg.OP_EXIT)):
+            work.append(pc + 1)
+    return seen

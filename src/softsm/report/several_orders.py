@@ -1,0 +1,103 @@
+"""`softsm check`: one program under several orders of completion, each finding once, with the orders that show it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from softsm.checks.checking import checking
+from softsm.errors import SoftsmError
+from softsm.report.diagnostics import Diagnostic
+
+ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
+
+
+@dataclass
+class Found:
+    diagnostic: Diagnostic
+    orders: list[str]
+    again: int  # at other lines of PTX, between the same lines of the source
+
+
+@dataclass
+class Summary:
+    """What all runs found. `failed`: there is a finding, or the program failed by itself."""
+
+    seed: int
+    strict: bool
+    findings: dict[tuple, Found] = field(default_factory=dict)
+    failures: dict[str, list[str]] = field(default_factory=dict)  # text -> orders
+    launches: int = 0  # of the first run
+    orders: list[str] = field(default_factory=list)
+    over: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.findings or self.failures)
+
+    def runs(self, order: str) -> Iterator[tuple[str, int]]:
+        for name, number in ALL if order == "all" else [(order, 0)]:
+            if not self.over:
+                yield name, self.seed + number
+
+    @contextlib.contextmanager
+    def run(self, order: str, seed: int, frames_of: str = "") -> Iterator[None]:
+        """One run of the program. What it prints is shown the first time only. An exception of its own ends the first
+        run and all others; what stops a kernel is a finding, and the other orders go on."""
+        name = f"{order} (seed {seed})" if order == "random" else order
+        first = not self.orders
+        self.orders.append(name)
+        with contextlib.ExitStack() as stack:
+            if not first:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            report = stack.enter_context(checking(order=order, seed=seed, strict=self.strict))
+            try:
+                yield
+            except SoftsmError as problem:
+                if not any(d.raised for d in report):  # raised while a kernel was loaded
+                    self.fail(str(problem), name)
+                    self.over = True
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    self.fail(f"the program ended with status {end.code}", name)
+            except Exception as problem:
+                self.fail(own_traceback(problem, frames_of), name)
+                self.over = first
+        self.launches = max(self.launches, report.launches)
+        again = report.again()
+        for i, diagnostic in enumerate(report):
+            found = self.findings.setdefault(diagnostic.key(), Found(diagnostic, [], again.get(i, 0)))
+            if name not in found.orders:
+                found.orders.append(name)
+
+    def fail(self, text: str, order: str) -> None:
+        self.failures.setdefault(text.rstrip(), []).append(order)
+
+    def __str__(self) -> str:
+        lines = []
+        for found in self.findings.values():
+            lines.append(str(found.diagnostic))
+            if found.again:
+                lines.append(f"  and {found.again} more between the same source lines")
+            if len(found.orders) < len(self.orders):
+                lines.append(f"  only under: {', '.join(found.orders)}")
+        for text, orders in self.failures.items():
+            lines.append(f"the program failed under: {', '.join(orders)}\n{text}")
+        count = len(self.findings)
+        found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
+        level = "strict level" if self.strict else "default level"
+        lines.append(f"{found} in {self.launches} launch(es); {level}; orders {', '.join(self.orders)}")
+        if not self.launches and not self.failures:
+            lines.append("no kernel was launched")
+        return "\n".join(lines)
+
+
+def own_traceback(problem: Exception, file: str) -> str:
+    """As `python file` would show it: without the frames that led to the program."""
+    frames = problem.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != file:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(problem.with_traceback(frames)))
