@@ -13,6 +13,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.compress.api import CompressState, compress
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
     from dsv4.index.api import index_topk
+    from dsv4.index.cache import IndexCache
     from dsv4.merge import merge_states
     from dsv4.runtime.plan import Plan, plan, warmup
     from dsv4.v4.api import v4_attention
@@ -23,6 +24,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
 __version__ = "0.1.0"
 __all__ = [
     "Fp8Cache",
+    "IndexCache",
     "Plan",
     "compress",
     "fmha",
