@@ -1,4 +1,5 @@
-"""`pytest --softsm`: every launch of a test is checked, and a test fails on any diagnostic.
+"""`pytest --softsm[=ARCH]`: Triton kernels of the tests run in softsm, every launch is checked, and a test fails on any
+diagnostic. Tensors may be on the CPU or on device="cuda".
 
 Installed as an entry point, so pytest loads this file always; it imports nothing of the emulator before the flag is
 given. A test that expects a diagnostic opens `softsm.checking` itself: the innermost block gets the findings.
@@ -6,16 +7,55 @@ given. A test that expects a diagnostic opens `softsm.checking` itself: the inne
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
+
 import pytest
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+DEFAULT = "sm_100a"
+in_use = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("softsm")
-    group.addoption("--softsm", action="store_true", help="check every softsm launch; fail a test on any diagnostic")
+    what = "run Triton kernels in softsm and check every launch; fail a test on any diagnostic"
+    which = f"target: SOFTSM, else {DEFAULT}; or --softsm=ARCH"
+    group.addoption("--softsm", action="store_const", const=DEFAULT, default="", help=f"{what} ({which})")
+    for arch in ARCHITECTURES:  # options of their own: `--softsm tests` must not take the folder for an architecture
+        group.addoption(f"--softsm={arch}", dest="softsm", action="store_const", const=f"={arch}",
+                        help=f"as --softsm, for {arch}")  # fmt: skip
     group.addoption("--softsm-order", default="latest", choices=("eager", "latest", "random"),
                     help="completion of asynchronous operations under --softsm")  # fmt: skip
     group.addoption("--softsm-seed", type=int, default=0, help="of --softsm-order random")
     group.addoption("--softsm-strict", action="store_true", help="take PTX 9.4 to the letter (implies --softsm)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before any test module is imported: many ask at once whether there is a GPU."""
+    option = early_config.known_args_namespace
+    if not (option.softsm or option.softsm_strict):
+        return
+    asked = option.softsm.removeprefix("=") if option.softsm.startswith("=") else ""
+    if os.environ.get("SOFTSM") and not asked:
+        return  # softsm is in use from `import triton` on
+    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
+        return  # tests that load PTX themselves need neither
+    if "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process plays without the GPU, if there is one
+    import torch
+
+    from softsm.triton_driver.install import use
+
+    early_config.stash[in_use] = use(asked or DEFAULT, cuda_shim=not torch.cuda.is_available())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    softsm = config.stash.get(in_use, None)
+    if softsm is not None:
+        softsm.stop()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,6 +6,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 TESTS = '''
 import sys
 import numpy as np
@@ -47,6 +49,37 @@ def test_expects_it():
     assert report.codes()
 '''
 
+TRITON = '''
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "none"
+
+@triton.jit
+def add_one(x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+
+@triton.jit
+def count(x, n, BLOCK: tl.constexpr):
+    tl.store(x, tl.load(x) + tl.program_id(0))
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_right(device):
+    x = torch.zeros(100, device=device)
+    add_one[(2,)](x, 100, BLOCK=64)
+    assert (x == 1).all()
+
+def test_racy():
+    x = torch.zeros(1, device=DEVICE)
+    count[(4,)](x, 1, BLOCK=64)
+
+def test_target():
+    assert torch.cuda.get_device_capability() == CAPABILITY
+'''
+
 DORMANT = '''
 import sys
 
@@ -78,3 +111,17 @@ def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
     assert "3 passed" in done.stdout, done.stdout + done.stderr
     done = run(tmp_path, DORMANT)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("option", "capability"), [("--softsm", (10, 0)), ("--softsm=sm_90a", (9, 0))])
+def test_triton_programs_need_nothing_else(tmp_path, monkeypatch, option, capability) -> None:
+    """No variable, no fixture; and the file that follows the option is a file."""
+    monkeypatch.delenv("SOFTSM", raising=False)
+    done = run(tmp_path, TRITON.replace("CAPABILITY", str(capability)), option)
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "FAILED test_it.py::test_racy" in done.stdout and "two launches" in done.stdout
+
+
+def test_an_unknown_architecture_is_refused(tmp_path) -> None:
+    done = run(tmp_path, TESTS, "--softsm=sm_70")
+    assert done.returncode == 4 and "--softsm" in done.stderr and "sm_70" in done.stderr
