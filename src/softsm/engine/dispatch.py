@@ -29,6 +29,8 @@ from softsm.isa.registry import MICROS, Micro
 GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
 LETTERS = "abcd"
+HOT = 10_000  # executions after which a block is compiled: that takes about as long as interpreting it so often
+BLOCK = ir.FunctionType(ir.VoidType(), [_I64] * 3)  # of engine/blocks.py: R, Q, P
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
 RUN = ir.FunctionType(_I64, [_I64] * 9)  # lane operation, cold operations, S, pc, mask, stop, quantum, multi, results
 
@@ -140,7 +142,11 @@ def dispatch(module: ir.Module) -> None:
         leave(b.select(met, _I64(pg.MERGE), _I64(pg.QUANTUM)), pc, mask, pc)
 
         b.position_at_end(fetch)
-        at = b.add(code, b.shl(pc, _I64(5)))
+        in_code, decode = b.add(code, b.shl(pc, _I64(5))), block("decode")
+        b.branch(decode)
+        b.position_at_end(decode)
+        at = b.phi(_I64)
+        at.add_incoming(in_code, fetch)
         op, rd, ra, rb, rc, rx, guard, flip = (
             b.load(b.inttoptr(b.add(at, _I64(4 * k)), _I32.as_pointer())) for k in range(8))
         m = b.and_(mask, b.xor(load_predicate(P, guard).value, flip))
@@ -158,6 +164,23 @@ def dispatch(module: ir.Module) -> None:
             case(number)
             emit(micro, rd, (ra, rb, rc, rx), Bits(m), files)
             b.branch(loop)
+
+        case(pg.OP_BLOCK)  # rd: its length, ra: its number
+        end, row = b.add(pc, b.zext(rd, _I64)), b.add(field(S, pg.S_BLOCKS), b.shl(b.zext(ra, _I64), _I64(6)))
+        fits = b.and_(b.icmp_unsigned("==", mask, _I32(FULL)), b.icmp_signed("<=", end, b.load(limit_)))
+        with b.if_then(fits):
+            address, executed = (b.inttoptr(b.add(row, _I64(8 * k)), _I64.as_pointer()) for k in range(2))
+            native_block = b.load(address)
+            with b.if_then(b.icmp_unsigned("!=", native_block, _I64(0))):
+                b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [R, Q_, P])
+                b.store(end, pc_)
+                b.branch(loop)
+            count = b.add(b.load(executed), _I64(1))
+            b.store(count, executed)
+            with b.if_then(b.icmp_unsigned("==", count, _I64(HOT))):
+                leave(_I64(pg.HOT), pc, mask, pc)
+        at.add_incoming(b.add(row, _I64(32)), b.block)  # the record that stands here otherwise
+        b.branch(decode)
 
         case(pg.OP_BRA)
         with b.if_then(b.icmp_unsigned("==", m, mask)):

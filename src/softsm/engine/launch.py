@@ -85,12 +85,14 @@ def load(ptx: str, name: str | None = None) -> Kernel:
 
 class Kernel:
     def __init__(self, module: Module, function: Function, checking: bool = False):
+        from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
 
         load_chapters()
         self.module, self.function, self.name, self.checking = module, function, function.name, checking
         self.program = Assembler(module, function, micro_numbers(), checking).assemble()
         self.interpreter = interpreter(self.program, checking)
+        self.blocks = Blocks(self.program)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
                          if r[0] == pg.OP_MACRO}
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
@@ -273,7 +275,8 @@ class Kernel:
         S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
         S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
         S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
-        S[pg.S_CODE], S[pg.S_POOL] = p.code.ctypes.data, p.pool.ctypes.data
+        S[pg.S_CODE], S[pg.S_POOL] = self.blocks.code.ctypes.data, p.pool.ctypes.data
+        S[pg.S_BLOCKS] = self.blocks.table.ctypes.data
 
     def memory_event(self, machine: Machine, warp, fragment, status: int, lanes: int) -> None:
         from softsm.isa.memory import memory_event

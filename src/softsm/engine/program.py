@@ -19,17 +19,18 @@ from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
- OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX) = range(18)
+ OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK) = range(19)
 FIRST_MICRO = 32
 
 # Why the interpreter came back.
-QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN = range(8)
+QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
 
 # Fields of the state vector shared with the interpreter (int64).
 (S_WRITES, S_ALIVE, S_SHARED, S_SHARED_SIZE, S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_R, S_Q,
  S_P, S_CODE, S_POOL) = range(15)
 # ... and, when races are checked:
 (S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
+S_BLOCKS = 25  # the table of engine/blocks.py
 S_SCRATCH = 32  # 32 lane addresses
 S_FIELDS = 64
 

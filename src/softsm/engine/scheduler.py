@@ -334,6 +334,8 @@ class Machine:
                 self.merge(warp)
             elif status == pg.CONVERGE:
                 self.park(warp, fragment, lanes)
+            elif status == pg.HOT:
+                self.kernel.blocks.compile(int(self.kernel.blocks.code[pc, 2]))
             elif status != pg.QUANTUM:
                 self.kernel.memory_event(self, warp, fragment, status, lanes)
             if quantum <= 0:

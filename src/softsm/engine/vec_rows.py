@@ -24,6 +24,7 @@ from softsm.engine.vec_types import (
     _declare,
     _function,
     _select_bits,
+    _splat,
     _suffix,
     first_lane,
     here,
@@ -39,8 +40,8 @@ def _row(file: ir.Value, row: ir.Value, kind: Kind):
     row = b.zext(row, _I64) if row.type.width < 64 else row
     per_row = LANES * kind.bits * kind.per_lane // 8
     at = b.add(file, b.mul(row, _I64(per_row)))
-    if first_lane():
-        at = b.add(at, _I64(per_row // LANES * first_lane()))
+    if first_lane() is not None:
+        at = b.add(at, b.mul(first_lane(), _I64(per_row // LANES)))
     return b.inttoptr(at, kind.ir.as_pointer())
 
 
@@ -97,7 +98,11 @@ def store_predicate(file: ir.Value, row: ir.Value, m: Bits, value) -> None:
 
 def lanes() -> Vector:
     """0, 1, .. 31 as U."""
-    return Vector(ir.Constant(U.ir, list(range(first_lane(), first_lane() + width()))), U)
+    numbers = ir.Constant(U.ir, list(range(width())))
+    if first_lane() is None:
+        return Vector(numbers, U)
+    first = _splat(here(), here().trunc(first_lane(), _I32), width())
+    return Vector(here().add(numbers, first), U)
 
 
 def lane_get(x: Vector, i: int) -> ir.Value:

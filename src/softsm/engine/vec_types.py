@@ -70,8 +70,9 @@ _where = threading.local()
 
 
 @contextlib.contextmanager
-def building(builder: ir.IRBuilder, lanes: int = LANES, first: int = 0):
-    """Vocabulary functions called inside append to `builder`; a vector there has `lanes` lanes from number `first`."""
+def building(builder: ir.IRBuilder, lanes: int = LANES, first: ir.Value | None = None):
+    """Vocabulary functions called inside append to `builder`; a vector there has `lanes` lanes, from number `first` (an
+    i64) or 0 on."""
     before = getattr(_where, "now", None)
     _where.now = (builder, lanes, first)
     try:
@@ -88,7 +89,7 @@ def width() -> int:
     return _where.now[1]
 
 
-def first_lane() -> int:
+def first_lane() -> ir.Value | None:
     return _where.now[2]
 
 
