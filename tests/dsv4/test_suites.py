@@ -1,8 +1,8 @@
 """The suites run clean on the CPU path, and they notice when a result is wrong."""
 
-import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -256,30 +256,39 @@ def test_bad_places_are_refused_by_name() -> None:
         Where("cpu", "sm_90a").resolve()
 
 
-@pytest.mark.parametrize("found", [[], ["race: two warps wrote one byte"]])
-def test_what_the_checkers_find_fails_a_case(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's result is right; a finding alone makes the case fail, and only where they were asked to look."""
+RACE = """
+.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry racing(.param .u64 out) {
+    .reg .u64 %rd<2>;
+    .reg .u32 %r<2>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %tid.x;
+    st.global.u32 [%rd1], %r1;
+    ret;
+}
+"""
 
-    class Emulator:
-        @staticmethod
-        @contextlib.contextmanager
-        def use(arch):
-            yield
 
-        @staticmethod
-        @contextlib.contextmanager
-        def checking(order):
-            assert order == "latest"
-            yield found
+def test_what_the_checkers_find_fails_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is right; two warps that write one word make the case fail, where softsm was asked to look."""
+    import softsm
 
-    real = dsv4.fmha
-    monkeypatch.setattr(suites.case, "import_softsm", lambda: Emulator)
-    monkeypatch.setattr(dsv4, "fmha", lambda *a, **k: real(*a, **{**k, "backend": "cpu"}))
+    real, word = dsv4.fmha, np.zeros(1, dtype=np.uint32)
+
+    def racing(*args, **options):
+        softsm.load(RACE).launch(grid=1, block=64, args=[word])
+        return real(*args, **{**options, "backend": "cpu"})
+
+    monkeypatch.setattr(dsv4, "fmha", racing)
     place = Where("softsm", "sm_100a", checked=True)
     assert place.resolve() == place
     result = run_case(suites.seeds()[0], place, SEED)
-    assert result.ok == (not found) and ("two warps" in result.why()) == bool(found)
+    assert not result.ok and "race" in result.why()
     assert run_case(suites.seeds()[0], Where("softsm", "sm_100a"), SEED).ok
+    monkeypatch.setattr(dsv4, "fmha", lambda *args, **options: real(*args, **{**options, "backend": "cpu"}))
+    assert run_case(suites.seeds()[0], place, SEED).ok
 
 
 def test_unknown_suite_is_refused() -> None:

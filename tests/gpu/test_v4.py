@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(suites.gpu_arch() not in suites.ARCHS, reason="needs a GPU that dsv4 has kernels for"),
 ]
-SEED = int(os.environ.get("DSV4_SEED", int.from_bytes(os.urandom(3), "big")))
+SEED = int(os.environ.get("DSV4_SEED", "0"))
 
 
 @pytest.mark.parametrize("case", suites.v4(), ids=str)

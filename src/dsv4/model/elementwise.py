@@ -6,6 +6,7 @@ a GPU, or for softsm, and needs one launch for each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,7 +52,8 @@ class Kernels(Torch):
         from dsv4.kernels.shared.compress import rings  # with Triton, which a CPU does not need
 
         self.backend, self.device = backend, device
-        self.normed, self.rings, self.streams = normed.normed, rings.compress_rings, streams
+        self.normed: Callable[..., Any] = normed.normed
+        self.rings, self.streams = rings.compress_rings, streams
 
     def running(self) -> AbstractContextManager[Any]:
         if self.backend == "cuda":

@@ -136,10 +136,10 @@ class Step:
         if layer.compressor is not None:
             rows = self.rows[layer.layer_type]
             states = pools["compressed states"]
-            self._compress(layer.compressor, rows, *others[:2], pools["compressed"], states, cos_sin)
+            self._compress(layer.compressor, rows, others[0], others[1], pools["compressed"], states, cos_sin)
             if layer.layer_type == CSA:
                 indexer = layer.compressor.indexer
-                self._compress(indexer, rows, *others[2:4], pools["index"], pools["index states"], cos_sin)
+                self._compress(indexer, rows, others[2], others[3], pools["index"], pools["index states"], cos_sin)
                 options["compressed_indices"] = self._choose(indexer, low, others[4], pools["index"], cos_sin)
             else:
                 options["compressed_block_table"] = self.table

@@ -130,7 +130,8 @@ _collected: list[tuple[Any, list[Any], dict[str, Any]]] | None = None
 def collecting() -> Iterator[list[tuple[Any, list[Any], dict[str, Any]]]]:
     """Within, launches are not made: the list given gets (kernel, arguments, constants) of each."""
     global _collected
-    _collected = launches = []
+    launches: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    _collected = launches
     try:
         yield launches
     finally:
@@ -269,8 +270,8 @@ def read(path: Path) -> dict[str, Any]:
     wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
     if wrong or record.keys() != FIELDS.keys():
         names = ", ".join(wrong or sorted(record.keys() - FIELDS.keys()))
-        why = f"missing, unknown or of a wrong type: {names}"
-        raise RuntimeError(f"{path}: not a compiled kernel of this package: {why}")
+        fault = f"missing, unknown or of a wrong type: {names}"
+        raise RuntimeError(f"{path}: not a compiled kernel of this package: {fault}")
     named = variant(record["kernel"], record["arguments"], record["constants"], record["arch"])
     if named != path.stem:
         raise RuntimeError(f"{path}: its contents belong to {named}, not to this name")

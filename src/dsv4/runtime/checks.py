@@ -74,14 +74,9 @@ def _in_brackets(shape: Sequence[int | str]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def int32(
-    name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor], *, contiguous: bool = False
-) -> Tensor:
+def int32(name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor]) -> Tensor:
     """An int32 tensor on the device of ``like``, e.g. lengths, indices, block tables."""
-    tensor(name, x, shape, (torch.int32,), like=like)
-    if contiguous and not x.is_contiguous():
-        fail(name, f"strides {list(x.stride())}", "a contiguous tensor")
-    return x
+    return tensor(name, x, shape, (torch.int32,), like=like)
 
 
 def head_dim(name: str, d: int) -> int:
