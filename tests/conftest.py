@@ -53,6 +53,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_prepared() -> None:
+    """Tests that change a constant see it: no call finds what another test's call prepared."""
+    from dsv4.runtime import calls
+
+    calls.forget()
+
+
+@pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws without a seed of its own depends on its name, not on the tests before it."""
     seed = zlib.crc32(request.node.nodeid.encode())

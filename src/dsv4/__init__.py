@@ -15,7 +15,8 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.index.api import index_topk
     from dsv4.index.cache import IndexCache
     from dsv4.merge import merge_states
-    from dsv4.runtime.plan import Plan, plan, warmup
+    from dsv4.runtime.plan import Plan, plan
+    from dsv4.runtime.warmup import warmup
     from dsv4.v4.api import v4_attention
 
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.

@@ -17,6 +17,7 @@ A page of R rows is split, not interleaved: R data rows, then R scale rows, then
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -151,6 +152,12 @@ class Fp8Cache:
         span = (count - 1) * stride + rows * ROW_BYTES if count else 0
         flat = pages.view(torch.uint8).as_strided((span,), (1,), pages.storage_offset())
         return cls(flat, rows, stride)
+
+    def with_storage(self, storage: Any) -> Fp8Cache:
+        """The same pages in other memory, or in what stands for it where no memory is read (program.Slot)."""
+        other = object.__new__(Fp8Cache)
+        other.__dict__.update(self.__dict__, storage=storage)
+        return other
 
     @property
     def pages(self) -> int:

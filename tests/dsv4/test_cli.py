@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dsv4
 from dsv4.cli import app
 from dsv4.commands import demo, doctor
-from dsv4.runtime import dispatch
+from dsv4.runtime import calls, dispatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,10 +226,10 @@ def test_version() -> None:
 
 
 def test_verify_gives_one_line_to_cases_that_fail_for_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(problem, backend):
+    def absent(op, given, backend):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(dispatch, "run", absent)
+    monkeypatch.setattr(calls, "run", absent)
     result = run("verify", "--backend", "cpu", "--suite", "seeds", "--match", "d64-t1-")
     failed = [line for line in result.out.splitlines() if line.startswith("FAILED")]
     assert result.code == 1 and result.out.splitlines()[-1] == "0 passed, 5 failed"

@@ -12,7 +12,7 @@ import dsv4
 from dsv4 import suites
 from dsv4.commands.compile import problems
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import aot
+from dsv4.runtime import aot, calls, dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,15 +23,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """What head dims 128 and 512 need for paged decode, with split keys."""
-    from dsv4.kernels.sm90.fmha import entry as fmha
-
     directory = tmp_path_factory.mktemp("aot")
     for head_dim in (128, 512):
         for p in problems(head_dim, "bf16", "paged", "split"):
-            with aot.collecting() as launches:
-                fmha.forward(p)
-            for launch in launches:
-                aot.write(directory, *launch)
+            for launch in calls.launches_of(p, dispatch.compile_target("sm_90a")):
+                aot.write(directory, launch.kernel, launch.arguments, launch.constants)
     return directory
 
 
@@ -44,25 +40,20 @@ def test_the_same_bits_as_launched_by_triton(compiled, head_dim):
     lengths = torch.tensor([1280, 777], dtype=torch.int32, device="cuda")
     plan = dsv4.plan(dsv4.fmha_paged, batch=2, q_heads=8, kv_heads=1, head_dim=head_dim, max_seqlen_k=1280)
     want = dsv4.fmha_paged(q, k, v, table, lengths, plan=plan)
-    aot.launched.clear()
-    aot.use(compiled)
+    dispatch.use_aot(compiled, only=True)
     try:
         got = dsv4.fmha_paged(q, k, v, table, lengths, plan=plan)
     finally:
-        aot.use(None)
-    assert [name.split("-")[0] for name in aot.launched] == ["fmha_wide" if head_dim == 512 else "fmha_rows", "combine"]
+        dispatch.use_aot(None)
     assert torch.equal(got, want)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A directory with the kernel of two CTAs, which Triton 3.9 compiles: made here, or carried here."""
-    from dsv4.kernels.sm90.fmha import entry as fmha
-
     p = next(problems(512, "bf16", "dense", "prefill"))
-    with aot.collecting() as launches:
-        fmha.forward(p, pair=True)
-    (kernel, arguments, constants), *_ = launches
+    launch, *_ = calls.launches_of(p, dispatch.compile_target("sm_90a", pair=True))
+    kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
     if TRITON_VERSION >= (3, 9):
         return aot.write(tmp_path_factory.mktemp("pair"), kernel, arguments, constants).parent
     directory = Path(os.environ.get("DSV4_AOT", ""))
@@ -84,16 +75,14 @@ def test_two_ctas_share_keys_and_values(pair, monkeypatch, tokens, keys, q_heads
     plan = replace(plan, num_splits=1)
     want, want_lse = dsv4.fmha(q, k, v, causal=causal, return_lse=True, plan=plan)
     monkeypatch.setenv("DSV4_PAIR", "1")
-    aot.launched.clear()
-    aot.use(pair)
+    dispatch.use_aot(pair, only=True)
     outs = []
     try:
         for _ in range(3):
             out = torch.full_like(q, float("nan"))
             outs.append(dsv4.fmha(q, k, v, causal=causal, return_lse=True, out=out, plan=plan))
     finally:
-        aot.use(None)
-    assert [name.split("-")[0] for name in aot.launched] == ["fmha_pair"] * 3
+        dispatch.use_aot(None)
     for out, lse in outs:
         assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
     out, lse = outs[0]

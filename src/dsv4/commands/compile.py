@@ -17,7 +17,7 @@ import typer
 from dsv4.caches import Fp8Cache
 from dsv4.fmha import problem
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.runtime import checks, dispatch
+from dsv4.runtime import calls, checks, dispatch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.problem import V4Problem
 
@@ -72,16 +72,14 @@ def _compile_one(wanted: tuple, page_size: int, out: Path, arch: str) -> list[Pa
     paths: dict[str, Path] = {}
     found = problems(*wanted, page_size) if len(wanted) == 4 else v4_problems(*wanted)
     for p in found:
-        module = dispatch.kernel_module(p.operation, CAPABILITIES[arch])
-        with aot.collecting() as launches:
-            module.forward(p)
-            if isinstance(p, FmhaProblem) and arch == "sm_90a" and TRITON_VERSION >= (3, 9) and module.pairs(p):
-                module.forward(p, pair=True)  # taken with DSV4_PAIR=1
-        for kernel, arguments, constants in launches:
-            types = [aot.argument_type(x) for x in arguments]
-            name = aot.variant(kernel.__name__, types, constants, arch)
+        launches = calls.launches_of(p, dispatch.compile_target(arch))
+        if isinstance(p, FmhaProblem) and arch == "sm_90a" and TRITON_VERSION >= (3, 9):
+            launches += calls.launches_of(p, dispatch.compile_target(arch, pair=True))  # taken with DSV4_PAIR=1
+        for launch in launches:
+            types = [aot.argument_type(x) for x in launch.arguments]
+            name = aot.variant(launch.kernel.__name__, types, launch.constants, arch)
             if name not in paths:
-                paths[name] = aot.write(out, kernel, arguments, constants, arch)
+                paths[name] = aot.write(out, launch.kernel, launch.arguments, launch.constants, arch)
     return list(paths.values())
 
 
@@ -136,6 +134,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             q = torch.empty(batch, queries, heads, head_dim, **options)
             k = torch.empty(batch, keys, 1, head_dim, **options)
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k))
+        p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
         for splits in (16, 128) if phase == "split" else (1,):  # few and many splits are merged by two variants
             yield replace(p, out=out, lse=lse, num_splits=splits)

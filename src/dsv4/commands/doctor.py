@@ -172,7 +172,7 @@ def backends(run: bool) -> Iterator[Finding]:
 def kernels(what: str, where: Where, capability: tuple[int, int], run: bool) -> Finding:
     try:
         where = where.resolve()
-        for operation in dispatch.CPU_MODULES:
+        for operation in dispatch.OPERATIONS:
             dispatch.kernel_module(operation, capability)
     except (RuntimeError, ImportError) as why:  # both say in words what is missing
         return Finding(what, "not here", None, str(why))

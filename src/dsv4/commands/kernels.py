@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 from dsv4.fmha import problem
-from dsv4.runtime import checks
+from dsv4.runtime import calls, checks, dispatch
+from dsv4.runtime.program import Launch
 
 from . import show
 from .compile import v4_small
@@ -112,11 +113,8 @@ def kernels(
 
 def launch_of(
     head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Any, list, dict]:
-    """(kernel, arguments, compile-time constants) as a call would launch it; nothing runs."""
-    from dsv4.kernels.sm100.fmha import entry as fmha
-    from dsv4.runtime import aot
-
+) -> Launch:
+    """As a call would launch it; nothing runs."""
     q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
     if how in ("rows", "pair"):
         k = torch.empty(1, 256, 1, head_dim, dtype=dtype)
@@ -126,31 +124,24 @@ def launch_of(
         table = torch.zeros(1, 4, dtype=torch.int32)
         p = problem.paged(q, k, torch.empty_like(k), table, torch.zeros(1, dtype=torch.int32))
     p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=1)
-    with aot.collecting() as launches:
-        fmha.forward(p, p_tmem)
-    return launches[0]
+    return calls.launches_of(p, dispatch.compile_target("sm_100a"), **({} if p_tmem is None else {"p_tmem": p_tmem}))[0]
 
 
-def v4_launch_of(heads: int, rows: str, named: str) -> tuple[Any, list, dict]:
-    """(kernel, arguments, compile-time constants) of V4 attention; nothing runs."""
-    from dsv4.kernels.sm100.v4 import entry as v4
-    from dsv4.runtime import aot
-
-    with aot.collecting() as launches:
-        v4.forward(v4_small(rows, named, heads=heads))
-    return launches[0]
+def v4_launch_of(heads: int, rows: str, named: str) -> Launch:
+    """The same of V4 attention."""
+    return calls.launches_of(v4_small(rows, named, heads=heads), dispatch.compile_target("sm_100a"))[0]
 
 
 def v4_line(heads: int, rows: str, named: str) -> str:
     return f"| {heads} | {rows} | {named} | {compiled_cells(v4_launch_of(heads, rows, named))} |"
 
 
-def compiled_cells(launch: tuple[Any, list, dict]) -> str:
+def compiled_cells(launch: Launch) -> str:
     from dsv4.kernels.figures import figures
     from dsv4.runtime import aot
 
     started = time.perf_counter()
-    compiled = aot.compile_kernel(*launch, capability=100)
+    compiled = aot.compile_kernel(launch.kernel, launch.arguments, launch.constants, capability=100)
     f = figures(compiled, "sm_100a", time.perf_counter() - started)
     regs = " ".join(str(n) for n in f.setmaxnreg)
     return (f"{f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | {f.stack} | "

@@ -20,7 +20,7 @@ import typer
 
 from dsv4.caches import Fp8Cache
 from dsv4.fmha import problem
-from dsv4.runtime import checks, dispatch
+from dsv4.runtime import checks
 from dsv4.v4 import problem as v4_problem
 
 BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
@@ -41,9 +41,9 @@ COLUMNS = (Column("CPU", None), Column("Hopper, sm_90a", "sm90"), Column("Blackw
 
 @cache
 def module(column: Column, operation: str) -> Any | None:
-    name = dispatch.CPU_MODULES[operation]
+    name = f"dsv4.{operation}.cpu"
     if column.package is not None:
-        name = f"dsv4.kernels.{column.package}.{operation}"
+        name = f"dsv4.kernels.{column.package}.{operation}.entry"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 

@@ -136,7 +136,7 @@ def compress(
     # What torch.compile traces stays torch code.
     if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
         p = _problem(kv, gate, state, given, out, slots)
-        if backend != "auto" or dispatch.reason(p) is None:
+        if backend != "auto" or _reason(p) is None:
             return _by_kernel(p, kv, found, out)
     rows, after = _in_torch(kv, gate, state, given)
     if out is None:
@@ -168,9 +168,19 @@ def _problem(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple
     )  # fmt: skip
 
 
+def _reason(p: CompressProblem) -> str | None:
+    """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
+    module = dispatch.module_here("compress", p.kv.device)
+    return "there are none" if module is None else module.supports(p)
+
+
 def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
     if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
-        dispatch.launch(p, found)
+        with dispatch.entered(found, kv.device) as target:
+            module = dispatch.kernel_module("compress", target.capability)
+            if (reason := module.supports(p)) is not None:
+                raise ValueError(f"backend: {found!r} cannot run this compress problem: {reason}")
+            module.run(p)
     rows = p.rows if p.rows is None or kv.ndim == 3 else p.rows[0]
     new_kv, new_gate = (x if kv.ndim == 3 else x[0] for x in (p.new_kv, p.new_gate))
     return (rows if out is None else out), CompressState(new_kv, new_gate, p.seen + kv.shape[-2])

@@ -1,12 +1,13 @@
 """Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
 
-from types import NoneType
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from dsv4.runtime import checks, repeat
-from dsv4.runtime import operators as ops
+from dsv4.fmha import problem
+from dsv4.runtime import checks, operators
+from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
 
 Both = tuple[Tensor, Tensor]  # out, lse
@@ -189,37 +190,69 @@ def _call(
     name: str, tensors: dict[str, Any], bounds: dict[str, Any], causal, window, sink, softmax_scale, return_lse,
     out, plan, deterministic, backend,
 ) -> Result:  # fmt: skip
-    """Python types here, where the dispatcher would answer in its own words; the rest is checked inside the op."""
-    given = (*tensors.values(), sink, out, plan.scratch if type(plan) is Plan else None)
-    repeated = None
-    if type(window) is tuple and len(window) == 2 and type(plan) in (Plan, NoneType) and type(backend) is str and (
-        repeat.plain((causal, return_lse, deterministic), (softmax_scale, *window, *bounds.values()))
-    ):  # fmt: skip
-        known = (causal, return_lse, deterministic, softmax_scale, window, *bounds.values(), backend)
-        repeated = repeat.key_of(name, given, (*known, repeat.of_plan(plan)), (1, 2))
-    if repeated is not None and (result := repeat.again(repeated, given, out)) is not None:
-        return result
+    """Python types are checked here, where the dispatcher would answer in its own words; the rest in the operator."""
     for key, x in tensors.items():
         if not checks.is_tensor(x):
             checks.fail(key, checks.describe(x), "a tensor")
-    for key, x in (("sink", sink), ("out", out)):
-        if x is not None and not checks.is_tensor(x):
-            checks.fail(key, checks.describe(x), "None or a tensor")
-    bounds = {key: checks.bound(key, x) for key, x in bounds.items()}
-    checks.forward_only(**tensors, sink=sink, out=out)
+    if sink is not None and not checks.is_tensor(sink):
+        checks.fail("sink", checks.describe(sink), "None or a tensor")
     left, right = checks.window(window, checks.flag("causal", causal))
-    options = dict(
-        bounds,
-        causal=causal,
+    arguments = dict(
+        tensors,
+        **{key: checks.bound(key, x) for key, x in bounds.items()},
         window_left=left,
         window_right=right,
         sink=sink,
-        softmax_scale=None if softmax_scale is None else checks.scale(softmax_scale, 1),
+        softmax_scale=checks.scale(softmax_scale),
         deterministic=checks.flag("deterministic", deterministic),
-        backend=checks.backend(backend),
     )
     checks.flag("return_lse", return_lse)
-    def build() -> Any:
-        return ops.BUILDERS[name](*tensors.values(), sink=sink, **bounds)
+    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend))
 
-    return ops.call(name, tensors | options, build, return_lse, out, plan, repeated, given)
+
+OPTIONS = (
+    "*, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, Tensor? sink=None, "
+    "float? softmax_scale=None, bool deterministic=False"
+)
+KV, PAGES = ("k", "v"), ("k_pages", "v_pages")
+
+
+def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., problem.FmhaProblem]:
+    """An operator takes no tuple: the window travels as two numbers."""
+
+    def built(*, window_left: int, window_right: int, **arguments: Any) -> problem.FmhaProblem:
+        return build(window=(window_left, window_right), **arguments)
+
+    return built
+
+
+def _outputs(arguments: dict[str, Any]) -> Outputs:
+    q = arguments["q"]
+    return Outputs(q.shape, q.dtype, problem.lse_shape(q.shape))
+
+
+OPERATIONS = {
+    op.name: op
+    for op in (
+        Operation(
+            "fmha", "fmha", ("q", *KV, "sink"), (4,), _outputs, _from_operator(problem.dense), problem.check_values,
+            same=KV,
+        ),
+        Operation(
+            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), (3,), _outputs,
+            _from_operator(problem.varlen), problem.check_values, same=KV,
+        ),
+        Operation(
+            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), (4,), _outputs,
+            _from_operator(problem.paged), problem.check_values, same=PAGES,
+        ),
+    )
+}  # fmt: skip
+TENSORS = {
+    "fmha": "Tensor q, Tensor k, Tensor v",
+    "fmha_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None",
+    "fmha_paged": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths",
+}
+for _name, _tensors in TENSORS.items():
+    operators.define_operation(OPERATIONS[_name], f"{_tensors}, {OPTIONS}")

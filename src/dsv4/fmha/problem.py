@@ -5,6 +5,7 @@ also serve the fake kernels that torch.compile traces. :func:`check_values` read
 kernels of the ops, where `checks.values_checked` allows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -52,6 +53,7 @@ class FmhaProblem:
     deterministic: bool = False
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
+    same_kv: bool = False  # k and v lie in the same memory
 
     @property
     def batch(self) -> int:
@@ -81,17 +83,21 @@ class FmhaProblem:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        if self.kind == "varlen":
-            return tuple(self.q.shape[:2])
-        b, t, hq, _ = self.q.shape
-        return b, hq, t
+        return lse_shape(self.q.shape)
+
+    nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that no query sees a key."""
         return self.k.numel() == 0 or self.max_seqlen_k == 0
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale, names=("k", "v")) -> dict:
+def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:
+    """[B, Hq, T] for q [B, T, Hq, D]; [total_q, Hq] for q [total_q, Hq, D]."""
+    return tuple(q_shape[:2]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
+
+
+def _common(q, k, v, causal, window, sink, softmax_scale, deterministic, names=("k", "v")) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
     d = checks.head_dim("q", q.shape[-1])
     for name, x in zip(names, (k, v)):
@@ -103,6 +109,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale
         checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
     left, right = checks.window(window, checks.flag("causal", causal))
+    scale = checks.scale(softmax_scale)
     return dict(
         q=q,
         k=k,
@@ -110,23 +117,26 @@ def _common(q: Tensor, k: Tensor, v: Tensor, causal, window, sink, softmax_scale
         left=left,
         right=right,
         sink=checks.sink(sink, q.shape[-2], ("q", q)),
-        softmax_scale=checks.scale(softmax_scale, d),
+        softmax_scale=d**-0.5 if scale is None else scale,
+        deterministic=deterministic,
     )
 
 
-def dense(q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None) -> FmhaProblem:
+def dense(
+    q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False
+) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.FLOATS, like=("q", q))
         if x.shape[0] != q.shape[0]:
             checks.fail(name, f"batch {x.shape[0]}", f"batch {q.shape[0]}, as q")
-    common = _common(q, k, v, causal, window, sink, softmax_scale)
+    common = _common(q, k, v, causal, window, sink, softmax_scale, deterministic)
     return FmhaProblem("dense", max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], **common)
 
 
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
-    causal=False, window=(-1, -1), sink=None, softmax_scale=None,
+    causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False,
 ) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
@@ -139,7 +149,7 @@ def varlen(
         checks.fail(
             "cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q"
         )
-    common = _common(q, k, v, causal, window, sink, softmax_scale)
+    common = _common(q, k, v, causal, window, sink, softmax_scale, deterministic)
     return FmhaProblem(
         "varlen",
         max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q, q.shape[0]),
@@ -152,7 +162,7 @@ def varlen(
 
 def paged(
     q, k_pages, v_pages, block_table, lengths, *,
-    causal=False, window=(-1, -1), sink=None, softmax_scale=None,
+    causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False,
 ) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -161,7 +171,10 @@ def paged(
         checks.fail("k_pages", f"shape {list(k_pages.shape)}", "pages of at least one row")
     checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
     checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
-    common = _common(q, k_pages, v_pages, causal, window, sink, softmax_scale, names=("k_pages", "v_pages"))
+    common = _common(
+        q, k_pages, v_pages, causal, window, sink, softmax_scale, deterministic,
+        names=("k_pages", "v_pages"),
+    )  # fmt: skip
     capacity = block_table.shape[1] * k_pages.shape[1]
     return FmhaProblem(
         "paged",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.index import cpu as cpu_index
-from dsv4.index import problem as index_problem
-from dsv4.index.problem import IndexProblem
-from dsv4.runtime import checks, dispatch
-from dsv4.runtime import operators as ops
+from dsv4.index import problem
+from dsv4.runtime import checks, operators
+from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
 
 
@@ -67,112 +64,40 @@ def index_topk(
     up to 4096.
     """
     checks.flag("return_scores", return_scores)
-    checks.backend(backend)
     arguments: dict[str, Any] = dict(
-        q=q, k=k, weights=weights, topk=topk, positions=positions, ratio=ratio, lengths=lengths,
-        block_table=block_table, request_starts=request_starts, scale=scale,
+        q=q, k=k, weights=weights, topk=checks.at_least(0, "topk", topk), positions=positions,
+        ratio=checks.at_least(1, "ratio", ratio), lengths=lengths,
+        block_table=block_table, request_starts=request_starts,
+        scale=None if scale is None else checks.number("scale", scale),
     )  # fmt: skip
-    # The dispatcher would answer a wrong type or rank in its own words, so the shapes are checked before it is asked.
-    p = index_problem.build(**arguments)
-    checks.forward_only(q=q, k=k, weights=weights)
-    shape = (*q.shape[:-2], topk)
-    if plan is not None:
-        if not isinstance(plan, Plan):
-            checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
-        plan.check("index_topk", p)
-    if out is None and plan is None:
-        lists, scores = torch.ops.dsv4.index_topk(**arguments, return_scores=return_scores, backend=backend)
-        return (lists, scores) if return_scores else lists
-    if out is None:
-        out = torch.empty(shape, dtype=torch.int32, device=q.device)
-    checks.output("out", out, shape, torch.int32, {"q": q})
-    scores = torch.empty(shape if return_scores else (0,), dtype=torch.float32, device=q.device)
-    scratch = None if plan is None else plan.scratch
-    torch.ops.dsv4.index_topk_out(**arguments, scratch=scratch, out=out, scores=scores, backend=backend)
-    return (out, scores) if return_scores else out
+    required = ("q", "k", "weights")
+    given = {name: arguments[name] for name in INDEX_TOPK.tensors}
+    if not all(checks.is_tensor(x) or x is None and name not in required for name, x in given.items()):
+        # The dispatcher would answer a wrong type in its own words: the problem names the argument.
+        problem.build(**arguments)
+    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend))
 
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor weights, SymInt topk, *, Tensor? positions=None, SymInt ratio=4, Tensor? lengths=None, "
-    "Tensor? block_table=None, Tensor? request_starts=None, float? scale=None, str backend='auto'"
+    "Tensor? block_table=None, Tensor? request_starts=None, float? scale=None"
 )
 
 
-def _run(p: IndexProblem, out: Tensor, scores: Tensor | None, backend: str) -> None:
-    """Fill out [..., topk] and scores."""
-    if checks.values_checked(p.q):
-        index_problem.check_values(p)
-    flat = _lines(out)
-    flat_scores = None if scores is None else _lines(scores)
-    if out.numel():
-        dispatch_index(replace(p, out=flat, scores=flat_scores), backend)
-    if flat.data_ptr() != out.data_ptr():  # a batch whose lists lie so that they are no lines of one tensor
-        out.copy_(flat.view(out.shape))
+def _outputs(arguments: dict[str, Any]) -> Outputs:
+    shape = (*arguments["q"].shape[:-2], arguments["topk"])
+    return Outputs(shape, torch.int32, shape)
 
 
-def _lines(x: Tensor) -> Tensor:
-    """[..., topk] as [N, topk]: the same memory where that is possible."""
-    return x.flatten(0, 1) if x.ndim == 3 else x
-
-
-def dispatch_index(p: IndexProblem, backend: str) -> None:
-    found = dispatch.resolve(backend, p.q.device)
-    empty = p.max_seqlen_k == 0 or p.k.numel() == 0 or p.q_heads == 0
-    if found == "cpu" or empty or (backend == "auto" and dispatch.reason(p) is not None):
-        cpu_index.forward(p)
-    else:
-        dispatch.launch(p, found)
-
-
-def _kernel(*tensors, return_scores=False, backend="auto", **options):
-    p = index_problem.build(*tensors, **options)
-    out, scores = _allocate(p, tensors, options, return_scores)
-    _run(p, out, scores if return_scores else None, backend)
-    return out, scores
-
-
-def _allocate(p: IndexProblem, tensors, options, return_scores: bool) -> tuple[Tensor, Tensor]:
-    q = tensors[0] if tensors else options["q"]
-    shape = (*q.shape[:-2], p.topk)
-    out = torch.empty(shape, dtype=torch.int32, device=q.device)
-    return out, torch.empty(shape if return_scores else (0,), dtype=torch.float32, device=q.device)
-
-
-def _fake(*tensors, return_scores=False, backend="auto", **options):
-    return _allocate(index_problem.build(*tensors, **options), tensors, options, return_scores)
-
-
-def _kernel_out(*tensors, out, scores, scratch=None, backend="auto", **options):
-    p, want = _build_out(*tensors, out=out, scores=scores, scratch=scratch, **options)
-    named = dict(zip(NAMES, tensors)) | options
-    inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-    checks.apart("out", out, inputs)
-    if want:
-        checks.apart("scores", scores, inputs | {"out": out})
-    _run(replace(p, scratch=scratch), out, scores if want else None, backend)
-
-
-def _build_out(*tensors, out, scores, scratch=None, **options) -> tuple[IndexProblem, bool]:
-    p = index_problem.build(*tensors, **options)
-    q = tensors[0] if tensors else options["q"]
-    shape = (*q.shape[:-2], p.topk)
-    checks.output("out", out, shape, torch.int32, {"q": q})
-    want = scores.shape != (0,) or len(shape) == 1
-    if want:
-        checks.output("scores", scores, shape, torch.float32, {"q": q})
-    if scratch is not None:
-        checks.tensor("scratch", scratch, ("n",), (torch.float32,), like=("q", q))
-    return p, want
-
-
-def _fake_out(*tensors, out, scores, scratch=None, backend="auto", **options):
-    _build_out(*tensors, out=out, scores=scores, scratch=scratch, **options)
-
-
-ops.define(f"index_topk({ARGUMENTS}, bool return_scores=False) -> (Tensor, Tensor)", _kernel, _fake)
-NAMES = [a.name for a in torch.ops.dsv4.index_topk.default._schema.arguments]
-ops.define(
-    f"index_topk_out({ARGUMENTS}, Tensor(c!)? scratch=None, Tensor(a!) out, Tensor(b!) scores) -> ()",
-    _kernel_out,
-    _fake_out,
+INDEX_TOPK = Operation(
+    "index_topk",
+    "index",
+    ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
+    (3, 4),
+    _outputs,
+    problem.build,
+    problem.check_values,
+    second="scores",
+    falls_back=True,
 )
+operators.define_operation(INDEX_TOPK, ARGUMENTS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,22 @@ BLOCK_BYTES = 32 << 20  # scores held at once
 
 def forward(p: IndexProblem) -> None:
     """Fill p.out and p.scores."""
+    if p.q.ndim == 3:
+        _forward(p if p.k.ndim == 3 else replace(p, k=p.k[None]))
+        return
+    flat: dict[str, Any] = {name: _flat(getattr(p, name)) for name in ("q", "weights", "counts", "out", "scores")}
+    _forward(replace(p, **flat))
+    for name in ("out", "scores"):  # a batch whose lists lie so that they are no lines of one tensor was copied
+        x = getattr(p, name)
+        if x is not None and flat[name].data_ptr() != x.data_ptr():
+            x.copy_(flat[name].view(x.shape))
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.flatten(0, 1)
+
+
+def _forward(p: IndexProblem) -> None:
     assert p.out is not None
     p.out.fill_(-1)
     if p.scores is not None:

@@ -31,35 +31,44 @@ class IndexProblem:
 
     operation: ClassVar[str] = "index"
 
-    q: Tensor  # [N, H, D]
-    k: Tensor  # [sequences or pages, rows, D]
-    weights: Tensor  # [N, H]
-    counts: Tensor  # int32 or int64 [N]
+    q: Tensor  # [N, H, D], or [B, T, H, D] with N = B * T; likewise the first dimension of those marked *
+    k: Tensor  # [M, D], or [sequences or pages, rows, D]
+    weights: Tensor  # * [N, H]
+    counts: Tensor  # * int32 or int64 [N]
     ratio: int  # 0: counts are rows, else positions
     topk: int
     scale: float
     tokens: int  # queries of a sequence, where k has the sequences one after the other
     block_table: Tensor | None = None  # int32 [R, pages]
     request_starts: Tensor | None = None  # int32 [R + 1]; None = every query is its own request
-    out: Tensor | None = None  # int32 [N, topk]; set before a backend sees the problem
-    scores: Tensor | None = None  # fp32 [N, topk], or None when not wanted
+    out: Tensor | None = None  # * int32 [N, topk]; set before a backend sees the problem
+    scores: Tensor | None = None  # * fp32 [N, topk], or None when not wanted
+    num_splits: int = 0  # from a plan; not looked at
     scratch: Tensor | None = None  # from a plan: flat fp32
 
     # The names of FmhaProblem, so that a Plan fits both.
-    batch = property(lambda self: self.q.shape[0])
-    q_heads = property(lambda self: self.q.shape[1])
+    batch = property(lambda self: self.q.shape[0] * (self.q.shape[1] if self.q.ndim == 4 else 1))
+    q_heads = property(lambda self: self.q.shape[-2])
     kv_heads = property(lambda self: 1)
-    head_dim = property(lambda self: self.q.shape[2])
+    head_dim = property(lambda self: self.q.shape[-1])
     max_seqlen_q = property(lambda self: 1)
 
     @property
     def max_seqlen_k(self) -> int:
         """No query sees more rows than this."""
-        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+        return self.k.shape[-2] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
     def sequences(self) -> int:
-        return self.k.shape[0] if self.block_table is None else self.block_table.shape[0]
+        if self.block_table is not None:
+            return self.block_table.shape[0]
+        return self.k.shape[0] if self.k.ndim == 3 else 1
+
+    nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf")}
+
+    def no_keys(self) -> bool:
+        """True when the shapes alone say that no query sees a row."""
+        return self.max_seqlen_k == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
         """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
@@ -72,7 +81,7 @@ class IndexProblem:
 
     def visible(self) -> Tensor:
         """int64 [N]: rows that each query sees."""
-        counts = self.counts.long()
+        counts = self.counts.long().flatten()
         counts = (counts + 1) // self.ratio if self.ratio else counts
         counts = counts.clamp(0, self.max_seqlen_k)
         return counts if self.request_starts is None else counts.masked_fill(self.owners() >= self.sequences, 0)
@@ -107,11 +116,9 @@ def build(
         checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
     name, counts = ("positions", positions) if lengths is None else ("lengths", lengths)
     checks.tensor(name, counts, lead, INTEGERS, like=like, unit_last=False)
-    if q.ndim == 4:
-        q, weights, counts = q.flatten(0, 1), weights.flatten(0, 1), counts.flatten(0, 1)
     return IndexProblem(
         q=q,
-        k=k if k.ndim == 3 else k[None],
+        k=k,
         weights=weights,
         counts=counts,
         ratio=0 if positions is None else ratio,

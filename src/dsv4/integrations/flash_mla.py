@@ -29,7 +29,7 @@ from torch import Tensor
 from dsv4.caches import HEAD_DIM, ROW_BYTES, Fp8Cache
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
-from dsv4.runtime import checks, repeat
+from dsv4.runtime import checks
 from dsv4.v4.api import v4_attention
 from dsv4.v4.problem import Pool
 
@@ -93,19 +93,6 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata is not looked at. enable_batch_invariant: a query gives the same bits in every batch.
     out, backend: as in dsv4.
     """
-    tensors = (
-        q, k_cache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, out,
-        None,
-    )  # fmt: skip
-    key = None
-    flags = (causal, is_fp8_kvcache, enable_batch_invariant)
-    if indices is not None and num_splits is None and type(head_dim_v) is int and type(backend) is str:
-        if repeat.plain(flags, (softmax_scale,)):
-            options = (head_dim_v, softmax_scale, *flags, backend)
-            key = repeat.key_of("flash_mla_with_kvcache", tensors, options)
-    if key is not None and (again := repeat.again(key, tensors, out)) is not None:
-        result, lse = again
-        return _decoded(result, lse, q, out)
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOATS)
     b, s_q, heads, d = q.shape
     _width("q", d)
@@ -155,12 +142,7 @@ def flash_mla_with_kvcache(
         more["compressed_lengths"] = _lengths("extra_topk_length", extra_topk_length, b, s_q)
     flat = None if out is None else _one_query_per_row(out)
     with named(window="k_cache", **NAMES):
-        if key is None or repeat.known(key):
-            result, lse = v4_attention(q.flatten(0, 1), window, lists, out=flat, return_lse=True, **more)
-        else:
-            with repeat.watching() as watch:
-                result, lse = v4_attention(q.flatten(0, 1), window, lists, out=flat, return_lse=True, **more)
-            repeat.remember(key, tensors, watch, result, lse)
+        result, lse = v4_attention(q.flatten(0, 1), window, lists, out=flat, return_lse=True, **more)
     return _decoded(result, lse, q, out)
 
 
@@ -244,11 +226,11 @@ def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:
 
 def _lengths(name: str, x: Any, b: int, s_q: int) -> Tensor | None:
     """One length per request, for each of its queries."""
-    if x is None or s_q == 1:
-        return x
+    if x is None:
+        return None
     if not checks.is_tensor(x) or x.shape != (b,):
         checks.fail(name, checks.describe(x), f"int32 [{b}]")
-    return x[:, None].expand(b, s_q).reshape(-1)
+    return x.repeat_interleave(s_q, output_size=b * s_q)
 
 
 def _one_query_per_row(x: Tensor) -> Tensor:

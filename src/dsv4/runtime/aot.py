@@ -1,10 +1,10 @@
 """Kernels compiled ahead of time: cubins with JSON metadata, made without a GPU, launched without a compiler.
 
-`dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or :func:`use`) every launch whose variant
-is in DIR goes through the CUDA driver API; the others are compiled as usual. A variant is named by the kernel and by
-everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the whole
-record with the cubin. A file that is incomplete, stale or changed since it was written is refused by name. The hash
-finds accidents; against somebody who can write to the directory there is no protection.
+`dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or `dispatch.use_aot`) every launch whose
+variant is in DIR goes through the CUDA driver API; the others are compiled as usual. A variant is named by the kernel
+and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
+whole record with the cubin. A file that is incomplete, stale or changed since it was written is refused by name. The
+hash finds accidents; against somebody who can write to the directory there is no protection.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dsv4.runtime import repeat
-from dsv4.runtime.dispatch import ARCHITECTURES
+from dsv4.runtime.dispatch import ARCHITECTURES, Target
 
 FORMAT = 3
 # What the cubins are made of.
@@ -121,69 +118,29 @@ def _triton_version() -> str:
 
 # ---------------------------------------------------------------------------------------------------- launching
 
-_directory: Path | None = Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None
-launched: list[str] = []  # the variants launched from files, in order
-_collected: list[tuple[Any, list[Any], dict[str, Any]]] | None = None
 
 
-@contextmanager
-def collecting() -> Iterator[list[tuple[Any, list[Any], dict[str, Any]]]]:
-    """Within, launches are not made: the list given gets (kernel, arguments, constants) of each."""
-    global _collected
-    launches: list[tuple[Any, list[Any], dict[str, Any]]] = []
-    _collected = launches
-    try:
-        yield launches
-    finally:
-        _collected = None
-
-
-def use(directory: str | Path | None) -> None:
-    """Launch from this directory where it has the variant; None = compile everything."""
-    global _directory
-    _directory = None if directory is None else Path(directory)
-    repeat.forget()
-
-
-def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants), from a compiled file where there is one."""
-    if _collected is not None:
-        _collected.append((kernel, arguments, constants))
-        return
-    watch = repeat.current.watch
-    if _directory is not None and arguments[0].is_cuda:
-        name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, _arch(arguments[0]))
-        if (_directory / f"{name}.json").exists():
-            found = loaded(str(_directory), name, arguments[0].device.index)
-
-            def run(*arguments: Any, stream: int | None = None) -> None:
-                found.launch(grid, arguments, stream)
-                launched.append(name)
-
-            run(*arguments)
-            if watch is not None:
-                watch.launches.append((run, arguments, False))
-            return
-    if constants.get("num_ctas", 1) > 1 and _before_clusters():
-        raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
-                           "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
-    compiled = kernel[grid](*arguments, **constants)
-    if watch is not None and compiled is not None:
-        rest = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
-        watch.launches.append((compiled[(*grid, 1, 1)[:3]], [*arguments, *rest], arguments[0].is_cuda))
-
-
-def _before_clusters() -> bool:
-    from dsv4.kernels.compat import TRITON_VERSION
-
-    return TRITON_VERSION < (3, 9)
-
-
-def _arch(x: Any) -> str:
-    """Of the GPU that a tensor is on; the name of no variant where there are no kernels for it."""
+def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], target: Target) -> Loaded | None:
+    """The compiled variant of a launch on the current device, if the target's directory has it."""
+    if target.aot is None:
+        return None
     import torch
 
-    return ARCHITECTURES.get(torch.cuda.get_device_capability(x.device), ("", "unknown"))[1]
+    name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, target.arch)
+    if (target.aot / f"{name}.json").exists():
+        return loaded(str(target.aot), name, torch.cuda.current_device())
+    if target.aot_only:
+        raise RuntimeError(f"{target.aot}: has no {name}, and nothing else may be launched")
+    return None
+
+
+def check_clusters(kernel: Any, constants: dict[str, Any]) -> None:
+    """RuntimeError where Triton compiles no clusters of CTAs and a launch needs them."""
+    from dsv4.kernels.compat import TRITON_VERSION
+
+    if constants.get("num_ctas", 1) > 1 and TRITON_VERSION < (3, 9):
+        raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
+                           "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
 
 
 @cache
@@ -197,6 +154,7 @@ class Loaded:
     def __init__(self, directory: Path, name: str):
         path = directory / f"{name}.json"
         self.record = record = read(path)
+        self.pointers = [kind.startswith("*") for kind in record["arguments"]]
         cubin = (directory / f"{name}.cubin").read_bytes()
         self.driver = ctypes.CDLL("libcuda.so.1")
         module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -211,26 +169,26 @@ class Loaded:
             self.driver.cuGetErrorString(status, ctypes.byref(text))
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({self.record['kernel']})")
 
-    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any], on: int | None = None) -> None:
-        """on: the stream, as a number; the current one if None."""
+    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        """On the current stream. A pointer is a tensor or a number."""
         import torch
 
         values: list[Any] = []
         descriptors = iter(self.record["descriptors"])
-        for x in arguments:
+        for x, pointer in zip(arguments, self.pointers):
             if hasattr(x, "block_shape"):
                 values.append(self._tensor_map(x, next(descriptors)))
                 values += [ctypes.c_uint32(n) for n in x.shape]
                 values += [ctypes.c_uint64(n) for n in x.strides]
             elif isinstance(x, float):
                 values.append(ctypes.c_float(x))
-            elif isinstance(x, (bool, int)):
-                values.append(ctypes.c_int32(x))
+            elif pointer:
+                values.append(ctypes.c_uint64(x if isinstance(x, int) else x.data_ptr()))
             else:
-                values.append(ctypes.c_uint64(x.data_ptr()))
+                values.append(ctypes.c_int32(x))
         values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # global and profile scratch, unused
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if on is None else on)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         blocks = [*grid, 1, 1][:3]
         blocks[0] *= self.record["clusters"]  # the grid counts clusters, whose size is in the cubin
         self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],

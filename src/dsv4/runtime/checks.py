@@ -97,9 +97,9 @@ def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
     return None if x is None else tensor("sink", x, (heads,), (torch.float32,), like=like)
 
 
-def scale(x: Any, d: int) -> float:
-    """The softmax scale; None = d ** -0.5."""
-    return d**-0.5 if x is None else number("softmax_scale", x, "None or a finite number")
+def scale(x: Any) -> float | None:
+    """The softmax scale; None = head dim ** -0.5."""
+    return None if x is None else number("softmax_scale", x, "None or a finite number")
 
 
 def number(name: str, x: Any, accepted: str = "a finite number") -> float:
@@ -131,7 +131,7 @@ def device(name: str, x: Any) -> torch.device:
     return found
 
 
-def window(x: Any, causal: bool) -> tuple[int, int]:
+def window(x: Any, causal: bool = False) -> tuple[int, int]:
     """(left, right) with causal folded in; -1 = no bound."""
     accepted = "(left, right), two ints >= 0 or -1 for no bound"
     if not isinstance(x, (tuple, list)) or len(x) != 2:
@@ -212,8 +212,7 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
     tensor(
         name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0
     )
-    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # two questions that cannot be traced
-        fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
+    holds_its_values(name, x)
     if _overlaps_itself(x):
         fail(
             name,
@@ -221,6 +220,12 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
             "a tensor whose elements do not overlap",
         )
     return x
+
+
+def holds_its_values(name: str, x: Tensor) -> None:
+    """The dispatcher cannot resolve a lazy view in an output."""
+    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # two questions that cannot be traced
+        fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
 
 
 def _overlaps_itself(x: Tensor) -> bool:

@@ -1,13 +1,19 @@
-"""Which code runs a problem. The path of a kernel is its entry in the dispatch table.
+"""Where a call runs, and which code runs it there. The path of a kernel is its entry in the dispatch table.
 
-A module ``dsv4.kernels.<arch>.<operation>.entry`` has ``forward(problem) -> None``, which fills ``problem.out`` and
-``problem.lse``, and ``supports(problem) -> str | None``: None for yes, else the reason why not, as text.
-The backend "softsm" runs the same modules on a CPU, through the driver that ``softsm.use`` puts under Triton.
+A module ``dsv4.kernels.<arch>.<operation>.entry`` has ``supports(problem) -> str | None`` (None for yes, else the
+reason why not) and ``prepare(problem, target, program)``, which adds its launches to the program (program.py).
+The backend "softsm" runs the same kernels on a CPU, through the driver that ``softsm.use`` puts under Triton.
 """
 
 import importlib
 import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -18,59 +24,38 @@ ARCHITECTURES = {
     (9, 0): ("sm90", "sm_90a", (3, 6)),
     (10, 0): ("sm100", "sm_100a", (3, 9)),
 }
-CPU_MODULES = {"fmha": "dsv4.fmha.cpu", "v4": "dsv4.v4.cpu"}
+OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4 and of dsv4.kernels.<arch>
 DEFAULT_SOFTSM_ARCH = "sm_100a"
+MULTIPROCESSORS = 132  # assumed where kernels are only compiled
+# Where compiled kernels are, and whether others may be compiled.
+_aot: tuple[Path | None, bool] = (Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None, False)
 
 
-def run(problem, backend: str) -> None:
-    """Fill problem.out and problem.lse. ``problem`` is an FmhaProblem or another class with its ``operation``."""
-    backend = resolve(backend, problem.q.device)
-    if backend != "cpu" and problem.q.dtype not in checks.LOW_PRECISION:
-        checks.fail(
-            "q",
-            f"dtype {problem.q.dtype} on backend {backend!r}",
-            "bfloat16, float16; float32 on backend 'cpu'",
-        )
-    if problem.out.numel() == 0:
-        return
-    if problem.no_keys():
-        problem.out.zero_()
-        if problem.lse is not None:
-            problem.lse.fill_(float("-inf"))
-        return
-    if backend == "cpu":
-        with torch.autocast("cpu", enabled=False):  # an fp32 product inside stays one
-            importlib.import_module(CPU_MODULES[problem.operation]).forward(problem)
-    else:
-        launch(problem, backend)
+class Target(NamedTuple):
+    """What a program is made for, beside the shapes of the call."""
+
+    backend: str  # cuda, softsm
+    capability: tuple[int, int]
+    multiprocessors: int
+    pair: bool = False  # DSV4_PAIR=1: Hopper's kernel of two CTAs, where it serves the problem
+    aot: Path | None = None  # compiled kernels are taken from here (aot.py)
+    aot_only: bool = False  # and from nowhere else
+
+    @property
+    def arch(self) -> str:
+        """sm_90a, sm_100a."""
+        return ARCHITECTURES[self.capability][1] if self.capability in ARCHITECTURES else "unknown"
 
 
-def launch(problem, backend: str) -> None:
-    """Run the kernels of the backend "cuda" or "softsm"."""
-    if backend == "cuda":
-        with torch.cuda.device(problem.q.device):
-            _run_kernel(problem, torch.cuda.get_device_capability(problem.q.device), backend)
-    else:
-        _run_softsm(problem)
-
-
-def module_here(operation: str, device: torch.device) -> ModuleType | None:
-    """The kernels for the GPU that a device is; None where there are none."""
-    try:
-        return kernel_module(operation, torch.cuda.get_device_capability(device))
-    except RuntimeError:
-        return None
-
-
-def reason(problem) -> str | None:
-    """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
-    module = module_here(problem.operation, problem.q.device)
-    return "there are none" if module is None else module.supports(problem)
+def use_aot(directory: str | Path | None, only: bool = False) -> None:
+    """Launch from this directory where it has the kernel, and with ``only`` fail where it has not; None = compile
+    everything."""
+    global _aot
+    _aot = (None if directory is None else Path(directory), only)
 
 
 def resolve(backend: str, device: torch.device) -> str:
-    """ "auto" and the demands of the others on the device of the tensors."""
-    checks.backend(backend)
+    """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm."""
     if backend == "auto":
         if device.type not in ("cpu", "cuda"):
             checks.fail("q", f"a tensor on {device}", "tensors on cpu or cuda")
@@ -81,6 +66,55 @@ def resolve(backend: str, device: torch.device) -> str:
             "backend", f"{backend!r} with tensors on {device}", f"{backend!r} with tensors on {needed}"
         )
     return backend
+
+
+@contextmanager
+def entered(backend: str, device: torch.device) -> Iterator[Target]:
+    """Within, launches go to the device, or to the emulator that plays one."""
+    if backend == "cuda":
+        with torch.cuda.device(device):
+            yield cuda_target(device)
+        return
+    import softsm
+
+    with softsm.use(softsm_arch()):
+        yield softsm_target()
+
+
+def cuda_target(device: torch.device) -> Target:
+    return Target("cuda", *_properties(device), os.environ.get("DSV4_PAIR", "0") == "1", *_aot)
+
+
+@cache
+def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
+
+
+def softsm_target() -> Target:
+    """Of the emulator in use now."""
+    from triton.runtime import driver
+
+    arch = softsm_arch()
+    capability = next((c for c, entry in ARCHITECTURES.items() if entry[1] == arch), None)
+    if capability is None:
+        raise RuntimeError(f"backend 'softsm': no dsv4 kernels for {arch}")
+    active = driver.active
+    count = active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
+    return Target("softsm", capability, count, os.environ.get("DSV4_PAIR", "0") == "1")
+
+
+def compile_target(arch: str, pair: bool = False) -> Target:
+    """For kernels that are only compiled."""
+    capability = next(capability for capability, entry in ARCHITECTURES.items() if entry[1] == arch)
+    return Target("cuda", capability, MULTIPROCESSORS, pair)
+
+
+def softsm_arch() -> str:
+    """The architecture that softsm plays now, else the default."""
+    import softsm
+
+    return softsm.active_arch() or DEFAULT_SOFTSM_ARCH
 
 
 def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
@@ -95,10 +129,18 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
     if version is None or version < oldest:
         found = "none is installed" if version is None else f"found {version[0]}.{version[1]}"
         raise RuntimeError(f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}")
-    name = f"dsv4.kernels.{package}.{operation}.entry"
-    if importlib.util.find_spec(name) is None:
+    folder = f"dsv4.kernels.{package}.{operation}"
+    if importlib.util.find_spec(folder) is None:
         raise RuntimeError(f"dsv4 has no {operation} kernel for {arch} yet; backend='cpu' runs it on a CPU")
-    return importlib.import_module(name)
+    return importlib.import_module(f"{folder}.entry")
+
+
+def module_here(operation: str, device: torch.device) -> ModuleType | None:
+    """The kernels for the GPU that a device is; None where there are none."""
+    try:
+        return kernel_module(operation, torch.cuda.get_device_capability(device))
+    except RuntimeError:
+        return None
 
 
 def triton_version() -> tuple[int, int] | None:
@@ -108,29 +150,3 @@ def triton_version() -> tuple[int, int] | None:
         return None
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
-
-
-def softsm_arch() -> str:
-    """The architecture that softsm plays now, else the default."""
-    import softsm
-
-    return softsm.active_arch() or DEFAULT_SOFTSM_ARCH
-
-
-def _run_kernel(problem, capability: tuple[int, int], backend: str) -> None:
-    module = kernel_module(problem.operation, capability)
-    reason = module.supports(problem)
-    if reason is not None:
-        raise ValueError(f"backend: {backend!r} cannot run this {problem.operation} problem: {reason}")
-    module.forward(problem)
-
-
-def _run_softsm(problem) -> None:
-    import softsm
-
-    arch = softsm_arch()
-    capability = next((c for c, entry in ARCHITECTURES.items() if entry[1] == arch), None)
-    if capability is None:
-        raise RuntimeError(f"backend 'softsm': no dsv4 kernels for {arch}")
-    with softsm.use(arch):
-        _run_kernel(problem, capability, "softsm")

@@ -1,16 +1,14 @@
 """The attention of DeepSeek-V4 layers: window rows and compressed rows in one softmax, with a sink."""
 
-from dataclasses import replace
-from types import NoneType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from dsv4.caches import Fp8Cache
-from dsv4.runtime import checks, repeat
-from dsv4.runtime import operators as ops
+from dsv4.runtime import checks, operators
+from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
-from dsv4.v4 import problem as v4_problem
+from dsv4.v4 import problem
 from dsv4.v4.problem import Pool
 
 
@@ -130,49 +128,42 @@ def v4_attention(
         ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
             a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
     """
-    cos_sin, positions = inverse_rope if type(inverse_rope) is tuple and len(inverse_rope) == 2 else (None, None)
-    tensors = (
-        q, _rows(window), window_indices, _rows(compressed), compressed_indices, window_lengths, compressed_lengths,
-        compressed_block_table, request_starts, cos_sin, positions, sink, out,
-        plan.scratch if type(plan) is Plan else None,
-    )  # fmt: skip
-    key = None
-    if repeat.plain((return_lse, deterministic), (softmax_scale,)) and (
-        (inverse_rope is None or cos_sin is not None) and type(plan) in (Plan, NoneType) and type(backend) is str
-    ):
-        options = (_paging(window), _paging(compressed), return_lse, deterministic, softmax_scale, backend)
-        key = repeat.key_of("v4_attention", tensors, (*options, repeat.of_plan(plan)))
-    if key is not None and (result := repeat.again(key, tensors, out)) is not None:
-        return result
     checks.flag("return_lse", return_lse)
-    checks.flag("deterministic", deterministic)
-    checks.backend(backend)
-    # The dispatcher would answer a wrong type or rank in its own words, so the shapes are checked before it is asked.
-    problem = v4_problem.build(
-        q, window, window_indices, compressed, compressed_indices, window_lengths=window_lengths,
-        compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
-        request_starts=request_starts, inverse_rope=inverse_rope, sink=sink, softmax_scale=softmax_scale,
-    )  # fmt: skip
-    differentiable = {"q": q, "window": _rows(window), "compressed": _rows(compressed), "sink": sink, "out": out}
-    checks.forward_only(**differentiable, **{"inverse_rope[0] (cos_sin)": problem.cos_sin})
-    arguments = dict(
+    cos_sin, positions = None, None
+    if isinstance(inverse_rope, (tuple, list)) and len(inverse_rope) == 2:
+        cos_sin, positions = inverse_rope
+    tensors = dict(
         q=q,
-        **_travelling("window", window),
+        window=_rows(window),
         window_indices=window_indices,
-        window_lengths=window_lengths,
-        **_travelling("compressed", compressed),
+        compressed=_rows(compressed),
         compressed_indices=compressed_indices,
+        window_lengths=window_lengths,
         compressed_lengths=compressed_lengths,
         compressed_block_table=compressed_block_table,
         request_starts=request_starts,
-        cos_sin=problem.cos_sin,
-        positions=problem.positions,
+        cos_sin=cos_sin,
+        positions=positions,
         sink=sink,
-        softmax_scale=problem.softmax_scale,
-        deterministic=deterministic,
-        backend=backend,
     )
-    return ops.call("v4_attention", arguments, lambda: problem, return_lse, out, plan, key, tensors)
+    options = dict(
+        softmax_scale=checks.scale(softmax_scale), deterministic=checks.flag("deterministic", deterministic)
+    )
+    if not _tensors(tensors) or (inverse_rope is None) != (cos_sin is None):
+        # The dispatcher would answer a wrong type in its own words: the problem names the argument.
+        problem.build(
+            q, window, window_indices, compressed, compressed_indices, window_lengths=window_lengths,
+            compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
+            request_starts=request_starts, inverse_rope=inverse_rope, sink=sink, **options,
+        )  # fmt: skip
+    arguments = tensors | _paging("window", window) | _paging("compressed", compressed) | options
+    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend))
+
+
+def _tensors(tensors: dict[str, Any]) -> bool:
+    """Whether all are tensors, where one may be absent."""
+    required = ("q", "window", "window_indices")
+    return all(checks.is_tensor(x) or x is None and name not in required for name, x in tensors.items())
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
@@ -183,7 +174,7 @@ ARGUMENTS = (
     "SymInt compressed_rows_per_page=0, SymInt compressed_page_stride=0, "
     "Tensor? window_lengths=None, Tensor? compressed_lengths=None, Tensor? compressed_block_table=None, "
     "Tensor? request_starts=None, Tensor? cos_sin=None, Tensor? positions=None, Tensor? sink=None, "
-    "float? softmax_scale=None, bool deterministic=False, str backend='auto'"
+    "float? softmax_scale=None, bool deterministic=False"
 )
 
 
@@ -191,18 +182,10 @@ def _rows(pool: Any) -> Any:
     return pool.storage if isinstance(pool, Fp8Cache) else pool
 
 
-def _paging(pool: Any) -> tuple[int, int] | None:
-    return (pool.rows_per_page, pool.page_stride) if isinstance(pool, Fp8Cache) else None
-
-
-def _travelling(name: str, pool: Tensor | Fp8Cache | None) -> dict[str, Any]:
+def _paging(name: str, pool: Any) -> dict[str, int]:
     if not isinstance(pool, Fp8Cache):
-        return {name: pool}
-    return {
-        name: pool.storage,
-        f"{name}_rows_per_page": pool.rows_per_page,
-        f"{name}_page_stride": pool.page_stride,
-    }
+        return {}
+    return {f"{name}_rows_per_page": pool.rows_per_page, f"{name}_page_stride": pool.page_stride}
 
 
 def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Tensor | Fp8Cache | None:
@@ -212,9 +195,9 @@ def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Te
 def _build(
     q, window, window_indices, compressed=None, compressed_indices=None, *,
     window_rows_per_page=0, window_page_stride=0, compressed_rows_per_page=0, compressed_page_stride=0,
-    cos_sin=None, positions=None, deterministic=False, **options,
-) -> v4_problem.V4Problem:  # fmt: skip
-    problem = v4_problem.build(
+    cos_sin=None, positions=None, **options,
+) -> problem.V4Problem:  # fmt: skip
+    return problem.build(
         q,
         _arrived(window, window_rows_per_page, window_page_stride),
         window_indices,
@@ -223,7 +206,23 @@ def _build(
         inverse_rope=None if cos_sin is None and positions is None else (cos_sin, positions),
         **options,
     )
-    return replace(problem, deterministic=deterministic)
 
 
-ops.define_attention("v4_attention", ARGUMENTS, _build, v4_problem.check_values)
+def _outputs(arguments: dict[str, Any]) -> Outputs:
+    q = arguments["q"]
+    return Outputs(q.shape, q.dtype, (q.shape[0], q.shape[1]))
+
+
+V4_ATTENTION = Operation(
+    "v4_attention",
+    "v4",
+    (
+        "q", "window", "window_indices", "compressed", "compressed_indices", "window_lengths", "compressed_lengths",
+        "compressed_block_table", "request_starts", "cos_sin", "positions", "sink",
+    ),
+    (3,),
+    _outputs,
+    _build,
+    problem.check_values,
+)  # fmt: skip
+operators.define_operation(V4_ATTENTION, ARGUMENTS)

@@ -77,6 +77,8 @@ class V4Problem:
             return self.block_table.shape[1] * caches.pool_page(self.compressed)
         return 0 if self.compressed_indices is None else self.compressed_indices.shape[1]
 
+    nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
+
     def no_keys(self) -> bool:
         """True when the shapes alone say that no query sees a row."""
         window = caches.pool_size(self.window) and self.window_indices.shape[1]
@@ -89,7 +91,7 @@ class V4Problem:
 def build(
     q, window, window_indices, compressed=None, compressed_indices=None, *,
     window_lengths=None, compressed_lengths=None, compressed_block_table=None, request_starts=None,
-    inverse_rope=None, sink=None, softmax_scale=None,
+    inverse_rope=None, sink=None, softmax_scale=None, deterministic=False,
 ) -> V4Problem:  # fmt: skip
     """Check the arguments of dsv4.v4_attention and give them their places."""
     checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS)
@@ -139,7 +141,7 @@ def build(
         q=q,
         window=window,
         window_indices=window_indices,
-        softmax_scale=checks.scale(softmax_scale, d),
+        softmax_scale=d**-0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale),
         window_lengths=window_lengths,
         compressed=compressed,
         compressed_indices=compressed_indices,
@@ -149,6 +151,7 @@ def build(
         cos_sin=cos_sin,
         positions=positions,
         sink=checks.sink(sink, heads, like),
+        deterministic=deterministic,
     )
 
 

@@ -142,11 +142,14 @@ class Use(InUse):
         self.stop()
 
 
-def use(arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS) -> Use:
+def use(arch: str, *, cuda_shim: bool = False, sms: int | None = None) -> Use:
     """Triton and Gluon programs run on this CPU from now on, compiled for `arch` ("sm_90a" or "sm_100a").
 
     As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
-    tensors for programs that insist on it; it is refused where CUDA is available. `sms` is the number of SMs played.
-    It holds for all threads; RuntimeError if another thread uses another architecture now.
+    tensors for programs that insist on it; it is refused where CUDA is available. `sms` is the number of SMs to
+    emulate; None: as many as in the use around this one, else 4. It holds for all threads; RuntimeError if another
+    thread uses another architecture now.
     """
+    if sms is None:
+        sms = in_use.stack[-1].sms if in_use.stack else DEFAULT_SMS
     return Use(arch, cuda_shim=cuda_shim, sms=sms)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import dsv4
+from dsv4.index import sizes
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import plan as plans
 
 
 @pytest.fixture(params=["sm_90a", "sm_100a"])
@@ -56,8 +56,8 @@ def test_a_batch_and_float16_and_strides(arch):
 @pytest.mark.parametrize("what", ["random", "equal", "two values", "rising", "far apart"])
 def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
     """Pieces of 256 items: 900 rows take two rounds, more for wide lists."""
-    monkeypatch.setattr(plans, "INDEX_PIECE", 256)
-    monkeypatch.setattr("dsv4.kernels.shared.index.scores.prepare.INDEX_PIECE", 256)
+    monkeypatch.setattr(sizes, "INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.kernels.shared.index.prepare.INDEX_PIECE", 256)
     g = torch.Generator().manual_seed(topk)
     scores = {
         "random": torch.randn(900, generator=g),
@@ -73,5 +73,5 @@ def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
 def test_blocks_of_queries_and_a_plan_that_is_small(arch, monkeypatch):
     arguments = index_cases.ragged()
     want = dsv4.index_topk(**arguments)
-    monkeypatch.setattr(plans, "INDEX_BYTES", 4 * 2 * plans.index_words(12 * 24, 20))  # two queries at a time
+    monkeypatch.setattr(sizes, "INDEX_BYTES", 4 * 2 * sizes.index_words(12 * 24, 20))  # two queries at a time
     assert torch.equal(index_cases.kernel(arch, **arguments)[0], want)

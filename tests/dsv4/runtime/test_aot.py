@@ -7,23 +7,20 @@ import pytest
 
 pytest.importorskip("triton")
 from dsv4.commands.compile import problems  # noqa: E402
-from dsv4.kernels.sm90.fmha import entry as fmha  # noqa: E402
-from dsv4.runtime import aot  # noqa: E402
+from dsv4.runtime import aot, calls, dispatch  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def launches():
     p, _ = problems(128, "bf16", "dense", "split")
-    with aot.collecting() as found:
-        fmha.forward(p)
-    return found
+    return calls.launches_of(p, dispatch.compile_target("sm_90a"))
 
 
 @pytest.fixture(scope="module")
 def written(launches, tmp_path_factory):
     """The combine kernel: the smallest."""
-    kernel, arguments, constants = launches[1]
-    return aot.write(tmp_path_factory.mktemp("aot"), kernel, arguments, constants)
+    launch = launches[1]
+    return aot.write(tmp_path_factory.mktemp("aot"), launch.kernel, launch.arguments, launch.constants)
 
 
 @pytest.fixture
@@ -35,12 +32,12 @@ def compiled(written, tmp_path):
 
 
 def test_forward_says_what_it_launches(launches):
-    assert [kernel.__name__ for kernel, _, _ in launches] == ["fmha_rows", "combine"]
+    assert [launch.kernel.__name__ for launch in launches] == ["fmha_rows", "combine"]
 
 
 def test_written_files_are_complete_and_named_by_content(compiled, launches):
     record = aot.read(compiled)
-    kernel, arguments, constants = launches[1]
+    arguments, constants = launches[1].arguments, launches[1].constants
     assert compiled.stem == aot.variant("combine", [aot.argument_type(x) for x in arguments], constants)
     assert record["arch"] == "sm_90a" and record["threads"] == 128 and record["entry"] == "combine"
     assert compiled.with_suffix(".cubin").read_bytes()[:4] == b"\x7fELF"
@@ -102,6 +99,6 @@ def test_what_is_no_record_is_refused(tmp_path, text):
 
 def test_an_architecture_is_part_of_the_name(launches, tmp_path):
     """Both architectures merge splits by the same kernel: their files must not stand for each other."""
-    kernel, arguments, constants = launches[1]
+    kernel, arguments, constants = launches[1].kernel, launches[1].arguments, launches[1].constants
     paths = [aot.write(tmp_path, kernel, arguments, constants, arch) for arch in ("sm_90a", "sm_100a")]
     assert paths[0] != paths[1] and [aot.read(path)["arch"] for path in paths] == ["sm_90a", "sm_100a"]

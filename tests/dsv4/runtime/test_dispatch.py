@@ -76,16 +76,19 @@ def played(monkeypatch):
     fake = ModuleType("softsm")
     fake.use, fake.active_arch = Use, lambda: seen.active
     monkeypatch.setitem(sys.modules, "softsm", fake)
+    properties = {"multiprocessor_count": 3}
+    device = SimpleNamespace(get_device_properties=lambda number: properties)
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(utils=device, get_current_device=lambda: 0))
 
     def kernels(operation, capability):
-        def forward(problem):
-            assert seen.inside is not None
+        def prepare(problem, target, program):
+            assert seen.inside is not None and target.multiprocessors == 3
             seen.problems.append((capability, problem))
-            problem.out.fill_(7)
+            program.fill(problem.out, 7)
             if problem.lse is not None:
-                problem.lse.fill_(1)
+                program.fill(problem.lse, 1)
 
-        return SimpleNamespace(supports=lambda problem: seen.reason, forward=forward)
+        return SimpleNamespace(supports=lambda problem: seen.reason, prepare=prepare)
 
     monkeypatch.setattr(dispatch, "kernel_module", kernels)
     return seen

@@ -5,6 +5,7 @@ The splits of a row are added in their order, so the result does not depend on w
 """
 
 from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
@@ -55,7 +56,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     weights = weights * scale
     acc = acc * scale[:, None]
     total = gl.sum(weights, 0)
-    sink = gl.load(sink_ptr + head)
+    sink = softmax.sink_of(sink_ptr, head, head < q_heads)
     with_sink = total + gl.exp2(sink * LOG2E - safe)
     nothing = total == 0.0
     factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))

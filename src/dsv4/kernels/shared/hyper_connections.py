@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.runtime import launch
+
 COLUMNS = 1024  # of a stream, at a time
 
 
@@ -81,8 +83,10 @@ def collapse(
     post, comb = mixed.new_empty(n, h), mixed.new_empty(n, h, h)
     x = streams.new_empty(n, d)
     if n:
-        collapse_streams[(n,)](streams, mixed, base, scale, post, comb, x, d, iterations, float(norm_eps), float(eps),
-                               H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4)  # fmt: skip
+        launch.now(
+            collapse_streams, (n,), streams, mixed, base, scale, post, comb, x, d, iterations, float(norm_eps),
+            float(eps), H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4,
+        )  # fmt: skip
     return post, comb, x
 
 
@@ -92,6 +96,6 @@ def spread(streams: Tensor, block: Tensor, post: Tensor, comb: Tensor) -> Tensor
     out = torch.empty_like(streams)
     columns = min(COLUMNS, triton.next_power_of_2(d))
     if n:
-        spread_streams[(n, triton.cdiv(d, columns))](streams, block, post, comb, out, d, H=h, COLUMNS=columns,
-                                                     num_warps=4)  # fmt: skip
+        grid = (n, triton.cdiv(d, columns))
+        launch.now(spread_streams, grid, streams, block, post, comb, out, d, H=h, COLUMNS=columns, num_warps=4)
     return out

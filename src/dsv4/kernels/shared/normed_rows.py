@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
+from dsv4.runtime import launch
 
 LINES, PAGES, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # For the kernel, which sees constexprs alone.
@@ -122,8 +123,9 @@ def normed(
     else:
         out, how, sizes = to, PAGES, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
     if rows:
-        normed_rows[(triton.cdiv(rows, ROWS),)](
-            x, x if weight is None else weight, cos_sin, positions, out, x if slots is None else slots,
+        launch.now(
+            normed_rows, (triton.cdiv(rows, ROWS),), x, x if weight is None else weight, cos_sin, positions, out,
+            x if slots is None else slots,
             0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
             D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
             WEIGHT=weight is not None, TO=how.value, ROWS=ROWS, num_warps=4,

@@ -27,6 +27,12 @@ def step(s, m, scale):
 
 
 @gluon.jit
+def sink_of(sink_ptr, head, here):
+    """The sink's logit of a head or of a tensor of heads, -inf outside ``here``; a null pointer is no sink."""
+    return gl.load(sink_ptr + head, mask=here & (sink_ptr.to(gl.int64) != 0), other=-float("inf"))
+
+
+@gluon.jit
 def finish(m, l, sink):
     """(factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none."""
     nothing = l == 0.0

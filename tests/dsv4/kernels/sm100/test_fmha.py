@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.runtime import checks, dispatch
+from dsv4.runtime import calls, checks, dispatch
 from dsv4.suites import Case, Draw, Where, run_case
 from dsv4.suites.calls import Call
 from dsv4.suites.fmha_cases import dense, paged, varlen
@@ -98,12 +98,14 @@ def smallest(key: tuple) -> None:
 @contextmanager
 def path(p_tmem: bool):
     """Calls inside take P through tensor memory, or through shared memory."""
-    original = fmha.forward
-    fmha.forward = partial(original, p_tmem=p_tmem)
+    original = fmha.prepare
+    calls.forget()  # the path is no part of a call's key
+    fmha.prepare = partial(original, p_tmem=p_tmem)
     try:
         yield
     finally:
-        fmha.forward = original
+        fmha.prepare = original
+        calls.forget()
 
 
 def right(call: Call) -> None:
@@ -264,13 +266,10 @@ def test_bounds_that_are_none(window: tuple[int, int], compiled) -> None:
 def test_grids_are_checked() -> None:
     """Batches and splits that no grid holds are refused by name; nothing is launched."""
     from dsv4.fmha import problem
-    from dsv4.runtime import aot
-
     q, k = (torch.empty(1, n, 128, 64, dtype=BF16) for n in (1, 256))
     p = replace(problem.dense(q, k, k), out=q, num_splits=512)
-    with aot.collecting() as launches, pytest.raises(ValueError, match="128 KV heads x 512 splits"):
-        fmha.forward(p)
-    assert not launches
+    with pytest.raises(ValueError, match="128 KV heads x 512 splits"):
+        calls.launches_of(p, dispatch.compile_target("sm_100a"))
     many = torch.empty(1, 1, 1, 64, dtype=BF16).expand(65536, 1, 1, 64)
     assert fmha.supports(problem.dense(many, many, many)) == "batch 65536 is over 65535"
 
@@ -317,15 +316,17 @@ def test_spills(key: tuple, compiled, monkeypatch) -> None:
     """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, and at head dims 64 and 128
     nothing in a main loop."""
     from dsv4.kernels.figures import figures
-    from dsv4.runtime import aot
+    from dsv4.runtime import launch
 
     compiled(key)
     kernels = []
+    make = launch._compiled
 
-    def launch(kernel, grid, arguments, **constants):
-        kernels.append(kernel[grid](*arguments, **constants))
+    def noted(step, target):
+        kernels.append(step.kernel.warmup(*step.arguments, grid=step.grid, **step.constants))
+        return make(step, target)
 
-    monkeypatch.setattr(aot, "launch", launch)
+    monkeypatch.setattr(launch, "_compiled", noted)
     smallest(key)
     found = figures(kernels[0], "sm_100a")
     assert found.spill_stores + found.spill_loads <= 256, found

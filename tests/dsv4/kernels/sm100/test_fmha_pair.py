@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from agreement import assert_agrees
+from launches import launched, multiprocessors
 
 import dsv4
 import softsm
@@ -19,7 +20,6 @@ from dsv4.runtime import dispatch
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
-from dsv4.kernels.shared.fmha import prepare as launch
 from dsv4.kernels.sm100.fmha import entry as fmha
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -29,15 +29,8 @@ ORDERS = [("eager", 0), ("latest", 0), *(("random", seed) for seed in range(4))]
 @pytest.fixture
 def pairs(monkeypatch):
     """Two multiprocessors, so that one pair takes all; every launch is one of the pair kernel."""
-    launches = []
-    original = launch.aot.launch
-
-    def counted(kernel, *rest, **more):
-        launches.append(kernel.__name__)
-        original(kernel, *rest, **more)
-
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(launch.aot, "launch", counted)
+    launches = launched(monkeypatch)
+    multiprocessors(monkeypatch, 2)
     yield
     assert set(launches) == {"fmha_pair"}
 
@@ -112,11 +105,11 @@ def test_the_same_bits_whatever_else_is_in_the_call(pairs):
     ({"window": (199, 0)}, False), ({"splits": 2}, False), ({"multiprocessors": 148}, False),
     ({"deterministic": True}, False), ({"deterministic": True, "t": 512}, True),
 ], ids=str)  # fmt: skip
-def test_what_pairs_take(change, taken, monkeypatch):
+def test_what_pairs_take(change, taken):
     """Whole tiles of rows, keys in one piece, and none that no query sees."""
     size = dict(t=300, s=500, d=512, window=(-1, -1), splits=0, deterministic=False, multiprocessors=2) | change
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: size["multiprocessors"])
     q, k = (torch.empty(1, n, h, size["d"], dtype=BF16) for n, h in ((size["t"], 2), (size["s"], 1)))
-    p = problem.dense(q, k, k, window=size["window"])
-    p = replace(p, num_splits=size["splits"], deterministic=size["deterministic"])
-    assert fmha.pairs(p) == taken
+    p = problem.dense(q, k, k, window=size["window"], deterministic=size["deterministic"])
+    p = replace(p, num_splits=size["splits"])
+    target = dispatch.compile_target("sm_100a")._replace(multiprocessors=size["multiprocessors"])
+    assert fmha.pairs(p, target) == taken

@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 
 import pytest
 import torch
+from launches import multiprocessors
 from v4_on_blackwell import NAN, compare, fp8, numbers, plain, rows, run
 
 import dsv4
@@ -22,7 +23,6 @@ if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
 from dsv4.commands import kernels
-from dsv4.kernels.shared.v4 import prepare as v4_launch
 
 SEED = 11
 WHERE = suites.Where("softsm", "sm_100a")
@@ -45,7 +45,7 @@ def test_two_lists_of_plain_rows_whenever_copies_complete(order):
 def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
     """Four queries in two CTAs; one has no rows, the last an odd number of blocks, so that the ring goes on in its
     middle."""
-    monkeypatch.setattr(v4_launch, "multiprocessors", lambda device: 2)
+    multiprocessors(monkeypatch, 2)
     problem = plain(4, heads=8)
     problem["window_lengths"] = torch.tensor([70, 3, 0, 64], dtype=torch.int32)
     problem["compressed_lengths"] = torch.tensor([0, 65, 0, 100], dtype=torch.int32)

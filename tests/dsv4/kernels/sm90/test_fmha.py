@@ -11,11 +11,9 @@ import softsm
 from dsv4 import reference, suites
 from dsv4.fmha import problem
 from dsv4.kernels.shared import combine
-from dsv4.kernels.shared.fmha import prepare as launch
 from dsv4.kernels.sm90.fmha import entry as fmha
 from dsv4.kernels.sm90.fmha import rows, rows_loop, wide
-from dsv4.runtime import checks
-from dsv4.runtime import plan as plans
+from dsv4.runtime import calls, checks, dispatch, splits
 
 SEED = 7
 WHERE = suites.Where("softsm", "sm_90a")
@@ -70,15 +68,14 @@ LARGE = [(128, False), (256, True)]
     "head_dim, causal",
     [(64, True), (64, False), (128, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)],
 )
-def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
+def test_one_block_loops_over_many_tiles(head_dim, causal):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
-    for module in (fmha, launch):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
-    assert fmha.tiling(problem.dense(q, k, v, causal=causal)).loop
+    two = dispatch.compile_target("sm_90a")._replace(multiprocessors=2)
+    assert fmha.tiling(problem.dense(q, k, v, causal=causal), two).loop
     out = torch.full_like(q, float("nan"))
-    with softsm.use("sm_90a"):
+    with softsm.use("sm_90a", sms=2):
         _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
     assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
 
@@ -86,7 +83,7 @@ def test_one_block_loops_over_many_tiles(head_dim, causal, monkeypatch):
 def test_every_head_dim_has_a_configuration():
     for d, tokens in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
         q = torch.empty(1, tokens, 1, d, dtype=torch.bfloat16)
-        c = fmha.tiling(problem.dense(q, q, q))
+        c = fmha.tiling(problem.dense(q, q, q), dispatch.compile_target("sm_90a"))
         assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
 
 
@@ -149,20 +146,19 @@ def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, -0.0, 1e-46])
-def test_any_sign_of_the_scale_without_a_copy(scale, monkeypatch):
+def test_any_sign_of_the_scale_without_a_copy(scale):
     q, k, v = (torch.randn(1, n, 1, 128).bfloat16() for n in (20, 70, 70))
-    seen = []
-    real = launch.aot.launch
-    monkeypatch.setattr(launch.aot, "launch", lambda *a, **c: (seen.append(a[2][0]), real(*a, **c)))
+    p = dataclasses.replace(problem.dense(q, k, v, softmax_scale=scale), out=torch.empty_like(q))
+    (launch,) = calls.launches_of(p, dispatch.compile_target("sm_90a"))
+    assert launch.arguments[0].name == "q"
     with softsm.use("sm_90a"):
         got = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, return_lse=True, backend="softsm")
-    assert seen[0] is q
     assert_agrees(got, reference.fmha, q, k, v, causal=True, softmax_scale=scale)
 
 
 def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
     """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table."""
-    monkeypatch.setattr(plans, "DETERMINISTIC_KEYS", 128)
+    monkeypatch.setattr(splits, "DETERMINISTIC_KEYS", 128)
     q, sink = torch.randn(2, 1, 2, 128).bfloat16(), torch.randn(2)
     k, v = (torch.randn(24, 16, 1, 128).bfloat16() for _ in "kv")
     table = torch.randperm(24).to(torch.int32).view(2, 12)
@@ -183,7 +179,8 @@ def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
 
 def test_a_deterministic_tiling_does_not_depend_on_the_batch():
     def tilings(build):
-        return [fmha.tiling(dataclasses.replace(build(n), deterministic=True)) for n in (1, 600)]
+        target = dispatch.compile_target("sm_90a")
+        return [fmha.tiling(dataclasses.replace(build(n), deterministic=True), target) for n in (1, 600)]
 
     cu = torch.zeros(2, dtype=torch.int32)
     for d in (64, 128, 256, 512):

@@ -10,9 +10,9 @@ import dsv4
 import softsm
 from dsv4 import reference
 from dsv4.fmha import problem
+from dsv4.kernels import compat
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.kernels.sm90.fmha import entry as fmha
-from dsv4.runtime import aot
+from dsv4.runtime import calls, dispatch
 
 clusters = pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="Triton before 3.9 compiles no clusters of CTAs")
 
@@ -42,14 +42,14 @@ def right(got, q, k, v, **options):
     assert_agrees(got, reference.fmha, q, k, v, **options)
 
 
-def kernel_of(p):
-    q = torch.empty_like(p.q)
-    with aot.collecting() as launches:
-        fmha.forward(dataclasses.replace(p, out=q, lse=torch.empty(p.lse_shape), num_splits=1))
-    return launches[0][0].__name__, launches[0][2].get("num_ctas", 1)
+def kernel_of(p, pair=True):
+    outputs = dict(out=torch.empty_like(p.q), lse=torch.empty(p.lse_shape))
+    p = dataclasses.replace(p, **outputs, num_splits=1, same_kv=p.k is p.v)
+    first, *_ = calls.launches_of(p, dispatch.compile_target("sm_90a", pair=pair))
+    return first.kernel.__name__, first.constants.get("num_ctas", 1)
 
 
-def test_it_is_taken_only_where_it_is_asked_for_and_serves(monkeypatch):
+def test_it_is_taken_only_where_it_is_asked_for_and_serves():
     q, k, v = draw(65, 10)
     one, two = ("fmha_wide", 1), ("fmha_pair", 2)
     assert kernel_of(problem.dense(q, k, v)) == two
@@ -57,12 +57,11 @@ def test_it_is_taken_only_where_it_is_asked_for_and_serves(monkeypatch):
     assert kernel_of(problem.dense(q[:, :64], k, v)) == one  # one tile of rows
     cu = torch.tensor([0, 65], dtype=torch.int32)
     assert kernel_of(problem.varlen(q[0], k[0], v[0], cu, cu, max_seqlen_q=65)) == one
-    monkeypatch.setenv("DSV4_PAIR", "0")
-    assert kernel_of(problem.dense(q, k, v)) == one
+    assert kernel_of(problem.dense(q, k, v), pair=False) == one
 
 
 def test_a_triton_without_clusters_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(aot, "_before_clusters", lambda: True)
+    monkeypatch.setattr(compat, "TRITON_VERSION", (3, 8))
     with pytest.raises(RuntimeError, match="fmha_pair: got Triton .*; accepted: 3.9 or newer"):
         run(*draw(65, 10))
 

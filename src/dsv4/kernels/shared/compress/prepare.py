@@ -1,4 +1,4 @@
-"""compress, and rows into pools, from checked arguments to one launch each. Shared by all architectures."""
+"""compress, and rows into pools: from checked arguments to one launch each. Shared by all architectures."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,8 @@ from torch import Tensor
 from dsv4.caches import Fp8Cache
 from dsv4.compress.api import CompressProblem
 from dsv4.kernels.shared.compress.rows import FP8, POOL, ROWS, compress_rows
-from dsv4.kernels.shared.fmha.prepare import unread
 from dsv4.kernels.shared.normed_rows import normed
-from dsv4.runtime import aot
+from dsv4.runtime import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,23 +23,22 @@ def supports(p: CompressProblem) -> str | None:
     return None
 
 
-def forward(p: CompressProblem) -> None:
+def run(p: CompressProblem) -> None:
     """Fill p.rows or the pool, and the new state."""
     kv, gate, bias, norm = (_unit(x) for x in (p.kv, p.gate, p.position_bias, p.norm_weight))
-    nothing = unread(kv.device)
     # Without old tokens nothing is read from there.
     old_kv = p.new_kv if p.old_kv is None else p.old_kv.contiguous()
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
-    cos_sin = nothing if p.cos_sin is None else _unit(p.cos_sin)
+    cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)  # kv: not read
     r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
-    what, target, slots, sizes = _target(p, nothing)
+    what, target, slots, sizes = _target(p)
     arguments = [
         kv, gate, bias.contiguous(), norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
         kv.shape[1], p.kept, p.base, p.first_window, p.windows, p.drop, p.m, p.d, r, kv.stride(0), kv.stride(1),
         gate.stride(0), gate.stride(1), rope_line, *sizes,
     ]  # fmt: skip
-    aot.launch(
-        compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, OVERLAP=p.overlap,
+    launch.now(
+        compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), *arguments, OVERLAP=p.overlap,
         ROPE=p.cos_sin is not None, TARGET=what, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
         # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
         DTYPE=str(p.dtype).removeprefix("torch."), num_warps=8 if p.overlap else 16,
@@ -52,11 +50,11 @@ def write(cache: Fp8Cache, slots: Tensor, rows: Tensor) -> None:
     normed(rows.contiguous(), to=cache, slots=slots.contiguous())
 
 
-def _target(p: CompressProblem, nothing: Tensor) -> tuple[int, Tensor, Tensor, tuple[int, int, int, int]]:
+def _target(p: CompressProblem) -> tuple[int, Tensor, Tensor, tuple[int, int, int, int]]:
     """(kind, memory, slots, (rows, rows per page, page stride, row stride))."""
     if p.pool is None:
         assert p.rows is not None
-        return ROWS.value, p.rows, nothing, (0, 1, 0, 0)
+        return ROWS.value, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
     assert p.slots is not None
     slots = p.slots.contiguous()
     if isinstance(p.pool, Fp8Cache):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
+from dsv4.runtime import launch
 
 
 @triton.jit(do_not_specialize=[
@@ -114,9 +115,10 @@ def compress_rings(
         memory, sizes = out, (out.shape[1], out.stride(0), out.stride(1), out.shape[0] * out.shape[1])
     programs = count + (0 if places is None else kv.shape[0])
     if programs:
-        ring_rows[(programs,)](
-            kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions, rows[0] if places is None else places,
-            memory, float(eps), count, m, m * (1 + overlap), kv.stride(0), gate.stride(0), *sizes,
+        launch.now(
+            ring_rows, (programs,), kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions,
+            rows[0] if places is None else places, memory, float(eps), count, m, m * (1 + overlap), kv.stride(0),
+            gate.stride(0), *sizes,
             D=d, R=cos_sin.shape[1], OVERLAP=overlap, PACKED=isinstance(out, Fp8Cache), SLOTS=8 if overlap else 16,
             num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
         )  # fmt: skip

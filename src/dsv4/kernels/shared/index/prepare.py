@@ -1,16 +1,19 @@
-"""index_topk from a validated problem to launches. Shared by all architectures."""
+"""index_topk from a validated problem to a program. Shared by all architectures."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.index.problem import IndexProblem
-from dsv4.kernels.shared.fmha.prepare import inverse_of, is_aligned, multiprocessors, unread
+from dsv4.index.sizes import INDEX_PIECE, MAX_TOPK, index_block, index_words
+from dsv4.kernels.shared.fmha.prepare import inverse_of, is_aligned
 from dsv4.kernels.shared.index.scores import BATCH, ONE, OWN, STARTS
 from dsv4.kernels.shared.index.select import index_select
-from dsv4.runtime import aot
-from dsv4.runtime.plan import INDEX_PIECE, MAX_TOPK, choose_splits, index_block, index_words
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Null, Program, Slot
+from dsv4.runtime.splits import choose_splits
 
 
 def supports(p: IndexProblem) -> str | None:
@@ -23,7 +26,7 @@ def supports(p: IndexProblem) -> str | None:
         return f"{p.q_heads} heads; the GPU kernels take up to 128"
     if p.topk > MAX_TOPK:
         return f"topk {p.topk}; the GPU kernels take up to {MAX_TOPK}"
-    if max(p.max_seqlen_k, p.k.shape[0] * p.k.shape[1]) > 2**31 - 1 - INDEX_PIECE:
+    if max(p.max_seqlen_k, p.k.numel() // p.head_dim) > 2**31 - 1 - INDEX_PIECE:
         return f"{p.max_seqlen_k} rows; row numbers have 32 bits"
     return None
 
@@ -32,85 +35,108 @@ def supports(p: IndexProblem) -> str | None:
 Tiling = Callable[[int, int, int], tuple[int, int, dict]]
 
 
-def forward(p: IndexProblem, kernel, tiling: Tiling) -> None:
-    """Scores, then the choice, of as many queries at a time as there is room for."""
-    assert p.out is not None
-    scratch = p.scratch
+def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling) -> None:
+    """Scores, then the choice, of as many queries at a time as there is room for. The tensors of p are slots."""
+    out, scores = p.out, p.scores
+    p = _in_lines(p, program)
     words = index_words(p.max_seqlen_k, p.topk)
+    scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
-        scratch = torch.empty(
-            index_block(p.batch, p.max_seqlen_k, p.topk) * words, dtype=torch.float32, device=p.q.device
-        )
+        scratch = program.room("scratch", (index_block(p.batch, p.max_seqlen_k, p.topk) * words,), torch.float32)
     step = scratch.numel() // words
-    how, names = _how(p)
+    how, names = _how(p, program)
+    q, k = _rows_of_cells(program, p.q), _rows_of_cells(program, p.k)
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
-        scores = scratch[: count * p.max_seqlen_k]
-        _score(p, kernel, tiling, how, names, scores, first, count)
-        _select(p, how, names, scores, scratch[count * p.max_seqlen_k :], first, count)
+        _score(p, target, program, kernel, tiling, how, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
+        _select(p, program, how, names, scratch, first, count)
+    for given, written in ((out, p.out), (scores, p.scores)):
+        if written is not None and written.index != given.index:
+            program.copy(given, written)
 
 
-def _how(p: IndexProblem) -> tuple[int, dict]:
+def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
+    """Queries of a batch one after the other; k [sequences or pages, rows, D]."""
+    changes: dict[str, Any] = {} if p.k.ndim == 3 else {"k": p.k.unsqueeze(0)}
+    if p.q.ndim == 4:
+        changes |= {name: program.flattened(getattr(p, name)) for name in ("q", "weights", "counts")}
+        for name in ("out", "scores"):
+            x = getattr(p, name)
+            if x is not None:
+                whole = x.shape[0] <= 1 or x.shape[1] <= 1 or x.stride(0) == x.shape[1] * x.stride(1)
+                changes[name] = program.flattened(x if whole else program.room(name, x.shape, x.dtype))
+    return replace(p, **changes)
+
+
+def _how(p: IndexProblem, program: Program) -> tuple[int, dict]:
     """Whose keys a query reads, and the arguments that say so."""
-    nothing = unread(p.q.device)
+
+    def contiguous(x: Any) -> Any:
+        return x if x.is_contiguous() else program.copied(x)
+
+    table: Any = Null(torch.int32)
+    starts: Any = table
     if p.block_table is None:
-        how, table, starts = (ONE if p.k.shape[0] == 1 else BATCH), nothing, nothing
+        how = ONE if p.k.shape[0] == 1 else BATCH
     else:
         how, table = (OWN if p.request_starts is None else STARTS), p.block_table
-        starts = nothing if p.request_starts is None else p.request_starts.contiguous()
+        if p.request_starts is not None:
+            starts = contiguous(p.request_starts)
     return how.value, dict(
-        table_ptr=table, starts_ptr=starts, count_ptr=p.counts.contiguous(), capacity=p.max_seqlen_k, ratio=p.ratio,
+        table_ptr=table, starts_ptr=starts, count_ptr=contiguous(p.counts), capacity=p.max_seqlen_k, ratio=p.ratio,
         tokens=max(p.tokens, 1), requests=p.sequences, pages=p.k.shape[0], page_rows=p.k.shape[1],
-        table_line=table.stride(0) if table.ndim == 2 else 0,
+        table_line=0 if p.block_table is None else p.block_table.stride(0),
     )  # fmt: skip
 
 
 def _score(
-    p: IndexProblem, kernel, tiling: Tiling, how: int, names: dict, scores: Tensor, first: int, count: int
-) -> None:
-    q, k = _rows_of_cells(p.q), _rows_of_cells(p.k)
+    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, how: int, names: dict,
+    scratch: Slot, first: int, count: int,
+) -> None:  # fmt: skip
+    q, k = names["q_ptr"], names["k_ptr"]
     # Queries of one sequence share the keys that a program reads.
     each = 1 if how == OWN.value else p.batch // max(p.sequences, 1)
     heads, dims = max(16, _power(p.q_heads)), max(64, _power(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
-    splits = choose_splits(blocks, residents * multiprocessors(p.q.device), p.max_seqlen_k)
+    splits = choose_splits(blocks, residents * target.multiprocessors, p.max_seqlen_k)
     inverse, shift = inverse_of(p.k.shape[1])
     arguments = names | dict(
-        q_ptr=q, k_ptr=k, weights_ptr=p.weights, scores_ptr=scores, factor=float(p.scale), first_query=first,
+        weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
         queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0), row_stride=_cells(k, 1),
         page_inverse=inverse, page_shift=shift, stride_qn=_cells(q, 0), stride_qh=_cells(q, 1),
         stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=p.max_seqlen_k,
     )  # fmt: skip
-    aot.launch(
-        kernel, (blocks, splits), _taken(kernel, arguments), HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
+    program.launch(
+        kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
         WHOLE=p.head_dim == dims, **options,
     )  # fmt: skip
 
 
-def _select(p: IndexProblem, how: int, names: dict, scores: Tensor, rest: Tensor, first: int, count: int) -> None:
-    """The best of pieces, until one piece is left."""
+def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+    """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
     assert p.out is not None
-    items, line, source, numbers = p.max_seqlen_k, p.max_seqlen_k, scores, unread(p.q.device)
+    items = line = p.max_seqlen_k
+    source, numbers, at = scratch, Null(torch.int32), count * p.max_seqlen_k
     kept = _power(min(p.topk, items))
-    words = rest.view(torch.int32)
     while True:
         size = max(kept, min(_power(items), INDEX_PIECE), 128)
         pieces = -(-items // size)
         last = pieces == 1
         warps = min(max(size // 2048, 4), 8)
         room = count * pieces * kept
-        chosen, chosen_numbers, words = words[:room], words[room : 2 * room], words[2 * room :]
+        chosen, chosen_numbers = (scratch.words(at + n * room, room, torch.int32) for n in (0, 1))
+        at += 2 * room
         arguments = names | dict(
             source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers,
-            out_ptr=p.out, scores_ptr=scores if p.scores is None else p.scores, first_query=first, items=items,
-            topk=p.topk, source_line=line, out_line=p.out.stride(0),
+            out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
+            items=items, topk=p.topk, source_line=line, out_line=p.out.stride(0),
             scores_line=0 if p.scores is None else p.scores.stride(0), want_scores=int(p.scores is not None),
             kept_size=kept,
         )  # fmt: skip
-        aot.launch(
-            index_select, (count, pieces), _taken(index_select, arguments), HOW=how, FIRST=source is scores, LAST=last,
-            SIZE=size, KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
+        program.launch(
+            index_select, (count, pieces), arguments, HOW=how, FIRST=source is scratch, LAST=last, SIZE=size,
+            KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
         )  # fmt: skip
         if last:
             return
@@ -118,21 +144,17 @@ def _select(p: IndexProblem, how: int, names: dict, scores: Tensor, rest: Tensor
         source, numbers = chosen, chosen_numbers
 
 
-def _taken(kernel, arguments: dict) -> list:
-    return [arguments[name] for name in kernel.arg_names if name in arguments]
-
-
 def _power(n: int) -> int:
     """The power of two that is not less."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _rows_of_cells(x: Tensor) -> Tensor:
+def _rows_of_cells(program: Program, x: Slot) -> Slot:
     """Rows that 16-byte loads can read."""
     fit = is_aligned(x) and x.stride(-1) == 1 and all(s >= 0 for s in x.stride())
-    return x if fit else x.clone(memory_format=torch.contiguous_format)
+    return x if fit else program.copied(x)
 
 
-def _cells(x: Tensor, dim: int) -> int:
+def _cells(x: Slot, dim: int) -> int:
     """A stride in units of 8 elements."""
     return x.stride(dim) // 8 if x.shape[dim] > 1 else 0

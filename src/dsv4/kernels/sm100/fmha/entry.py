@@ -1,8 +1,10 @@
-"""FMHA forward on sm_100a: from a validated problem to launches. The kernels are in forward.py and forward_pair.py."""
+"""FMHA forward on sm_100a: from a validated problem to a program. The kernels are in forward.py and forward_pair.py."""
 
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, forward_split, splits_keys
+from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, prepare_split, splits_keys
 from dsv4.kernels.sm100.fmha.forward import fmha_forward
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
 MAX_SHARED = 232_448  # bytes per CTA
 MAX_COLUMNS = 512  # of tensor memory
@@ -45,19 +47,19 @@ def supports(p: FmhaProblem) -> str | None:
     return batch_reason(p)
 
 
-def forward(p: FmhaProblem, p_tmem: bool | None = None) -> None:
-    if p_tmem is None and pairs(p):
+def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | None = None) -> None:
+    if p_tmem is None and pairs(p, target):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
         from dsv4.kernels.sm100.fmha.forward_pair import fmha_pair
 
-        forward_split(p, fmha_pair, PAIR)
+        prepare_split(p, target, program, fmha_pair, PAIR)
     else:
-        forward_split(p, fmha_forward, tiling(p.head_dim, p_tmem))
+        prepare_split(p, target, program, fmha_forward, tiling(p.head_dim, p_tmem))
 
 
-def pairs(p: FmhaProblem) -> bool:
+def pairs(p: FmhaProblem, target: Target) -> bool:
     """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys not split, and every
     key seen by some query: what lies before them may be NaN, and a pair loads its tiles as they are."""
     if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
         return False
-    return not 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q and not splits_keys(p, tiling(512))
+    return not 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q and not splits_keys(p, target, tiling(512))

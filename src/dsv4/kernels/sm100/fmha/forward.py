@@ -342,7 +342,7 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
         here = row < rows
         part = (part_row + token.to(gl.int64)) * q_heads + q_head
         target = loads.row_offsets(row, head, group, stride_ot, stride_oh)
-        sink = gl.load(sink_ptr + q_head, mask=here & (split == 0), other=-float("inf"))
+        sink = softmax.sink_of(sink_ptr, q_head, here & (split == 0))
         factor, lse = softmax.finish(m, l, sink)
         if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
             gl.store(part_lse_ptr + part, lse, mask=here)

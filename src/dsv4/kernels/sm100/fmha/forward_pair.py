@@ -136,7 +136,7 @@ def softmax_role(p, s, o, job, stat, barriers, tensors, strides, items, sizes, w
 
         here = row < tokens * group
         q_head = head * group + row - token * group
-        sink = gl.load(sink_ptr + q_head, mask=here, other=-float("inf"))
+        sink = softmax.sink_of(sink_ptr, q_head, here)
         factor, lse = softmax.finish(m, l, sink)
         lse_row = seq.to(gl.int64) * stride_lb + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh
         gl.store(lse_ptr + lse_row, lse * softmax.LN2, mask=here & (want_lse != 0))

@@ -1,15 +1,16 @@
 """index_topk on sm_100a: the kernels that need no knowledge of the architecture."""
 
 from dsv4.index.problem import IndexProblem
-from dsv4.kernels.shared.index import prepare as index_launch
-from dsv4.kernels.shared.index.prepare import supports
+from dsv4.kernels.shared.index.prepare import prepare_topk, supports
 from dsv4.kernels.shared.index.scores import index_scores
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
-__all__ = ["forward", "supports"]
+__all__ = ["prepare", "supports"]
 
 
-def forward(p: IndexProblem) -> None:
-    index_launch.forward(p, index_scores, tiling)
+def prepare(p: IndexProblem, target: Target, program: Program) -> None:
+    prepare_topk(p, target, program, index_scores, tiling)
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

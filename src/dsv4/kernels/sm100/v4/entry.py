@@ -1,11 +1,13 @@
 """V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
 
 from dsv4.caches import Fp8Cache
-from dsv4.kernels.shared.v4.prepare import comes_by_tma, forward_listed, supports
+from dsv4.kernels.shared.v4.prepare import comes_by_tma, prepare_listed, supports
 from dsv4.kernels.sm100.v4.listed import v4_listed
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 from dsv4.v4.problem import V4Problem
 
-__all__ = ["forward", "supports"]
+__all__ = ["prepare", "supports"]
 
 STEP = 64  # rows per step: one block
 PAIR_STEP = 128
@@ -13,14 +15,14 @@ REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
 PAIR_REGISTERS = dict(GATHER_REGS=136, WARP_REGS=112)
 
 
-def forward(p: V4Problem) -> None:
+def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if fits_pair(p):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
         from dsv4.kernels.sm100.v4.listed_pair import v4_listed_pair
 
-        forward_listed(p, v4_listed_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
+        prepare_listed(p, target, program, v4_listed_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
     else:
-        forward_listed(p, v4_listed, STEP, REGISTERS)
+        prepare_listed(p, target, program, v4_listed, STEP, REGISTERS)
 
 
 def fits_pair(p: V4Problem) -> bool:

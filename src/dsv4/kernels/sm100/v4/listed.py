@@ -190,7 +190,7 @@ def softmax_role(p, s, o, job, barriers, ring, tensors, strides, rope, items, si
 
         head = first_head + gl.arange(0, 64, layout=RS)
         here = head < heads
-        sink = gl.load(sink_ptr + head, mask=here & (split == 0), other=-float("inf"))
+        sink = softmax.sink_of(sink_ptr, head, here & (split == 0))
         factor, lse = softmax.finish(m, l, sink)
         part_row = (part.to(gl.int64) * queries + query) * heads
         if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink

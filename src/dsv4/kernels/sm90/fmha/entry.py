@@ -1,4 +1,4 @@
-"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; shared/launch.py does the rest.
+"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; shared/fmha/prepare.py does the rest.
 
 =========  ==========================================  ===================
 head dim   problems                                    kernel
@@ -14,35 +14,32 @@ pair.py halves what crosses the L2, but that is not the limit on an H200, where 
 (benchmarks/NOTES.md, version 7). So it is taken only where the environment asks for it.
 """
 
-import os
 from dataclasses import replace
 
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, forward_split, multiprocessors, same
+from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, prepare_split
 from dsv4.kernels.sm90.fmha.pair import fmha_pair
 from dsv4.kernels.sm90.fmha.rows import fmha_rows
 from dsv4.kernels.sm90.fmha.rows_loop import fmha_rows_loop
 from dsv4.kernels.sm90.fmha.wide import fmha_wide
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
 
-def tiling(p: FmhaProblem, pair: bool | None = None) -> Tiling:
-    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling.
-
-    pair: whether pair.py is taken where it serves the problem; None: as DSV4_PAIR says.
-    """
+def tiling(p: FmhaProblem, target: Target) -> Tiling:
+    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling."""
     rows = p.max_seqlen_q * p.group  # of the longest sequence
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
-        producer = 40 if same(p.k, p.v) else 24 if p.kind == "dense" else 32
+        producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
         one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer))
-        pair = os.environ.get("DSV4_PAIR", "0") == "1" if pair is None else pair
-        if pair and pairs(p):
+        if target.pair and pairs(p):
             # Right keeps the addresses of the leader's barriers too: with 232 registers it loses 2 to 5 %.
             return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2))
         return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
-    many = p.kind == "dense" and tiles >= 4 * multiprocessors(p.q.device)
+    many = p.kind == "dense" and tiles >= 4 * target.multiprocessors
     large = many and p.num_splits <= 1 and not p.deterministic
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
@@ -65,7 +62,7 @@ def tiling(p: FmhaProblem, pair: bool | None = None) -> Tiling:
 
 def pairs(p: FmhaProblem) -> bool:
     """Whether pair.py serves the problem."""
-    return p.head_dim == 512 and p.kind == "dense" and not same(p.k, p.v) and p.max_seqlen_q * p.group > 64
+    return p.head_dim == 512 and p.kind == "dense" and not p.same_kv and p.max_seqlen_q * p.group > 64
 
 
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:
@@ -78,7 +75,8 @@ def supports(p: FmhaProblem) -> str | None:
     return batch_reason(p)
 
 
-def forward(p: FmhaProblem, pair: bool | None = None) -> None:
-    c = tiling(p, pair)
+def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
+    c = tiling(p, target)
     wide = fmha_pair if c.ctas == 2 else fmha_wide
-    forward_split(p, wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows, c)
+    kernel = wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
+    prepare_split(p, target, program, kernel, c)

@@ -259,7 +259,7 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
             gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
                      mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
     else:
-        sink = gl.load(tensors.sink_ptr + q_head, mask=row < rows, other=-float("inf"))
+        sink = softmax.sink_of(tensors.sink_ptr, q_head, row < rows)
         factor, lse = softmax.finish(m, l, sink)
         if COLUMN == 0:
             gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,

@@ -1,17 +1,18 @@
 """index_topk on sm_90a: the scores by the kernel in index_scores.py, the choice by the shared one."""
 
 from dsv4.index.problem import IndexProblem
-from dsv4.kernels.shared.index import prepare as index_launch
-from dsv4.kernels.shared.index.prepare import supports
+from dsv4.kernels.shared.index.prepare import prepare_topk, supports
 from dsv4.kernels.sm90.index.scores import index_scores_sm90
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
-__all__ = ["forward", "supports"]
+__all__ = ["prepare", "supports"]
 
 SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
 
 
-def forward(p: IndexProblem) -> None:
-    index_launch.forward(p, index_scores_sm90, tiling)
+def prepare(p: IndexProblem, target: Target, program: Program) -> None:
+    prepare_topk(p, target, program, index_scores_sm90, tiling)
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

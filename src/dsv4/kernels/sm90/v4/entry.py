@@ -1,11 +1,13 @@
 """V4 attention on sm_90a: what the host tells the kernel, which is in listed.py."""
 
 from dsv4.caches import Fp8Cache
-from dsv4.kernels.shared.v4.prepare import forward_listed, supports
+from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4.listed import v4_listed
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 from dsv4.v4.problem import V4Problem
 
-__all__ = ["forward", "supports"]
+__all__ = ["prepare", "supports"]
 
 STEP = 128  # rows per step: two blocks of 64
 # Copies need few registers and threads, the conversion of FP8 rows many threads.
@@ -13,6 +15,6 @@ PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8)
 
 
-def forward(p: V4Problem) -> None:
+def prepare(p: V4Problem, target: Target, program: Program) -> None:
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
-    forward_listed(p, v4_listed, STEP, FP8 if fp8 else PLAIN)
+    prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else PLAIN)

@@ -209,7 +209,7 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
     head = first_head + gl.arange(0, 64, layout=RS)
     sink = gl.full([64], -float("inf"), gl.float32, RS)
     if not SPLIT:
-        sink = gl.load(output.sink_ptr + head, mask=head < output.heads, other=-float("inf"))
+        sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
     width = rope.width + zero(query)  # else what the epilogue computes from it would be kept in registers across items
     if width > 0:

@@ -1,0 +1,244 @@
+"""One call of an operation: key -> prepared launches -> run(tensors). The same code the first time and the thousandth.
+
+The key is everything that validation and `prepare` look at: the options, and the shape, strides, dtype, device and
+alignment of every tensor. Preparing is a pure function of it (program.py sees to that), so what was prepared for a key
+is kept. What a key cannot hold is looked at in every call: values of tensors where they may be read, and whether the
+memory of an output lies apart from the inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import checks, dispatch, plan
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Launch, Program, tensors_of
+
+MOST = 4096  # prepared calls kept; the oldest goes first
+
+
+class Outputs(NamedTuple):
+    out: tuple[int, ...]
+    dtype: torch.dtype
+    second: tuple[int, ...]  # fp32
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the runtime knows of an operation. Its problem has fields ``out`` and ``second`` names."""
+
+    name: str  # of the public function and of the torch operator
+    folder: str  # dsv4.<folder>.cpu, dsv4.kernels.<arch>.<folder>.entry
+    tensors: tuple[str, ...]  # its arguments that are tensors
+    ranks: tuple[int, ...]  # of q
+    outputs: Callable[[dict[str, Any]], Outputs]  # (arguments) -> shapes of the outputs, for a q of such a rank
+    build: Callable[..., Any]  # (**arguments) -> problem; reads no values
+    check_values: Callable[[Any], None]
+    second: str = "lse"  # the optional output
+    same: tuple[str, str] | None = None  # arguments for which it counts whether they are the same memory
+    falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
+
+
+    def empty(self, arguments: dict[str, Any], want: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The outputs, to be written; of size 0 where the second is not wanted."""
+        outputs = self.outputs(arguments)
+        device = arguments["q"].device
+        if out is None:
+            out = torch.empty(outputs.out, dtype=outputs.dtype, device=device)
+        return out, torch.empty(outputs.second if want else (0,), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
+
+    arguments: dict[str, Any]
+    want_second: bool
+    out: Tensor | None = None
+    second: Tensor | None = None
+    scratch: Tensor | None = None
+    capacities: tuple[int, ...] | None = None  # of the plan that the scratch memory belongs to
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is prepared for a key."""
+
+    outputs: Outputs
+    ready: Any  # launch.Ready; None: torch code
+
+
+_calls: dict[tuple, Call] = {}
+
+
+def forget() -> None:
+    """Drop what is prepared; for tests that change a constant."""
+    _calls.clear()
+
+
+def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | None]:
+    """-> (out, second output or None)."""
+    device = given.arguments["q"].device
+    found = dispatch.resolve(backend, device)
+    if found == "cpu":
+        problem = _problem(op, given)
+        op.check_values(problem)
+        _apart(op, given)
+        return _in_torch(op, problem, _allocated(op.outputs(given.arguments), given, device))
+    if found == "cuda" and torch.cuda.current_device() == device.index:
+        return _run(op, given, backend, dispatch.cuda_target(device), device)
+    with dispatch.entered(found, device) as target:
+        return _run(op, given, backend, target, device)
+
+
+def _run(
+    op: Operation, given: Given, backend: str, target: Target, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    problem = None
+    if checks.values_checked(given.arguments["q"]):
+        problem = _problem(op, given)
+        op.check_values(problem)
+    key = _key(op, given, backend, target)
+    call = _calls.get(key)
+    if call is None:
+        call = _prepare(op, given, backend, target, problem or _problem(op, given), device)
+        if len(_calls) >= MOST:
+            del _calls[next(iter(_calls))]
+        _calls[key] = call
+    _apart(op, given)
+    outputs = _allocated(call.outputs, given, device)
+    if call.ready is None:
+        return _in_torch(op, problem or _problem(op, given), outputs)
+    call.ready.run([*(given.arguments[name] for name in op.tensors), *outputs, given.scratch])
+    return outputs
+
+
+def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
+    options: list[Any] = []
+    for x in given.arguments.values():
+        if isinstance(x, Tensor):
+            options.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
+        else:
+            options.append(x)
+    for x in (given.out, given.second, given.scratch):
+        options.append(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
+    return (op.name, backend, target, given.want_second, given.capacities, _same(op, given), *options)
+
+
+def _same(op: Operation, given: Given) -> bool:
+    if op.same is None:
+        return False
+    a, b = (given.arguments[name] for name in op.same)
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+def _problem(op: Operation, given: Given) -> Any:
+    """The validated problem, with what the caller provides for its results."""
+    problem = op.build(**given.arguments)
+    checked_outputs(op, given, problem)
+    changes: dict[str, Any] = {}
+    if given.capacities is not None:
+        changes["num_splits"] = given.capacities[0]
+    if op.same is not None:
+        changes["same_kv"] = _same(op, given)
+    return replace(problem, scratch=given.scratch, **changes)
+
+
+def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
+    """ValueError unless the outputs and the plan's memory that the caller provides fit the problem. Reads no values."""
+    outputs = op.outputs(given.arguments)
+    if given.out is not None:
+        checks.output("out", given.out, outputs.out, outputs.dtype, {"q": problem.q})
+    if given.second is not None:
+        checks.output(op.second, given.second, outputs.second, torch.float32, {"q": problem.q})
+    if given.scratch is not None:
+        if given.scratch.device != problem.q.device:
+            checks.fail("plan", f"a plan on {given.scratch.device}", f"a plan on {problem.q.device}, the device of q")
+        checks.tensor("scratch", given.scratch, ("n",), (torch.float32,))
+    if given.capacities is not None:
+        plan.check(op.name, problem, list(given.capacities))
+
+
+def _apart(op: Operation, given: Given) -> None:
+    """Outputs that the caller provides share no memory with an input, nor with each other."""
+    if given.out is None and given.second is None:
+        return
+    inputs = {name: given.arguments[name] for name in op.tensors}
+    for name, x in (("out", given.out), (op.second, given.second)):
+        if x is not None:
+            checks.apart(name, x, inputs)
+            inputs[name] = x
+
+
+def _allocated(outputs: Outputs, given: Given, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    out, second = given.out, given.second
+    if out is None:
+        out = torch.empty(outputs.out, dtype=outputs.dtype, device=device)
+    if second is None and given.want_second:
+        second = torch.empty(outputs.second, dtype=torch.float32, device=device)
+    return out, second
+
+
+def _prepare(op: Operation, given: Given, backend: str, target: Target, problem: Any, device: torch.device) -> Call:
+    module = dispatch.kernel_module(op.folder, target.capability)
+    if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
+        accepted = "bfloat16, float16; float32 on backend 'cpu'"
+        checks.fail("q", f"dtype {problem.q.dtype} on backend {target.backend!r}", accepted)
+    reason = module.supports(problem)
+    if reason is not None:
+        if op.falls_back and backend == "auto":
+            return Call(op.outputs(given.arguments), None)
+        raise ValueError(f"backend: {target.backend!r} cannot run this {op.folder} problem: {reason}")
+    from dsv4.runtime.launch import Ready
+
+    outputs = op.outputs(given.arguments)
+    results = dict(zip(("out", op.second), _allocated(outputs, given, "meta")))  # stand-ins for those not provided
+    tensors = {name: given.arguments[name] for name in op.tensors}
+    program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
+    return Call(outputs, Ready(program, target))
+
+
+def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
+    """The launches of a problem that has its outputs. Nothing is compiled, nothing runs. options: of `prepare`."""
+    tensors = tensors_of(problem)
+    program = Program(tensors, problem.q.device)
+    module = dispatch.kernel_module(problem.operation, target.capability)
+    module.prepare(program.slots_of(problem), target, program, **options)
+    return program.launches
+
+
+def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], device: torch.device) -> Program:
+    """The steps of this problem, whose tensors are among those given. Nothing is compiled, nothing runs."""
+    program = Program(tensors, device)
+    slots = program.slots_of(problem)
+    if slots.out.numel() == 0:
+        return program
+    if slots.no_keys():
+        for name, empty in slots.nothing_seen.items():
+            if getattr(slots, name) is not None:
+                program.fill(getattr(slots, name), empty)
+        return program
+    dispatch.kernel_module(slots.operation, target.capability).prepare(slots, target, program)
+    return program
+
+
+def _in_torch(op: Operation, problem: Any, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """The CPU backend, or what a GPU runs where there is no kernel for a problem."""
+    out, second = outputs
+    problem = replace(problem, **{"out": out, op.second: second})
+    if out.numel() == 0:
+        return outputs
+    if problem.no_keys():
+        for name, empty in problem.nothing_seen.items():
+            if getattr(problem, name) is not None:
+                getattr(problem, name).fill_(empty)
+        return outputs
+    with torch.autocast(out.device.type, enabled=False):  # an fp32 product inside stays one
+        importlib.import_module(f"dsv4.{op.folder}.cpu").forward(problem)
+    return outputs

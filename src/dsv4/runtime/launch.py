@@ -1,0 +1,120 @@
+"""From a program to launches: every launch gets its compiled kernel, from Triton or from a file (aot.py).
+
+One path for the GPU and for the emulator, which is a Triton driver: they differ in what a pointer is. The GPU gets a
+number; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import aot, dispatch
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Launch, Null, Program, Slot
+
+
+class Ready:
+    """run(tensors) allocates the rooms and takes the steps. Holds no tensor: any number of threads may run it."""
+
+    def __init__(self, program: Program, target: Target):
+        self.rooms = program.rooms
+        self.device = program.device
+        self.steps = [ReadyLaunch(x, target) if isinstance(x, Launch) else x for x in program.steps]
+
+    def run(self, tensors: list[Tensor | None]) -> None:
+        memory = list(tensors)
+        for shape, dtype in self.rooms:
+            memory.append(torch.empty(shape, dtype=dtype, device=self.device))
+        for step in self.steps:
+            step.run(memory)
+
+
+class ReadyLaunch:
+    def __init__(self, launch: Launch, target: Target):
+        self.name = launch.kernel.__name__
+        self.by_address = target.backend == "cuda"
+        self.launch, arguments = _compiled(launch, target)
+        self.template: list[Any] = []
+        self.pointers: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
+        self.descriptors: list[tuple[int, int]] = []  # (place, index into memory)
+        for place, x in enumerate(arguments):
+            if isinstance(x, Slot):
+                self.pointers.append((place, x.index, x.offset))
+                x = None
+            elif isinstance(x, Null):
+                x = 0
+            elif hasattr(x, "block_shape"):
+                assert x.base.offset == 0
+                self.descriptors.append((place, x.base.index))
+                x = _without_base(x)
+            self.template.append(x)
+
+    def run(self, memory: list) -> None:
+        arguments = self.template.copy()
+        for place, index, offset in self.pointers:
+            x = memory[index]
+            arguments[place] = x.data_ptr() + offset if self.by_address else _from(x, offset)
+        for place, index in self.descriptors:
+            described = copy.copy(arguments[place])
+            described.base = memory[index]
+            arguments[place] = described
+        self.launch(*arguments)
+
+
+def _compiled(launch: Launch, target: Target) -> tuple[Callable, list[Any]]:
+    """(what to call, with which arguments)."""
+    kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
+    found = aot.find(kernel, arguments, constants, target)
+    if found is not None:
+        return lambda *arguments: found.launch(launch.grid, arguments), arguments
+    aot.check_clusters(kernel, constants)
+    compiled = kernel.warmup(*arguments, grid=launch.grid, **constants)
+    # What Triton's own launch passes: every parameter, those fixed at compile time too.
+    rest = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
+    return compiled[(*launch.grid, 1, 1)[:3]], [*arguments, *rest]
+
+
+def _from(x: Tensor, offset: int) -> Tensor:
+    return x if offset == 0 else x[offset // x.element_size() :]
+
+
+def _without_base(described: Any) -> Any:
+    described = copy.copy(described)
+    described.base = None
+    return described
+
+
+# Kernels that are launched one by one, outside of prepared calls: rows into pages, the compressor, the model's norms.
+
+_collected: list[Launch] | None = None
+
+
+@contextmanager
+def collecting() -> Iterator[list[Launch]]:
+    """Within, `now` makes no launch: the list gets it instead, for a compiler."""
+    global _collected
+    launches: list[Launch] = []
+    _collected = launches
+    try:
+        yield launches
+    finally:
+        _collected = None
+
+
+def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """kernel[grid](*arguments, **constants), from a compiled file where there is one."""
+    if _collected is not None:
+        _collected.append(Launch(kernel, grid, list(arguments), constants))
+        return
+    if arguments[0].is_cuda:
+        found = aot.find(kernel, arguments, constants, dispatch.cuda_target(arguments[0].device))
+        if found is not None:
+            found.launch(grid, arguments)
+            return
+    kernel[grid](*arguments, **constants)

@@ -1,0 +1,194 @@
+"""What a call does on a GPU, once its shapes are known: memory to allocate, copies, fills and launches.
+
+`prepare` of an operation (kernels/shared/<operation>/prepare.py) makes a Program from a problem whose tensors are
+Slots: names with a layout, without an address. So a program cannot depend on where tensors lie, nor do any work while
+it is made; everything it may depend on is in the key of the call (calls.py), and it serves every call with that key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.caches import Fp8Cache
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slot:
+    """A tensor of the call, or a part of one, as far as its shapes tell. It has a tensor's questions, and no memory."""
+
+    index: int  # among the tensors of the call, then the program's rooms
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    misaligned: int = 0  # its address modulo 16
+    offset: int = 0  # bytes from the beginning of the tensor
+
+    @classmethod
+    def of(cls, index: int, name: str, x: Tensor) -> Slot:
+        misaligned = 0 if x.device.type == "meta" else x.data_ptr() % 16
+        return cls(index, name, tuple(x.shape), x.stride(), x.dtype, x.device, misaligned)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        """Modulo 16: what Triton specialises on, and all that is known."""
+        return (self.misaligned + self.offset) % 16
+
+    def is_contiguous(self) -> bool:
+        reach = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if size != 1 and stride != reach:
+                return self.numel() == 0
+            reach *= size
+        return True
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> Slot:
+        """Part of the same tensor, from `skip` elements on."""
+        offset = self.offset + skip * self.element_size()
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset)
+
+    def words(self, begin: int, size: int, dtype: torch.dtype) -> Slot:
+        """Elements begin .. begin + size - 1 of flat memory, seen as another type of the same size."""
+        assert dtype.itemsize == self.element_size()
+        return replace(self.view((size,), (1,), begin), dtype=dtype)
+
+    def unsqueeze(self, dim: int) -> Slot:
+        inner = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
+        shape, strides = (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], inner, *self.strides[dim:])
+        return self.view(shape, strides)
+
+
+@dataclass(frozen=True)
+class Null:
+    """A pointer that this kind of problem does not read, or whose absence the kernel asks about."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    to: int
+    source: int
+
+    def run(self, memory: list) -> None:
+        memory[self.to].copy_(memory[self.source])
+
+
+@dataclass(frozen=True)
+class Fill:
+    to: int
+    value: float
+
+    def run(self, memory: list) -> None:
+        memory[self.to].fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """kernel[grid](*arguments, **constants). Arguments: numbers, Slots, Nulls, and TensorDescriptors of Slots."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    constants: dict[str, Any]
+
+
+TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+
+
+class Program:
+    """Steps in order, and the rooms (memory that only this call needs) that are allocated before them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | None], device: torch.device):
+        self.device = device
+        self.inputs = list(tensors)
+        self.rooms: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.steps: list[Copy | Fill | Launch] = []
+        self._slots = {id(x): Slot.of(i, name, x) for i, (name, x) in enumerate(tensors.items()) if x is not None}
+
+    def slots_of(self, problem: Any) -> Any:
+        """The problem with a slot in place of each of its tensors, which must be those of the call."""
+        changed: dict[str, Any] = {}
+        for field in fields(problem):
+            x = getattr(problem, field.name)
+            if isinstance(x, Tensor):
+                changed[field.name] = self._slots[id(x)]
+            elif isinstance(x, Fp8Cache):
+                changed[field.name] = x.with_storage(self._slots[id(x.storage)])
+        return replace(problem, **changed)
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
+        shape = tuple(shape)
+        self.rooms.append((shape, dtype))
+        strides, reach = [], 1
+        for size in reversed(shape):
+            strides.append(reach)
+            reach *= max(size, 1)
+        index = len(self.inputs) + len(self.rooms) - 1
+        return Slot(index, name, shape, tuple(reversed(strides)), dtype, self.device)
+
+    def copied(self, x: Slot) -> Slot:
+        """A contiguous copy of a tensor that a kernel cannot read as it lies."""
+        room = self.room(f"copy of {x.name}", x.shape, x.dtype)
+        self.copy(room, x)
+        return room
+
+    def flattened(self, x: Slot) -> Slot:
+        """The first two dimensions as one: the same memory where its strides allow that, else a copy."""
+        (a, b, *rest), (outer, inner, *strides) = x.shape, x.strides
+        if a > 1 and b > 1 and outer != b * inner:
+            return self.flattened(self.copied(x))
+        return x.view((a * b, *rest), (inner if b > 1 else outer, *strides))
+
+    def copy(self, to: Slot, source: Slot) -> None:
+        self.steps.append(Copy(to.index, source.index))
+
+    def fill(self, to: Slot, value: float) -> None:
+        self.steps.append(Fill(to.index, value))
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
+        """Arguments and constants by the names of the kernel's parameters; of both a kernel gets what it names, and
+        Triton's own options (num_warps, ...) with them."""
+        own = set(kernel.arg_names)
+        taken = [arguments[name] for name in kernel.arg_names if name in arguments]
+        options = {name: x for name, x in constants.items() if name in own or name in TRITON_OPTIONS}
+        self.steps.append(Launch(kernel, grid, taken, options))
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [step for step in self.steps if isinstance(step, Launch)]
+
+
+def tensors_of(problem: Any) -> dict[str, Tensor]:
+    """The tensors of a problem by the names of its fields."""
+    found = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    found = {name: x.storage if isinstance(x, Fp8Cache) else x for name, x in found.items()}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}

@@ -1,0 +1,37 @@
+"""How many ways the keys of a problem are split over thread blocks."""
+
+ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
+STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
+MAX_SPLITS = 256
+# deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
+DETERMINISTIC_KEYS = 2048
+DETERMINISTIC_SPLITS = 32
+DETERMINISTIC_ROWS = 1024
+
+
+def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
+    """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
+
+    Time in units of STEP keys: tiles * n blocks run in rounds, each block costs its steps and one more to start and
+    finish; merging costs one, and a little per split.
+    """
+    steps = -(-keys // STEP)
+
+    def cost(n: int) -> float:
+        rounds = -(-tiles * n // multiprocessors)
+        return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
+
+    return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
+
+
+def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
+    """(splits, least keys of one) for sequences of at most ``keys`` keys and ``rows`` query rows per KV head; (0, 0) =
+    they are not split.
+
+    A sequence is cut in the same places whatever ``keys`` says: every so many, or into the most splits if those are
+    longer. The more rows, the longer the splits, so that the partial results stay small beside the keys.
+    """
+    if rows >= DETERMINISTIC_ROWS:
+        return 0, 0
+    each = DETERMINISTIC_KEYS * -(-rows // ROWS_PER_TILE)
+    return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
