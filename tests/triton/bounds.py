@@ -35,3 +35,10 @@ def assert_attention(out: torch.Tensor, q, k, v, scale: float, causal: bool = Fa
     allowed = unit * exact.abs() + relative * (p @ v.abs()) + TINY[out.dtype]
     worst = ((out.double() - exact).abs() - allowed).max().item()
     assert worst <= 0, f"beyond the bound by {worst}"
+
+
+def within(got, want, steps: int) -> None:
+    """`got` in fp32 differs from the fp64 reference by at most `steps` roundings of the largest value."""
+    largest = want.double().abs().max()
+    error = (got.double() - want.double()).abs().max()
+    assert error <= steps * 2.0**-23 * largest, f"{float(error):.3g} with values up to {float(largest):.3g}"
