@@ -200,6 +200,7 @@ def _call(
     arguments = dict(
         tensors,
         **{key: checks.bound(key, x) for key, x in bounds.items()},
+        causal=False,  # folded into the window
         window_left=left,
         window_right=right,
         sink=sink,
@@ -215,6 +216,8 @@ OPTIONS = (
     "float? softmax_scale=None, bool deterministic=False"
 )
 KV, PAGES = ("k", "v"), ("k_pages", "v_pages")
+NUMBERS = ("causal", "window_left", "window_right", "softmax_scale", "deterministic")
+BOUNDS = ("max_seqlen_q", "max_seqlen_k")
 
 
 def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., problem.FmhaProblem]:
@@ -235,15 +238,15 @@ OPERATIONS = {
     op.name: op
     for op in (
         Operation(
-            "fmha", "fmha", ("q", *KV, "sink"), (4,), _outputs, _from_operator(problem.dense), problem.check_values,
-            same=KV,
+            "fmha", "fmha", ("q", *KV, "sink"), NUMBERS, (4,), _outputs, _from_operator(problem.dense),
+            problem.check_values, same=KV,
         ),
         Operation(
-            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), (3,), _outputs,
-            _from_operator(problem.varlen), problem.check_values, same=KV,
+            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), (*NUMBERS, *BOUNDS), (3,),
+            _outputs, _from_operator(problem.varlen), problem.check_values, same=KV,
         ),
         Operation(
-            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), (4,), _outputs,
+            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), NUMBERS, (4,), _outputs,
             _from_operator(problem.paged), problem.check_values, same=PAGES,
         ),
     )

@@ -93,6 +93,7 @@ INDEX_TOPK = Operation(
     "index_topk",
     "index",
     ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
+    ("topk", "ratio", "scale"),
     (3, 4),
     _outputs,
     problem.build,

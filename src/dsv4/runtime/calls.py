@@ -36,6 +36,7 @@ class Operation:
     name: str  # of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.kernels.<arch>.<folder>.entry
     tensors: tuple[str, ...]  # its arguments that are tensors
+    options: tuple[str, ...]  # the others
     ranks: tuple[int, ...]  # of q
     outputs: Callable[[dict[str, Any]], Outputs]  # (arguments) -> shapes of the outputs, for a q of such a rank
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
@@ -54,8 +55,7 @@ class Operation:
         return out, torch.empty(outputs.second if want else (0,), dtype=torch.float32, device=device)
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
 
     arguments: dict[str, Any]
@@ -66,8 +66,7 @@ class Given:
     capacities: tuple[int, ...] | None = None  # of the plan that the scratch memory belongs to
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What is prepared for a key."""
 
     outputs: Outputs
@@ -104,7 +103,11 @@ def _run(
     if checks.values_checked(given.arguments["q"]):
         problem = _problem(op, given)
         op.check_values(problem)
-    key = _key(op, given, backend, target)
+    try:
+        key = _key(op, given, backend, target)
+    except RuntimeError:  # a tensor without strides or an address: what it is says the problem
+        _problem(op, given)
+        raise
     call = _calls.get(key)
     if call is None:
         call = _prepare(op, given, backend, target, problem or _problem(op, given), device)
@@ -120,15 +123,15 @@ def _run(
 
 
 def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
-    options: list[Any] = []
-    for x in given.arguments.values():
-        if isinstance(x, Tensor):
-            options.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
+    arguments, out, second, scratch = given.arguments, given.out, given.second, given.scratch
+    key = [op.name, backend, target, given.want_second, given.capacities, _same(op, given)]
+    key += [arguments[name] for name in op.options]
+    for x in (*[arguments[name] for name in op.tensors], out, second, scratch):
+        if x is None:
+            key.append(None)
         else:
-            options.append(x)
-    for x in (given.out, given.second, given.scratch):
-        options.append(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
-    return (op.name, backend, target, given.want_second, given.capacities, _same(op, given), *options)
+            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+    return tuple(key)
 
 
 def _same(op: Operation, given: Given) -> bool:

@@ -6,9 +6,9 @@ number; softsm gets the tensor, so that it knows how far the memory reaches and 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class ReadyLaunch:
             elif hasattr(x, "block_shape"):
                 assert x.base.offset == 0
                 self.descriptors.append((place, x.base.index))
-                x = _without_base(x)
+                x = {name: value for name, value in vars(x).items() if name != "base"}
             self.template.append(x)
 
     def run(self, memory: list) -> None:
@@ -61,9 +61,7 @@ class ReadyLaunch:
             x = memory[index]
             arguments[place] = x.data_ptr() + offset if self.by_address else _from(x, offset)
         for place, index in self.descriptors:
-            described = copy.copy(arguments[place])
-            described.base = memory[index]
-            arguments[place] = described
+            arguments[place] = SimpleNamespace(**arguments[place], base=memory[index])
         self.launch(*arguments)
 
 
@@ -82,12 +80,6 @@ def _compiled(launch: Launch, target: Target) -> tuple[Callable, list[Any]]:
 
 def _from(x: Tensor, offset: int) -> Tensor:
     return x if offset == 0 else x[offset // x.element_size() :]
-
-
-def _without_base(described: Any) -> Any:
-    described = copy.copy(described)
-    described.base = None
-    return described
 
 
 # Kernels that are launched one by one, outside of prepared calls: rows into pages, the compressor, the model's norms.

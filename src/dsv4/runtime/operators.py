@@ -5,8 +5,7 @@ For each public function X of calls.Operation there are two operators::
     torch.ops.dsv4.X(..., return_lse) -> (Tensor out, Tensor lse)       lse has size 0 when return_lse is False
     torch.ops.dsv4.X_out(..., scratch, capacities, out, lse) -> ()      writes out, and lse unless its size is 0
 
-Every call of X goes through one of them: the second with out= or plan=. Forward only: an input that requires grad
-raises under grad mode.
+Both are `calls.run`. Forward only: an input that requires grad raises under grad mode.
 """
 
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dsv4.runtime import calls, checks
 from dsv4.runtime.calls import Given, Operation
@@ -95,24 +95,51 @@ def define_operation(op: Operation, arguments: str) -> None:
 def call(
     op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str
 ) -> Any:
-    """The public function, after its checks of Python types -> out, or (out, second output)."""
+    """The public function, after its checks of Python types -> out, or (out, second output).
+
+    arguments: all of the operator's but backend. A call of plain tensors that nobody else has to see goes on at once;
+    others go through the operator, whose kernel is the same `calls.run`.
+    """
     if out is not None:
         if not checks.is_tensor(out):
             checks.fail("out", checks.describe(out), "None or a tensor")
         checks.holds_its_values("out", out)
-    checks.forward_only(**arguments, out=out)
+    scratch, capacities = None, None
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
+        if plan.operation != op.name:
+            checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
+        scratch, capacities = plan.scratch, plan.capacities
+    tensors = [arguments[name] for name in op.tensors]
+    if checks.derivatives():
+        checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
+    if not _observed() and all(map(_plain, tensors)) and (out is None or _plain(out)):
+        given = Given(arguments, want_second, out, None, scratch, capacities)
+        made, second = calls.run(op, given, backend)
+        return (made, second) if want_second else made
     if out is None and plan is None:
         operator = getattr(torch.ops.dsv4, op.name).default
-        out, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
-        return (out, second) if want_second else out
-    if plan is not None and not isinstance(plan, Plan):
-        checks.fail("plan", checks.describe(plan), "None or a Plan from dsv4.plan")
-    if plan is not None and plan.operation != op.name:
-        checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
+        made, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
+        return (made, second) if want_second else made
     if arguments["q"].ndim not in op.ranks:
         op.build(**arguments)  # which names what is wrong
     made, second = op.empty(arguments, want_second, out)
-    planned = {} if plan is None else dict(scratch=plan.scratch, capacities=plan.capacities)
+    planned = {} if plan is None else dict(scratch=scratch, capacities=capacities)
     operator = getattr(torch.ops.dsv4, f"{op.name}_out").default
     operator(**arguments, **planned, backend=backend, out=made, **{op.second: second})
     return (made, second) if want_second else made
+
+
+def _plain(x: Tensor | None) -> bool:
+    """No subclass, no lazy view, and it has memory: the dispatcher would only hand it on."""
+    return x is None or type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() and not x.is_meta
+
+
+def _observed() -> bool:
+    """Whether somebody has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

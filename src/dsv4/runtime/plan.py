@@ -36,9 +36,10 @@ class Plan:
         return self.batch * self.max_seqlen_q * self.q_heads
 
     @property
-    def capacities(self) -> list[int]:
+    def capacities(self) -> tuple[int, ...]:
         """As the operators take them, in the order of CAPACITIES."""
-        return [getattr(self, name) for name in CAPACITIES]
+        return (self.num_splits, self.batch, self.q_heads, self.kv_heads, self.head_dim, self.max_seqlen_q,
+                self.max_seqlen_k)  # fmt: skip
 
 
 # What travels through an operator with a plan's scratch memory.

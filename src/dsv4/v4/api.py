@@ -163,7 +163,10 @@ def v4_attention(
 def _tensors(tensors: dict[str, Any]) -> bool:
     """Whether all are tensors, where one may be absent."""
     required = ("q", "window", "window_indices")
-    return all(checks.is_tensor(x) or x is None and name not in required for name, x in tensors.items())
+    for name, x in tensors.items():
+        if not checks.is_tensor(x) and (x is not None or name in required):
+            return False
+    return True
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
@@ -183,9 +186,8 @@ def _rows(pool: Any) -> Any:
 
 
 def _paging(name: str, pool: Any) -> dict[str, int]:
-    if not isinstance(pool, Fp8Cache):
-        return {}
-    return {f"{name}_rows_per_page": pool.rows_per_page, f"{name}_page_stride": pool.page_stride}
+    rows, stride = (pool.rows_per_page, pool.page_stride) if isinstance(pool, Fp8Cache) else (0, 0)
+    return {f"{name}_rows_per_page": rows, f"{name}_page_stride": stride}
 
 
 def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Tensor | Fp8Cache | None:
@@ -219,6 +221,10 @@ V4_ATTENTION = Operation(
     (
         "q", "window", "window_indices", "compressed", "compressed_indices", "window_lengths", "compressed_lengths",
         "compressed_block_table", "request_starts", "cos_sin", "positions", "sink",
+    ),
+    (
+        "window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride",
+        "softmax_scale", "deterministic",
     ),
     (3,),
     _outputs,
