@@ -51,3 +51,22 @@ class Output:
     heads: Value
     rope: Rope
     want_lse: Value
+
+
+@aggregate
+class Sizes:
+    queries: Value
+    heads: Value
+    num_splits: Value
+    tiles_per_split: Value
+
+
+@aggregate
+class Lists:
+    """What a query names: its line of the window list, then its line of the compressed list or of the block table."""
+
+    window_ptr: Value
+    window_count: Value
+    window_blocks: Value
+    line_ptr: Value
+    count: Value

@@ -1,6 +1,7 @@
 """Rows that a query of V4 attention names by number: which item of the work is whose, and how many rows it names."""
 
 from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.shared.v4.arguments import Lists
 
 NONE, LIST, TABLE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how compressed rows are named
 CELLS, FP8, TMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how the rows of a pool are read
@@ -49,3 +50,12 @@ def share(query, window, compressed, requests, HOW: gl.constexpr):
         compressed_count = gl.where(request < requests.count, compressed_count, 0)  # none past the last request
         line = gl.minimum(request, requests.count - 1).to(gl.int64)
     return window_count, compressed_count, line
+
+
+@gluon.jit
+def lists_of(query, window, compressed, requests, HOW: gl.constexpr, KEYS: gl.constexpr = 64):
+    """KEYS: entries of a block."""
+    count, more, line = share(query, window, compressed, requests, HOW)
+    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
+    blocks = (count + KEYS - 1) // KEYS
+    return Lists(window_ptr, count, blocks, compressed.list_ptr + line * compressed.line, more)

@@ -43,9 +43,10 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
 from dsv4.kernels.shared.fmha.tiles import (
     Pages,
     bad_pages,
@@ -55,66 +56,97 @@ from dsv4.kernels.shared.fmha.tiles import (
     sequence,
     split_range,
 )
+from dsv4.kernels.sm100.fmha.load_role import advance, load_role
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    ring: Value
+    p: Value
+    stat: Value  # alpha or maximum of each tile, then sums
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    slot_ready: Value
+    slot_free: Value
+    s_ready: Value
+    p_ready: Value
+    stat_ready: Value
+    stat_free: Value
+    o_rescaled: Value
+    pv_done: Value
+    landed: Value
+
+
+@aggregate
+class Seen:
+    """What rows see: each row's keys [first, end); the keys of the sequence; its pages, and whether any is none."""
+
+    row_first: Value
+    row_end: Value
+    keys: Value
+    pages: Pages
+    bad: Value
 
 
 @gluon.jit
-def advance(slot, phase, SLOTS: gl.constexpr):
-    """The next ring slot and the phase of its barrier."""
-    slot += 1
-    wrapped = slot == SLOTS
-    return gl.where(wrapped, 0, slot), gl.where(wrapped, phase ^ 1, phase)
+def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
+                SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
+    DS: gl.constexpr = min(D, 256)
+    STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
+    P_ROWS: gl.constexpr = 8 if P_TMEM else BM
+    QL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, DS], DTYPE)
+    KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DS], DTYPE)
+    PL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P_ROWS, BN], DTYPE)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [TILES * (D // DS), BM, DS], QL)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
+    p = gl.allocate_shared_memory(DTYPE, [STAGES, P_ROWS, BN], PL)
+    stat = gl.allocate_shared_memory(gl.float32, [2 * TILES, BM], ROW)
+    s = allocate_tensor_memory(gl.float32, [STAGES, BM, BN], TensorMemoryLayout([BM, BN], col_stride=1))
+    o = allocate_tensor_memory(gl.float32, [TILES, BM, D], TensorMemoryLayout([BM, DS], col_stride=1))
+    return Memory(s, o, q, ring, p, stat)
 
 
 @gluon.jit
-def load_tile(desc, cells, ring, slot_ready, slot_free, landed, state, where, row, BN: gl.constexpr, D: gl.constexpr,
-              SLOTS: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
-    """One K or V tile: D // DS ring slots. state: (slot, its phase, slots filled so far, phase of ``landed``)."""
-    DS: gl.constexpr = ring.shape[2]
-    slot, phase, filled, landed_phase = state
-    for part in gl.static_range(D // DS):
-        mbarrier.wait(slot_free.index(slot), phase ^ 1)
-        if HOW == loads.CELLS:
-            loads.copy_cells(cells, ring.index(slot), where, row, part * DS, BN, DS)
-            if filled > 0:  # this slot's copies are under way while the one before is announced
-                loads.announce(slot_ready.index(gl.where(slot == 0, SLOTS, slot) - 1), 1)
-        else:
-            landed_phase = loads.fill(desc, ring.index(slot), slot_ready.index(slot), landed, landed_phase, where, row,
-                                      part * DS, BN, DS, HOW)  # fmt: skip
-        slot, phase = advance(slot, phase, SLOTS)
-        filled += 1
-    return slot, phase, filled, landed_phase
+def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
+    STAGES: gl.constexpr = 2
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    stat_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    stat_free = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    o_rescaled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    pv_done = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(q_ready, count=TILES)
+    mbarrier.init(landed, count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(slot_ready.index(i), count=1)
+        mbarrier.init(slot_free.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+    for i in gl.static_range(TILES):
+        mbarrier.init(stat_ready.index(i), count=1)
+        mbarrier.init(stat_free.index(i), count=1)
+        mbarrier.init(o_rescaled.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+        mbarrier.arrive(stat_free.index(i), count=1)  # nothing to read yet
+    return Barriers(q_ready, slot_ready, slot_free, s_ready, p_ready, stat_ready, stat_free, o_rescaled, pv_done,
+                    landed)  # fmt: skip
 
 
 @gluon.jit
-def load_role(k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first, tile_begin, tile_end,
-              k_is_v, BN: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-              HOW: gl.constexpr):  # fmt: skip
-    """Fills the ring in the order in which the mma role reads it: K0 V0 K1 V1 .. with two tiles, K0 K1 V0 K2 V1 ..
-    with one, K0 K1 K2 .. when k is v."""
-    state = (0, 0, 0, 0)
-    if TILES == 1:
-        if tile_begin < tile_end:
-            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where,
-                              first + tile_begin * BN, BN, D, SLOTS, HOW)  # fmt: skip
-    for tile in range(tile_begin, tile_end):
-        row = first + tile * BN
-        if TILES == 1:
-            if tile + 1 < tile_end:
-                state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row + BN, BN, D,
-                                  SLOTS, HOW)  # fmt: skip
-        else:
-            state = load_tile(k_desc, k_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
-                              HOW)  # fmt: skip
-        if k_is_v == 0:
-            state = load_tile(v_desc, v_cells, ring, slot_ready, slot_free, landed, state, where, row, BN, D, SLOTS,
-                              HOW)  # fmt: skip
-    if HOW == loads.CELLS:
-        if state[2] > 0:
-            loads.announce(slot_ready.index(gl.where(state[0] == 0, SLOTS, state[0]) - 1), 0)
-
-
-@gluon.jit
-def p_operand(s, p_smem, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
+def p_operand(s, p, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
     """Where P of a stage lives: the first half of S's columns, as 16-bit elements, or a shared-memory tile."""
     if P_TMEM:
         BM: gl.constexpr = s.shape[0]
@@ -122,15 +154,18 @@ def p_operand(s, p_smem, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
         PL: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
         return s.reinterpret(DTYPE, [BM, 2 * BN], PL).slice(0, BN)
     else:
-        return p_smem
+        return p
 
 
 @gluon.jit
-def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled, pv_done, n, k_is_v,
-             D: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
+def mma_role(memory, barriers, n, k_is_v, D: gl.constexpr, TILES: gl.constexpr, P_TMEM: gl.constexpr):
+    q, ring, p_smem, s, o = memory.q, memory.ring, memory.p, memory.s, memory.o
+    slot_ready, slot_free, s_ready = barriers.slot_ready, barriers.slot_free, barriers.s_ready
+    p_ready, o_rescaled, pv_done = barriers.p_ready, barriers.o_rescaled, barriers.pv_done
+    SLOTS: gl.constexpr = ring.shape[0]
     DS: gl.constexpr = ring.shape[2]
     PARTS: gl.constexpr = D // DS
-    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(barriers.q_ready, 0)
     slot = 0
     phase = 0
     if n > 0:
@@ -197,17 +232,13 @@ def mma_role(q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_r
 
 @gluon.jit
 def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
-    """Some columns of S from tensor memory; those that a row does not see are -inf.
-
-    seen: each row's keys [first, end); the keys of the sequence; its pages, and whether any of them is none
-    """
-    row_first, row_end, keys, pages, bad = seen
+    """Some columns of S from tensor memory; those that a row does not see are -inf."""
     x = s.load()
     if masked:
-        x = softmax.see(x, first_column, row_first, row_end, L)
+        x = softmax.see(x, first_column, seen.row_first, seen.row_end, L)
     if HOW >= loads.PAGES:
-        if bad:
-            x = see_pages_by_bits(x, first_column, keys, pages, L)
+        if seen.bad:
+            x = see_pages_by_bits(x, first_column, seen.keys, seen.pages, L)
     return x
 
 
@@ -220,11 +251,17 @@ def store_p(x, scale, m, p):
 
 
 @gluon.jit
-def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, tile, tile_row, rows,
-                 head, group, stride_qt, stride_qh, tokens, keys, left, right, first, tile_begin, tile_end, scale, sign,
-                 pages, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
+def softmax_role(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr,
                  P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
+    q, s, p_smem, stat = memory.q, memory.s, memory.p, memory.stat
+    s_ready, p_ready = barriers.s_ready, barriers.p_ready
+    stat_ready, stat_free = barriers.stat_ready, barriers.stat_free
+    problem, tiles, pages = share.problem, share.tiles, share.pages
+    group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
+    scale = problem.scale
+    BM: gl.constexpr = q.shape[1]
+    BN: gl.constexpr = memory.ring.shape[1]
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     STAGES: gl.constexpr = 2 if TILES == 1 else 1
@@ -235,10 +272,10 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
     LS: gl.constexpr = s.index(0).slice(0, C).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     for part in gl.static_range(PARTS):
-        loads.load_rows(q_ptr, q.index(tile * PARTS + part), tile_row, rows, head, group, stride_qt, stride_qh,
-                        part * DS, BM, DS, 64, sign)  # fmt: skip
+        loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head, group,
+                        share.strides.qt, share.strides.qh, part * DS, BM, DS, 64, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
-    mbarrier.arrive(q_ready, count=1)
+    mbarrier.arrive(barriers.q_ready, count=1)
 
     row = tile_row + gl.arange(0, BM, layout=RS)
     row_first = first_key(row // group, tokens, keys, left)
@@ -249,17 +286,17 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
     full_end = end_key(tile_row // group, tokens, keys, right)
     bad = False
     if HOW >= loads.PAGES:
-        bad = bad_pages(pages, first + tile_begin * BN, gl.minimum(first + tile_end * BN, keys))
-    seen = (row_first, row_end, keys, pages, bad)
+        bad = bad_pages(pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
+    seen = Seen(row_first, row_end, keys, pages, bad)
 
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
-    for j in range(0, tile_end - tile_begin):
-        stage = tile
+    for j in range(0, tiles.end - tiles.begin):
+        stage = TILE
         if TILES == 1:
             stage = j % 2
         mbarrier.wait(s_ready.index(stage), (j // STAGES) % 2)
-        column = first + (tile_begin + j) * BN
+        column = tiles.first + (tiles.begin + j) * BN
         masked = (column < full_first) | (column + BN > full_end)
         parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
         if KEEP:
@@ -279,9 +316,9 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         m_new = gl.where(moves, gl.maximum(grown, m), m)
         alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
         if j > 0:
-            mbarrier.wait(stat_free.index(tile), (j - 1) % 2)
-            stat.index(tile).store(alpha)
-            mbarrier.arrive(stat_ready.index(tile), count=1)
+            mbarrier.wait(stat_free.index(TILE), (j - 1) % 2)
+            stat.index(TILE).store(alpha)
+            mbarrier.arrive(stat_ready.index(TILE), count=1)
         m = m_new
         safe = gl.where(m == -float("inf"), 0.0, m)
         p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
@@ -299,19 +336,21 @@ def softmax_role(q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_read
         if not P_TMEM:
             fence_async_shared()  # P is read by the tensor core
         mbarrier.arrive(p_ready.index(stage), count=1)
-    last = gl.maximum(tile_end - tile_begin, 1) - 1
-    mbarrier.wait(stat_free.index(tile), last % 2)
-    stat.index(tile).store(m)
-    stat.index(TILES + tile).store(l)
-    mbarrier.arrive(stat_ready.index(tile), count=1)
+    last = gl.maximum(tiles.end - tiles.begin, 1) - 1
+    mbarrier.wait(stat_free.index(TILE), last % 2)
+    stat.index(TILE).store(m)
+    stat.index(TILES + TILE).store(l)
+    mbarrier.arrive(stat_ready.index(TILE), count=1)
 
 
 @gluon.jit
-def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free, o_rescaled,
-                    pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt, stride_lh, n, want_lse,
-                    split, part_row, q_heads,
-                    D: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr):  # fmt: skip
+def correction_role(memory, barriers, share, tile_row, n, split, D: gl.constexpr, TILES: gl.constexpr):
     """Rescales O when a maximum moved, and in the end normalises it and stores it."""
+    o, stat, pv_done = memory.o, memory.stat, barriers.pv_done
+    stat_ready, stat_free = barriers.stat_ready, barriers.stat_free
+    tensors, strides, problem = share.tensors, share.strides, share.problem
+    group, head = problem.group, problem.head
+    BM: gl.constexpr = memory.q.shape[1]
     # Columns at a time. Two tiles leave this role few registers, and those of a store stay in use until it is done.
     C: gl.constexpr = 32 if TILES == 2 else 64
     RESCALED: gl.constexpr = 16 if TILES == 2 else 64
@@ -328,7 +367,7 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
                 for c in gl.static_range(D // RESCALED):
                     view = o.index(i).slice(c * RESCALED, RESCALED)
                     view.store(view.load() * alpha[:, None])
-            mbarrier.arrive(o_rescaled.index(i), count=1)
+            mbarrier.arrive(barriers.o_rescaled.index(i), count=1)
     last = gl.maximum(n, 1) - 1
     for i in gl.static_range(TILES):
         mbarrier.wait(stat_ready.index(i), last % 2)
@@ -339,26 +378,26 @@ def correction_role(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat,
         row = tile_row + i * BM + gl.arange(0, BM, layout=RO)
         token = row // group
         q_head = head * group + row % group
-        here = row < rows
-        part = (part_row + token.to(gl.int64)) * q_heads + q_head
-        target = loads.row_offsets(row, head, group, stride_ot, stride_oh)
-        sink = softmax.sink_of(sink_ptr, q_head, here & (split == 0))
+        here = row < problem.rows
+        part = (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
+        target = loads.row_offsets(row, head, group, strides.ot, strides.oh)
+        sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
         factor, lse = softmax.finish(m, l, sink)
         if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
-            gl.store(part_lse_ptr + part, lse, mask=here)
+            gl.store(tensors.part_lse_ptr + part, lse, mask=here)
         else:
-            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh, lse * softmax.LN2,
-                     mask=here & (want_lse != 0))  # fmt: skip
+            gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
+                     lse * softmax.LN2, mask=here & (problem.want_lse != 0))  # fmt: skip
         for c in gl.static_range(D // C):
             column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
             x = gl.zeros([BM, C], gl.float32, LO)
             if n > 0:  # else nobody ever wrote O
                 x = o.index(i).slice(c * C, C).load() * factor[:, None]
             if split != 0:
-                gl.store(part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
+                gl.store(tensors.part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
             else:
-                y = x.to(out_ptr.dtype.element_ty)
-                gl.store(out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
+                y = x.to(tensors.out_ptr.dtype.element_ty)
+                gl.store(tensors.out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])
 
 
 # One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
@@ -399,45 +438,8 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
         n = tile_end - tile_begin
 
-        DTYPE: gl.constexpr = k_desc.dtype
-        DS: gl.constexpr = min(D, 256)
-        STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
-        QL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, DS], DTYPE)
-        KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DS], DTYPE)
-        PL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM if not P_TMEM else 8, BN], DTYPE)
-        ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        q = gl.allocate_shared_memory(DTYPE, [TILES * (D // DS), BM, DS], QL)
-        ring = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
-        p_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM if not P_TMEM else 8, BN], PL)
-        stat = gl.allocate_shared_memory(gl.float32, [2 * TILES, BM], ROW)  # alpha or maximum, then sums
-        BAR: gl.constexpr = mbarrier.MBarrierLayout()
-        q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-        s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-        p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-        stat_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-        stat_free = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-        o_rescaled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-        pv_done = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(q_ready, count=TILES)
-        mbarrier.init(landed, count=1)
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(slot_ready.index(i), count=1)
-            mbarrier.init(slot_free.index(i), count=1)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(s_ready.index(i), count=1)
-            mbarrier.init(p_ready.index(i), count=1)
-        for i in gl.static_range(TILES):
-            mbarrier.init(stat_ready.index(i), count=1)
-            mbarrier.init(stat_free.index(i), count=1)
-            mbarrier.init(o_rescaled.index(i), count=1)
-            mbarrier.init(pv_done.index(i), count=1)
-            mbarrier.arrive(stat_free.index(i), count=1)  # nothing to read yet
-
-        s = allocate_tensor_memory(gl.float32, [STAGES, BM, BN], TensorMemoryLayout([BM, BN], col_stride=1))
-        o = allocate_tensor_memory(gl.float32, [TILES, BM, D], TensorMemoryLayout([BM, DS], col_stride=1))
+        memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
+        barriers = make_barriers(TILES, SLOTS)
 
         # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
         q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
@@ -450,46 +452,36 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         if HOW >= loads.PAGES:
             is_split = is_split | (tiles_per_split > 0)  # deterministic
         is_split = is_split.to(gl.int32)
-        q_heads = kv_heads * group
         outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
-        pages = Pages(table_ptr, page_size, total_k)
+        strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                          stride_lb)  # fmt: skip
+        problem = Problem(head, group, kv_heads * group, rows, tokens, keys, left, right, scale, want_lse)
+        tiles = Tiles(first, tile_begin, tile_end, part_row)
+        share = Share(Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), strides, problem, tiles,
+                      Pages(table_ptr, page_size, total_k))  # fmt: skip
         where = loads.Where(outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr,
                             page_size)  # fmt: skip
+        source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh),
+                        loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh), where)  # fmt: skip
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
         if TILES == 2 or HOW == loads.CELLS:
             k_is_v = 0
-        k_cells = loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh)
-        v_cells = loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh)
         if TILES == 2:
             gl.warp_specialize([
-                (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
-                                   o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
-                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
-                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right, first,
-                                tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 1,
-                                tile_row + BM, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
-                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
-                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
-                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
-                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
+                (correction_role, (memory, barriers, share, tile_row, n, is_split, D, TILES)),
+                (softmax_role, (memory, barriers, share, tile_row, sign, 0, D, TILES, P_TMEM, HOW)),
+                (softmax_role, (memory, barriers, share, tile_row + BM, sign, 1, D, TILES, P_TMEM, HOW)),
+                (mma_role, (memory, barriers, n, k_is_v, D, TILES, P_TMEM)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, TILES, HOW)),
             ], [4, 4, 1, 1], [SOFTMAX_REGS, SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (correction_role, (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, o, stat, stat_ready, stat_free,
-                                   o_rescaled, pv_done, tile_row, rows, head, group, stride_ot, stride_oh, stride_lt,
-                                   stride_lh, n, want_lse, is_split, part_row, q_heads, D, BM, TILES)),
-                (softmax_role, (q_ptr, q, s, p_smem, stat, q_ready, s_ready, p_ready, stat_ready, stat_free, 0,
-                                tile_row, rows, head, group, stride_qt, stride_qh, tokens, keys, left, right,
-                                first, tile_begin, tile_end, scale, sign, pages, D, BM, BN, TILES, P_TMEM, HOW)),
-                (mma_role, (q, ring, p_smem, s, o, q_ready, slot_ready, slot_free, s_ready, p_ready, o_rescaled,
-                            pv_done, n, k_is_v, D, TILES, SLOTS, P_TMEM)),
-                (load_role, (k_desc, v_desc, k_cells, v_cells, ring, slot_ready, slot_free, landed, where, first,
-                             tile_begin, tile_end, k_is_v, BN, D, TILES, SLOTS, HOW)),
+                (correction_role, (memory, barriers, share, tile_row, n, is_split, D, TILES)),
+                (softmax_role, (memory, barriers, share, tile_row, sign, 0, D, TILES, P_TMEM, HOW)),
+                (mma_role, (memory, barriers, n, k_is_v, D, TILES, P_TMEM)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, TILES, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,32 +1,39 @@
 """FMHA forward at head dim 512 on sm_100a by pairs of CTAs: 128 packed query rows, 64 of them in each CTA.
 
-The roles but for loading and softmax, the memory maps and the barriers are those of listed_pair.py, where rows of keys
-are picked by number: here an item is 128 rows of one (sequence, KV head), and K and V of a block are 128 keys in a row,
-which TMA brings, K split by rows and V by columns over the pair (gather_pair.py says in which order and where). There
-is no bias: a mask takes its place. Dense tensors only, where TMA's own bounds end a sequence.
-
-    load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next item, as Q is free
-    scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next item
-    values   1 warp   |      |               |         | O = P0 V0 | O += P1 V1 | O += P2 V2
-    softmax  4 warps  |      |               | P0      | P1        | P2         |            | O / l -> out
+Role chart, memory maps and barriers are those of pair_roles.py. An item is 128 rows of one (sequence, KV head), and K
+and V of a block are 128 keys in a row, which TMA brings, K split by rows and V by columns over the pair. Dense tensors
+only, where TMA's own bounds end a sequence.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
-
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
-from dsv4.kernels.sm100.v4.gather_pair import KEYS, SLOT_BYTES, SLOT_K, place_of_k, place_of_v
-from dsv4.kernels.sm100.v4.listed_pair import (
-    HALVES,
+from dsv4.kernels.sm100.pair_roles import (
+    KEYS,
     OUT,
-    OWN,
-    PANEL,
     PIECE,
+    SLOT_BYTES,
+    Target,
     begin,
+    last_commits,
+    last_values,
+    make_barriers,
+    make_memory,
+    place_of_k,
+    place_of_v,
     scores_role,
     softmax_block,
+    tell,
     values_role,
     write,
 )
@@ -34,44 +41,78 @@ from dsv4.kernels.sm100.v4.listed_pair import (
 ROWS = gl.constexpr(128)
 
 
+@aggregate
+class Sizes:
+    tokens: Value
+    keys: Value
+    kv_heads: Value
+    group: Value
+    left: Value  # of the window
+    right: Value
+
+
+@aggregate
+class Output:
+    """Strides of out are in units of 8 elements."""
+
+    out_ptr: Value
+    lse_ptr: Value
+    sink_ptr: Value
+    stride_ob: Value
+    stride_ot: Value
+    stride_oh: Value
+    stride_lb: Value
+    stride_lt: Value
+    stride_lh: Value
+    want_lse: Value
+
+
+@aggregate
+class Input:
+    """Strides of q are in units of 8 elements."""
+
+    q_ptr: Value
+    k_desc: Value
+    v_desc: Value
+    stride_qb: Value
+    stride_qt: Value
+    stride_qh: Value
+
+
 @gluon.jit
-def item_of(item, sizes, left, right):
+def item_of(item, sizes):
     """(sequence, KV head, first row, first key, number of blocks) of an item. The tiles of a head are neighbours: one
     finds in L2 what another read; those with the most keys come first."""
-    tokens, keys, kv_heads, group = sizes
+    tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
     tiles = (tokens * group + ROWS - 1) // ROWS
     rest = item // tiles
     seq = rest // kv_heads
     row = (tiles - 1 - (item - rest * tiles)) * ROWS
     token_last = gl.minimum((row + ROWS - 1) // group, tokens - 1)
-    first = first_key(row // group, tokens, keys, left)
-    end = end_key(token_last, tokens, keys, right)
+    first = first_key(row // group, tokens, keys, sizes.left)
+    end = end_key(token_last, tokens, keys, sizes.right)
     return seq, rest - seq * kv_heads, row, first, (gl.maximum(end - first, 0) + KEYS - 1) // KEYS
 
 
 @gluon.jit
-def load_role(q_ptr, k_desc, v_desc, q, job, barriers, ring, items, sizes, window, strides):
+def load_role(source, memory, barriers, items, sizes):
     """The items of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
-    job_ready, job_free, q_ready, q_free = barriers
-    kv, k_ready, v_ready, free = ring
-    tokens, keys, kv_heads, group = sizes
-    left, right = window
-    stride_qb, stride_qt, stride_qh = strides
+    kv, k_ready, v_ready, free = memory.kv, barriers.k_ready, barriers.v_ready, barriers.free
+    k_desc, v_desc, group = source.k_desc, source.v_desc, sizes.group
     at = 0  # blocks so far
     full = 0  # items so far that have blocks
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, row, first, n = item_of(item, sizes, left, right)
-        mbarrier.wait(job_free, (turn + 1) % 2)
-        job.store(gl.full([1], n, gl.int32, gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[0]])))
-        mbarrier.arrive(job_ready, count=1)
+        seq, head, row, first, n = item_of(item, sizes)
+        tell(n, turn, memory, barriers)
         if n > 0:
-            mbarrier.wait(q_free, (full + 1) % 2)
+            mbarrier.wait(barriers.q_free, (full + 1) % 2)
             for h in gl.static_range(2):
-                loads.load_rows(q_ptr + seq.to(gl.int64) * stride_qb * 8, q.index(h), row, tokens * group, head, group,
-                                stride_qt, stride_qh, h * 256, ROWS, 256, 64, 1)  # fmt: skip
+                loads.load_rows(source.q_ptr + seq.to(gl.int64) * source.stride_qb * 8, memory.q.index(h), row,
+                                sizes.tokens * group, head, group, source.stride_qt, source.stride_qh, h * 256, ROWS,
+                                256, 64, 1)  # fmt: skip
             fence_async_shared()  # generic stores -> tensor-core reads
-            mbarrier.arrive(q_ready, count=1)
+            mbarrier.arrive(barriers.q_ready, count=1)
             full += 1
         for i in range(0, gl.where(n > 0, n + 1, 0)):
             if i < n:
@@ -92,28 +133,22 @@ def load_role(q_ptr, k_desc, v_desc, q, job, barriers, ring, items, sizes, windo
                              reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout))  # fmt: skip
         at += n
         turn += 1
-    if full > 0:  # the last commits arrive in both CTAs: neither may be gone before
-        mbarrier.wait(q_free, (full - 1) % 2)
-        for slot in gl.static_range(4):
-            mbarrier.wait(free.index(slot), (at - 1) % 2)
+    last_commits(at, full, barriers)
 
 
 @gluon.jit
-def softmax_role(p, s, o, job, stat, barriers, tensors, strides, items, sizes, window, scale, want_lse):
+def softmax_role(memory, barriers, output, items, sizes, scale):
     """P = exp2(S - m) block by block, and in the end of an item O / l -> out, lse."""
-    job_ready, job_free, s_ready, p_ready, pv_done = barriers
-    out_ptr, lse_ptr, sink_ptr = tensors
-    stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh = strides
-    tokens, keys, kv_heads, group = sizes
-    left, right = window
+    s, o, pv_done = memory.s, memory.o, barriers.pv_done
+    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, first_row, first, _n = item_of(item, sizes, left, right)
-        n = begin(job_ready, job_free, job, turn)
+        seq, head, first_row, first, _n = item_of(item, sizes)
+        n = begin(turn, memory, barriers)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
         row_first = first_key(token, tokens, keys, left)
@@ -126,29 +161,30 @@ def softmax_role(p, s, o, job, stat, barriers, tensors, strides, items, sizes, w
         l = gl.full([ROWS], 0.0, gl.float32, RS)
         for j in range(at, at + n):
             column = first + (j - at) * KEYS
-            mbarrier.wait(s_ready.index(j % 2), (j // 2) % 2)
+            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
             x = s.index(j % 2).load() * scale
             if (column < full_first) | (column + KEYS > full_end):
                 x = softmax.see(x, column, row_first, row_end, LS)
-            m, l = softmax_block(x, m, l, j, at, p, o, stat, p_ready, pv_done)
+            m, l = softmax_block(x, m, l, j, at, memory, barriers)
         at += n
         turn += 1
 
         here = row < tokens * group
         q_head = head * group + row - token * group
-        sink = softmax.sink_of(sink_ptr, q_head, here)
+        sink = softmax.sink_of(output.sink_ptr, q_head, here)
         factor, lse = softmax.finish(m, l, sink)
-        lse_row = seq.to(gl.int64) * stride_lb + token.to(gl.int64) * stride_lt + q_head.to(gl.int64) * stride_lh
-        gl.store(lse_ptr + lse_row, lse * softmax.LN2, mask=here & (want_lse != 0))
+        lse_row = seq.to(gl.int64) * output.stride_lb + token.to(gl.int64) * output.stride_lt
+        lse_row = lse_row + q_head.to(gl.int64) * output.stride_lh
+        gl.store(output.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (output.want_lse != 0))
         if n > 0:
             mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        offset = loads.row_offsets(row, head, group, stride_ot, stride_oh)
-        out = (out_ptr + seq.to(gl.int64) * stride_ob * 8, offset, row < tokens * group)
+        offset = loads.row_offsets(row, head, group, output.stride_ot, output.stride_oh)
+        out = Target(output.out_ptr + seq.to(gl.int64) * output.stride_ob * 8, offset, row < tokens * group)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
-        write(o, p, factor, n, out, (lse_ptr, row, row < 0), (lse_ptr, 0), 0, False)
-    if at > 1:  # a commit that nobody needed to wait for: it arrives in both CTAs, and neither may be gone before
-        mbarrier.wait(pv_done.index(at % 2), (at // 2 - 1) % 2)
+        nowhere = Target(output.lse_ptr, row, row < 0)
+        write(factor, n, out, nowhere, memory, (output.lse_ptr, 0), 0, False)
+    last_values(at, barriers)
 
 
 @gluon.jit(
@@ -167,49 +203,16 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob,
               stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh, stride_vb,
               stride_vt, stride_vh, sign, LOAD_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
-    DTYPE: gl.constexpr = k_desc.dtype
-    q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
-    kv = gl.allocate_shared_memory(DTYPE, [4, 128, 256], SLOT_K)
-    p = gl.allocate_shared_memory(DTYPE, [2, 128, 128], PANEL)
-    stat = gl.allocate_shared_memory(gl.float32, [128], HALVES)
-    job = gl.allocate_shared_memory(gl.int32, [1], OWN)
-    job_ready = mbarrier.allocate_mbarrier()
-    job_free = mbarrier.allocate_mbarrier()
-    q_ready = mbarrier.allocate_mbarrier(two_ctas=True)
-    q_free = mbarrier.allocate_mbarrier()
-    k_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
-    v_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
-    free = mbarrier.allocate_mbarrier(batch=4)
-    s_ready = mbarrier.allocate_mbarrier(batch=2)
-    p_ready = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
-    pv_done = mbarrier.allocate_mbarrier(batch=2)
-    mbarrier.init(job_ready, count=1)
-    mbarrier.init(job_free, count=3)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(pv_done.index(i), count=1)
-    S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
-    O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
-    s = allocate_tensor_memory(gl.float32, [2, 128, 128], S)
-    o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
-
-    sizes = (tokens, keys, kv_heads, group)
+    source = Input(q_ptr, k_desc, v_desc, stride_qb, stride_qt, stride_qh)
+    sizes = Sizes(tokens, keys, kv_heads, group, left, right)
+    output = Output(out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                    want_lse)  # fmt: skip
     items = (tokens * group + ROWS - 1) // ROWS * kv_heads * (total_q // gl.maximum(tokens, 1))
-    ring = (kv, k_ready, v_ready, free)
+    memory = make_memory(k_desc.dtype)
+    barriers = make_barriers()
     gl.warp_specialize([
-        (softmax_role, (p, s, o, job, stat, (job_ready, job_free, s_ready, p_ready, pv_done),
-                        (out_ptr, lse_ptr, sink_ptr),
-                        (stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh), items, sizes,
-                        (left, right), scale * sign.to(gl.float32), want_lse)),
-        (load_role, (q_ptr, k_desc, v_desc, q, job, (job_ready, job_free, q_ready, q_free), ring, items, sizes,
-                     (left, right), (stride_qb, stride_qt, stride_qh))),
-        (scores_role, (q, job, job_ready, job_free, q_ready, q_free, ring, s, s_ready, p_ready, items)),
-        (values_role, (p, job, job_ready, job_free, ring, o, p_ready, pv_done, items)),
+        (softmax_role, (memory, barriers, output, items, sizes, scale * sign.to(gl.float32))),
+        (load_role, (source, memory, barriers, items, sizes)),
+        (scores_role, (memory, barriers, items)),
+        (values_role, (memory, barriers, items)),
     ], [4, 1, 1], [LOAD_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -6,18 +6,13 @@ registers, where they become bf16. A row that is not there (-1, out of range, pa
 its bias is -inf: 0 * NaN would be NaN.
 
 Row numbers are read a block ahead of their rows, FP8 rows before their slots are free: so that no wait adds to another.
-
-Values travel together in tuples::
-
-    names     the list (or block table), its stride, its width; lengths, and whether they are given
-    lists     of a query: its line of the window list, entries, blocks; its line of the other list, entries
-    pool      pointer, descriptor, rows, rows per page, page and row stride / 8 (FP8: / unit), lines between pages
-    ring      slots, biases, and the barriers ready and free of the slots
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     async_copy,
     cp_async,
     fence_async_shared,
@@ -29,7 +24,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import split_range
-from dsv4.kernels.shared.v4.items import FP8, LIST, NONE, TMA, place_of, share
+from dsv4.kernels.shared.v4.items import FP8, LIST, NONE, TMA, lists_of, place_of
 
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
 FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
@@ -39,23 +34,43 @@ PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
 
+@aggregate
+class Pool:
+    """Rows by number. Strides are in units of 8 elements, of an Fp8Cache in units of UNIT bytes."""
+
+    ptr: Value
+    desc: Value  # of its lines, for TMA
+    rows: Value
+    page_rows: Value
+    page_stride: Value
+    row_stride: Value
+    gap: Value  # lines between pages
+
+
+@aggregate
+class Pools:
+    window: Pool
+    compressed: Pool
+
+
 @gluon.jit
 def numbers_at(lists, block, end, compressed, HOW: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
     """Row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
-    window_ptr, window_count, window_blocks, line_ptr, count = lists
-    in_window = block < window_blocks
-    place = (block - gl.where(in_window, 0, window_blocks)) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
-    listed = in_window & (place < window_count) & (block < end)
-    further = (block >= window_blocks) & (place < count) & (block < end)
+    in_window = block < lists.window_blocks
+    start = gl.where(in_window, 0, lists.window_blocks)
+    place = (block - start) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
+    listed = in_window & (place < lists.window_count) & (block < end)
+    further = (block >= lists.window_blocks) & (place < lists.count) & (block < end)
     if HOW == NONE:
-        number = gl.load(window_ptr + place, mask=listed, other=-1)
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
     elif HOW == LIST:
-        number = gl.load(gl.where(in_window, window_ptr, line_ptr) + place, mask=listed | further, other=-1)
+        list_ptr = gl.where(in_window, lists.window_ptr, lists.line_ptr)
+        number = gl.load(list_ptr + place, mask=listed | further, other=-1)
     else:
-        rows, page_rows = compressed[2], compressed[3]
-        number = gl.load(window_ptr + place, mask=listed, other=-1)
-        page = gl.load(line_ptr + place // page_rows, mask=further, other=-1)
-        page = gl.where(page < rows // page_rows, page, -1)  # before the product, which may not fit
+        page_rows = compressed.page_rows
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+        page = gl.load(lists.line_ptr + place // page_rows, mask=further, other=-1)
+        page = gl.where(page < compressed.rows // page_rows, page, -1)  # before the product, which may not fit
         number = gl.where(page >= 0, page * page_rows + place % page_rows, number)
     return number
 
@@ -67,14 +82,13 @@ def write_bias(bias, there):
 
 
 @gluon.jit
-def fetch_block(pool, number, ring, at):
+def fetch_block(pool, number, memory, barriers, at):
     """One block by TMA, four rows at a time. Line -1 is out of bounds, which TMA fills with zeros."""
-    kv, bias, ready, free = ring
-    ptr, desc, rows, page_rows, page_stride, row_stride, gap = pool
-    there = (number >= 0) & (number < rows)
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    there = (number >= 0) & (number < pool.rows)
     line = number
-    if gap > 0:
-        line += number // page_rows * gap
+    if pool.gap > 0:
+        line += number // pool.page_rows * pool.gap
     line = gl.convert_layout(gl.where(there, line, -1), gl.SliceLayout(1, FOURS))
     for h in gl.static_range(2):
         slot = 2 * (at % 2) + h
@@ -82,19 +96,18 @@ def fetch_block(pool, number, ring, at):
         if h == 0:
             write_bias(bias.index(at % 2), there)
         mbarrier.expect(ready.index(slot), HALF_BYTES)
-        async_gather(desc, line, h * 256, ready.index(slot), kv.index(slot))
+        async_gather(pool.desc, line, h * 256, ready.index(slot), kv.index(slot))
 
 
 @gluon.jit
-def copy_block(pool, number, ring, at):
+def copy_block(pool, number, memory, barriers, at):
     """One block by cp.async; its first half is announced while the second is under way."""
-    kv, bias, ready, free = ring
-    ptr, desc, rows, page_rows, page_stride, row_stride, gap = pool
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES))
-    there = (number >= 0) & (number < rows)
-    page = number // page_rows
-    offset = page.to(gl.int64) * page_stride + (number - page * page_rows).to(gl.int64) * row_stride
-    pointers = ptr + offset[:, None] * 8 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES))[None, :]
+    there = (number >= 0) & (number < pool.rows)
+    page = number // pool.page_rows
+    offset = page.to(gl.int64) * pool.page_stride + (number - page * pool.page_rows).to(gl.int64) * pool.row_stride
+    pointers = pool.ptr + offset[:, None] * 8 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES))[None, :]
     for h in gl.static_range(2):
         slot = 2 * (at % 2) + h
         panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
@@ -162,18 +175,24 @@ def announce(ready):
 
 
 @gluon.jit
-def fp8_block(pool, number, ring, at, UNIT: gl.constexpr):
+def fp8_place(pool, number, UNIT: gl.constexpr):
+    """Of rows of an Fp8Cache: whether they are there, where their values begin and where their scales, in bytes."""
+    there = (number >= 0) & (number < pool.rows)
+    page = number // pool.page_rows
+    place = (number - page * pool.page_rows).to(gl.int64)
+    start = page.to(gl.int64) * pool.page_stride * UNIT
+    return there, start + place * 576, start + pool.page_rows.to(gl.int64) * 576 + place * 8
+
+
+@gluon.jit
+def fp8_block(pool, number, memory, barriers, at, UNIT: gl.constexpr):
     """One block of an Fp8Cache. Most of it is asked for before the first wait, so that it comes while slots are busy;
     the last pieces as the first leave the registers."""
-    kv, bias, ready, free = ring
-    ptr, desc, rows, page_rows, page_stride, row_stride, gap = pool
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES8))
-    there = (number >= 0) & (number < rows)
-    page = number // page_rows
-    place = (number - page * page_rows).to(gl.int64)
-    start = page.to(gl.int64) * page_stride * UNIT  # bytes
-    data = start + place * 576
-    scales = fp8_scales(ptr, start + page_rows.to(gl.int64) * 576 + place * 8, there, UNIT)
+    there, data, at_scales = fp8_place(pool, number, UNIT)
+    scales = fp8_scales(ptr, at_scales, there, UNIT)
     x0 = fp8_values(ptr, data, there, 0)
     x1 = fp8_values(ptr, data, there, 1)
     x2 = fp8_values(ptr, data, there, 2)
@@ -202,46 +221,42 @@ def fp8_block(pool, number, ring, at, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def gather_block(pool, number, ring, at, WAY: gl.constexpr, UNIT: gl.constexpr):
+def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl.constexpr):
     if WAY == TMA:
-        fetch_block(pool, number, ring, at)
+        fetch_block(pool, number, memory, barriers, at)
     elif WAY == FP8:
-        fp8_block(pool, number, ring, at, UNIT)
+        fp8_block(pool, number, memory, barriers, at, UNIT)
     else:
-        copy_block(pool, number, ring, at)
+        copy_block(pool, number, memory, barriers, at)
 
 
 @gluon.jit
-def gather_role(q_desc, names, requests, pools, q, job, q_ready, q_free, ring, items, sizes, HOW: gl.constexpr,
+def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
                 WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
-    queries, heads, num_splits, tiles_per_split = sizes
-    window, compressed = names
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = place_of(item, queries, heads)
-        window_count, compressed_count, line = share(query, window, compressed, requests, HOW)
-        window_blocks = (window_count + 63) // 64
-        blocks = window_blocks + (compressed_count + 63) // 64
-        begin, end = split_range(blocks, split, num_splits, tiles_per_split)
-        lists = (window.list_ptr + query.to(gl.int64) * window.line, window_count, window_blocks,
-                 compressed.list_ptr + line * compressed.line, compressed_count)  # fmt: skip
-        number = numbers_at(lists, begin, end, pools[1], HOW)
-        mbarrier.wait(q_free, (turn + 1) % 2)
-        job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-        mbarrier.expect(q_ready, 2 * HALF_BYTES)
+        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
+        lists = lists_of(query, window, compressed, requests, HOW)
+        blocks = lists.window_blocks + (lists.count + 63) // 64
+        begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
+        number = numbers_at(lists, begin, end, pools.compressed, HOW)
+        mbarrier.wait(barriers.q_free, (turn + 1) % 2)
+        memory.job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        mbarrier.expect(barriers.q_ready, 2 * HALF_BYTES)
         for h in gl.static_range(2):
-            tma_load(q_desc, [query, first_head, h * 256], q_ready, reinterpret(q.index(h), [1, 64, 256], BOX))
+            tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
+                     reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
         for block in range(begin, end):
-            following = numbers_at(lists, block + 1, end, pools[1], HOW)
+            following = numbers_at(lists, block + 1, end, pools.compressed, HOW)
             if HOW == NONE:
-                gather_block(pools[0], number, ring, at, WAYS[0], UNITS[0])
-            elif block < window_blocks:
-                gather_block(pools[0], number, ring, at, WAYS[0], UNITS[0])
+                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
+            elif block < lists.window_blocks:
+                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
             else:
-                gather_block(pools[1], number, ring, at, WAYS[1], UNITS[1])
+                gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1])
             number = following
             at += 1
         turn += 1

@@ -48,11 +48,71 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.v4.arguments import Names, Requests
+from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import place_of
-from dsv4.kernels.sm100.v4.gather import gather_role
+from dsv4.kernels.sm100.v4.gather import Pool, Pools, gather_role
+from dsv4.kernels.sm100.v4.results import finish_rows
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    kv: Value
+    p: Value
+    bias: Value
+    job: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    q_free: Value
+    ready: Value
+    free: Value
+    s_ready: Value
+    p_ready: Value
+    pv_done: Value
+
+
+@gluon.jit
+def make_memory():
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
+    p = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], P)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    s = allocate_tensor_memory(gl.float32, [2, 64, 64], TensorMemoryLayout([64, 64], col_stride=1))
+    o = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
+    return Memory(s, o, q, kv, p, bias, job)
+
+
+@gluon.jit
+def make_barriers():
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    pv_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=3)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+    return Barriers(q_ready, q_free, ready, free, s_ready, p_ready, pv_done)
 
 
 @gluon.jit
@@ -63,51 +123,54 @@ def begin(q_ready, job, turn):
 
 
 @gluon.jit
-def scores_role(q, job, q_ready, q_free, ring, s, s_ready, p_ready, items):
-    kv, bias, ready, free = ring
+def scores_role(memory, barriers, items):
+    """S = Q K^T of block after block."""
+    q, kv, s, ready = memory.q, memory.kv, memory.s, barriers.ready
     at = 0  # blocks so far
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n = begin(q_ready, job, turn)
+        n = begin(barriers.q_ready, memory.job, turn)
         for j in range(at, at + n):
             stage = j % 2
             if j >= 2:
-                mbarrier.wait(p_ready.index(stage), (j // 2 - 1) % 2)
+                mbarrier.wait(barriers.p_ready.index(stage), (j // 2 - 1) % 2)
             for h in gl.static_range(2):
                 mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
                 tcgen05_mma(q.index(h), kv.index(2 * stage + h).permute((1, 0)), s.index(stage), use_acc=h > 0)
-            tcgen05_commit(s_ready.index(stage))
+            tcgen05_commit(barriers.s_ready.index(stage))
         if n > 0:
-            tcgen05_commit(q_free)
+            tcgen05_commit(barriers.q_free)
         else:
-            mbarrier.arrive(q_free, count=1)
+            mbarrier.arrive(barriers.q_free, count=1)
         at += n
         turn += 1
 
 
 @gluon.jit
-def values_role(p, job, q_ready, q_free, ring, o, p_ready, pv_done, items):
-    kv, bias, ready, free = ring
+def values_role(memory, barriers, items):
+    """O += P V of block after block."""
+    kv, p, o, ready = memory.kv, memory.p, memory.o, barriers.ready
     at = 0
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n = begin(q_ready, job, turn)
-        mbarrier.arrive(q_free, count=1)
+        n = begin(barriers.q_ready, memory.job, turn)
+        mbarrier.arrive(barriers.q_free, count=1)
         for j in range(at, at + n):
             stage = j % 2
-            mbarrier.wait(p_ready.index(stage), (j // 2) % 2)
+            mbarrier.wait(barriers.p_ready.index(stage), (j // 2) % 2)
             for h in gl.static_range(2):
                 mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
                 tcgen05_mma(p.index(stage), kv.index(2 * stage + h), o.slice(h * 256, 256), use_acc=j > at)
-                tcgen05_commit(free.index(2 * stage + h))
-            tcgen05_commit(pv_done.index(stage))
+                tcgen05_commit(barriers.free.index(2 * stage + h))
+            tcgen05_commit(barriers.pv_done.index(stage))
         at += n
         turn += 1
 
 
 @gluon.jit
-def softmax_block(x, m, l, at, first, p, o, p_ready, pv_done):
+def softmax_block(x, m, l, at, first, memory, barriers):
     """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
+    p, o, pv_done = memory.p, memory.o, barriers.pv_done
     LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
     PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
     stage = at % 2
@@ -129,20 +192,24 @@ def softmax_block(x, m, l, at, first, p, o, p_ready, pv_done):
         mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
     p.index(stage).store(y.to(p.dtype))
     fence_async_shared()  # P is read by the tensor core
-    mbarrier.arrive(p_ready.index(stage), count=1)
+    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
     return m_new, l * alpha + gl.sum(y, 1)
 
 
 @gluon.jit
-def write(o, p, factor, there, out_ptr, part_ptr, stride_oh, first_head, heads, rope, split):
+def write(result, there, memory, output, split):
     """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0)."""
+    o, p, heads, first_head = memory.o, memory.p, output.heads, result.first_head
+    out_ptr = output.out_ptr + result.query.to(gl.int64) * output.stride_on * 8
+    part_ptr = output.part_ptr + result.part_row * 512
+    rope = (result.angles_ptr, output.rope.width)
     LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
     PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, LO))[:, None]
+    factor = gl.convert_layout(result.factor, gl.SliceLayout(1, LO))[:, None]
     row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    offset = (row.to(gl.int64) * stride_oh * 8)[:, None] + column[None, :]
+    offset = (row.to(gl.int64) * output.stride_oh * 8)[:, None] + column[None, :]
     own_row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
     own_column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
     own = (own_row * 512)[:, None] + own_column[None, :]
@@ -161,49 +228,31 @@ def write(o, p, factor, there, out_ptr, part_ptr, stride_oh, first_head, heads, 
 
 
 @gluon.jit
-def softmax_role(p, s, o, job, barriers, ring, tensors, strides, rope, items, sizes, scale, want_lse, split):
+def softmax_role(memory, barriers, output, items, scale, split):
     """P = exp2(S - m) block by block, and in the end of an item O / l -> out, lse."""
-    q_ready, q_free, s_ready, p_ready, pv_done = barriers
-    kv, bias, ready, free = ring
-    out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr = tensors
-    stride_on, stride_oh, stride_ln, stride_lh = strides
-    queries, heads = sizes
-    cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line = rope
+    s, pv_done = memory.s, barriers.pv_done
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, part = place_of(item, queries, heads)
-        n = begin(q_ready, job, turn)
-        mbarrier.arrive(q_free, count=1)
+        query, first_head, part = place_of(item, output.queries, output.heads)
+        n = begin(barriers.q_ready, memory.job, turn)
+        mbarrier.arrive(barriers.q_free, count=1)
         m = gl.full([64], -float("inf"), gl.float32, RS)
         l = gl.full([64], 0.0, gl.float32, RS)
         for j in range(at, at + n):
-            mbarrier.wait(ready.index(2 * (j % 2)), (j // 2) % 2)
-            unseen = bias.index(j % 2).load(gl.SliceLayout(0, LS))
-            mbarrier.wait(s_ready.index(j % 2), (j // 2) % 2)
+            mbarrier.wait(barriers.ready.index(2 * (j % 2)), (j // 2) % 2)
+            unseen = memory.bias.index(j % 2).load(gl.SliceLayout(0, LS))
+            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
             x = s.index(j % 2).load() * scale + unseen[None, :]
-            m, l = softmax_block(x, m, l, j, at, p, o, p_ready, pv_done)
+            m, l = softmax_block(x, m, l, j, at, memory, barriers)
         at += n
         turn += 1
-
-        head = first_head + gl.arange(0, 64, layout=RS)
-        here = head < heads
-        sink = softmax.sink_of(sink_ptr, head, here & (split == 0))
-        factor, lse = softmax.finish(m, l, sink)
-        part_row = (part.to(gl.int64) * queries + query) * heads
-        if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
-            gl.store(part_lse_ptr + part_row + head, lse, mask=here)
-        else:
-            gl.store(lse_ptr + query.to(gl.int64) * stride_ln + head.to(gl.int64) * stride_lh, lse * softmax.LN2,
-                     mask=here & (want_lse != 0))  # fmt: skip
-        position = gl.load(positions_ptr + query, mask=rope_width > 0, other=0).to(gl.int64)
-        angles = cos_sin_ptr + gl.minimum(gl.maximum(position, 0), rope_positions - 1) * rope_line
+        result = finish_rows(m, l, query, first_head, part, output, split)
         if n > 0:
             mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
-        write(o, p, factor, n, out_ptr + query.to(gl.int64) * stride_on * 8, part_ptr + part_row * 512, stride_oh,
-              first_head, heads, (angles, rope_width), split)  # fmt: skip
+        write(result, n, memory, output, split)
 
 
 @gluon.jit(do_not_specialize=[
@@ -225,53 +274,27 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
               rope_width, rope_line, num_splits, tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split,
               HOW: gl.constexpr, WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
               COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
-    p = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], P)
-    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    pv_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=3)
-    for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(pv_done.index(i), count=1)
-    s = allocate_tensor_memory(gl.float32, [2, 64, 64], TensorMemoryLayout([64, 64], col_stride=1))
-    o = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
-
-    names = (
-        Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width),
-        Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width),
-    )
-    pools = (
-        (window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap),
-        (compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
-         compressed_row_stride, compressed_gap),
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
+                       compressed_width)  # fmt: skip
+    requests = Requests(starts_ptr, starts, requests)
+    pools = Pools(
+        Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,
+             window_gap),
+        Pool(compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
+             compressed_row_stride, compressed_gap),
     )  # fmt: skip
-    ring = (kv, bias, ready, free)
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+
+    memory = make_memory()
+    barriers = make_barriers()
     gl.warp_specialize([
-        (softmax_role, (p, s, o, job, (q_ready, q_free, s_ready, p_ready, pv_done), ring,
-                        (out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr),
-                        (stride_on, stride_oh, stride_ln, stride_lh),
-                        (cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line), items, (queries, heads),
-                        signed_scale, want_lse, split)),
-        (gather_role, (q_desc, names, Requests(starts_ptr, starts, requests), pools, q, job, q_ready, q_free, ring,
-                       items, (queries, heads, num_splits, tiles_per_split), HOW, (WINDOW_WAY, COMPRESSED_WAY),
-                       (WINDOW_UNIT, COMPRESSED_UNIT))),
-        (scores_role, (q, job, q_ready, q_free, ring, s, s_ready, p_ready, items)),
-        (values_role, (p, job, q_ready, q_free, ring, o, p_ready, pv_done, items)),
+        (softmax_role, (memory, barriers, output, items, signed_scale, split)),
+        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW,
+                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT))),
+        (scores_role, (memory, barriers, items)),
+        (values_role, (memory, barriers, items)),
     ], [4, 1, 1], [GATHER_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -25,11 +25,12 @@ wide_kv.py says about waits holds in each of them. The leader may not end before
 ``free``, nor the other before the last bytes have come: it waits for them, and Triton ends a cluster with a barrier of
 all its threads.
 
-Where it is taken, and why not by default: fmha.py.
+Where it is taken, and why not by default: entry.py.
 """
 
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.arguments import Lists, Sizes, Strides, Tensors
 from dsv4.kernels.sm90.fmha import work
 from dsv4.kernels.sm90.fmha.halves import make_room
 from dsv4.kernels.sm90.fmha.wide_kv import half_role, load_role
@@ -44,12 +45,12 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr, RIGHT_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
     gl.static_assert(gl.num_ctas() == 2)
-    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    lists = work.Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
-    sizes = work.Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
-                       num_splits, tiles_per_split)  # fmt: skip
-    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                           stride_lb)  # fmt: skip
+    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                  num_splits, tiles_per_split)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                      stride_lb)  # fmt: skip
     k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
     v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
     place = work.place_of(lists, sizes, k_desc.block_shape[1], 128, 128, HOW)

@@ -35,6 +35,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.arguments import Lists, Sizes, Strides, Tensors
 from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS
 from dsv4.kernels.sm90.fmha import work
 
@@ -212,12 +213,12 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
               SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
               PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    lists = work.Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
-    sizes = work.Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
-                       num_splits, tiles_per_split)  # fmt: skip
-    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                           stride_lb)  # fmt: skip
+    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                  num_splits, tiles_per_split)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                      stride_lb)  # fmt: skip
     k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
     v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
     place = work.place_of(lists, sizes, k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)

@@ -12,6 +12,7 @@ which evens out causal work.
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.shared.fmha import loads
+from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
 from dsv4.kernels.shared.fmha.tiles import DENSE, Pages, end_key, first_key
 from dsv4.kernels.sm90.fmha import rows, work
 
@@ -31,7 +32,7 @@ class Scan:
 
 
 @aggregate
-class Source:
+class Keys:
     """Where K and V of all sequences come from."""
 
     k_desc: Value
@@ -62,9 +63,9 @@ def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr
     for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
         seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
         where = loads.Where(seq, head, 0, scan.keys, 0, scan.keys, source.pages.table_ptr, source.pages.page_size)
-        here = work.Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
+        here = Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
         slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed,
-                                                    work.Tiles(first, 0, tiles, 0), SAME_KV, DENSE)  # fmt: skip
+                                                    Tiles(first, 0, tiles, 0), SAME_KV, DENSE)  # fmt: skip
 
 
 @gluon.jit
@@ -79,11 +80,11 @@ def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.c
         seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
         n = seq.to(gl.int64)
         lse_ptr = tensors.lse_ptr + n * strides.lb
-        here = work.Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr,
-                            tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
-        problem = work.Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right,
-                               scale, want_lse)  # fmt: skip
-        share = work.Share(here, strides, problem, work.Tiles(first, 0, tiles, 0), pages)
+        here = Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr,
+                       tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
+        problem = Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right,
+                          scale, want_lse)  # fmt: skip
+        share = Share(here, strides, problem, Tiles(first, 0, tiles, 0), pages)
         slot, phase = rows.attend(slot, phase, q, tile_row + 64 * W, ring, share, SAME_KV, False, DENSE, SIGN)
 
 
@@ -98,12 +99,12 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
                    PRODUCER_REGS: gl.constexpr):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
-    tensors = work.Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    strides = work.Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                           stride_lb)  # fmt: skip
+    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
+                      stride_lb)  # fmt: skip
     pages = Pages(table_ptr, page_size, total_k)
-    source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
-                    loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip
+    source = Keys(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
+                  loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip
     q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
     row_tiles = (tokens * group + M - 1) // M
     items = row_tiles * kv_heads * (total_q // tokens)

@@ -12,6 +12,8 @@ the CTA has met at a barrier; the same barrier says that the products of the til
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     async_copy,
     barrier,
     cp_async,
@@ -23,6 +25,29 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared.index.scores import BATCH, ONE, owner, relu, rows_seen
+
+
+@aggregate
+class Keys:
+    """Rows in pages, or one sequence after the other. Strides are in units of 8 elements."""
+
+    ptr: Value
+    pages: Value
+    page_rows: Value
+    page_stride: Value
+    row_stride: Value
+    inverse: Value  # ceil(2^shift / page_rows)
+    shift: Value
+
+
+@aggregate
+class Lines:
+    """The block table and the scores: pointer, and from a line to the next."""
+
+    table_ptr: Value
+    table_line: Value
+    scores_ptr: Value
+    scores_line: Value
 
 
 @gluon.constexpr_function
@@ -37,36 +62,35 @@ def rows_of(tile, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def page_of(row, pool):
-    """row // rows of a page, for 0 <= row < 2^31, by the inverse that the host knows."""
-    wide = row.to(gl.uint32, bitcast=True).to(gl.uint64) * pool[5].to(gl.uint32, bitcast=True).to(gl.uint64)
-    return (wide >> pool[6].to(gl.uint64)).to(gl.int32)
+def page_of(row, keys):
+    """row // rows of a page, for 0 <= row < 2^31."""
+    wide = row.to(gl.uint32, bitcast=True).to(gl.uint64) * keys.inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
+    return (wide >> keys.shift.to(gl.uint64)).to(gl.int32)
 
 
 @gluon.jit
-def numbers_of(tile, most, line_ptr, pool, ROWS: gl.constexpr, HOW: gl.constexpr):
+def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, HOW: gl.constexpr):
     """Page numbers of the rows of a tile, -1 past those that are seen."""
     row = rows_of(tile, ROWS)
     if HOW == ONE or HOW == BATCH:
         return gl.where(row < most, 0, -1)
-    return gl.load(line_ptr + page_of(row, pool), mask=row < most, other=-1)
+    return gl.load(line_ptr + page_of(row, keys), mask=row < most, other=-1)
 
 
 @gluon.jit
-def copy_tile(slot, tile, page, pool, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr,
+def copy_tile(slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr,
               HOW: gl.constexpr):  # fmt: skip
     """Rows of a tile -> slot [ROWS, DIMS], one group of copies; rows that are not there become zeros."""
-    k_ptr, pages, page_rows, page_stride, row_stride = pool[:5]
     PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     panels = reinterpret(slot, [DIMS // 64, ROWS, 64], PANEL)
     row = rows_of(tile, ROWS)
     place = row
     if not (HOW == ONE or HOW == BATCH):
-        place = row - page_of(row, pool) * page_rows
-    there = (page >= 0) & (page < pages)
-    at = page.to(gl.int64) * page_stride + place.to(gl.int64) * row_stride
+        place = row - page_of(row, keys) * keys.page_rows
+    there = (page >= 0) & (page < keys.pages)
+    at = page.to(gl.int64) * keys.page_stride + place.to(gl.int64) * keys.row_stride
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, lanes(gl.num_warps())))
-    pointers = k_ptr + at[:, None] * 8 + column[None, :]
+    pointers = keys.ptr + at[:, None] * 8 + column[None, :]
     for panel in gl.static_range(DIMS // 64):
         if WHOLE:
             cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None])
@@ -77,9 +101,9 @@ def copy_tile(slot, tile, page, pool, dims, ROWS: gl.constexpr, DIMS: gl.constex
 
 
 @gluon.jit
-def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, pool, table_ptr, table_line, scores_ptr,
-               scores_line, dims, QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr,
-               STAGES: gl.constexpr, WHOLE: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, keys, lines, dims, QUERIES: gl.constexpr,
+               HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+               HOW: gl.constexpr):  # fmt: skip
     """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HEADS, 16])
     most = gl.to_tensor(0)
@@ -90,14 +114,15 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, poo
     each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
-    line_ptr = table_ptr + sequence.to(gl.int64) * table_line
+    line_ptr = lines.table_ptr + sequence.to(gl.int64) * lines.table_line
     if HOW == BATCH:
-        pool = (pool[0] + sequence.to(gl.int64) * pool[3] * 8, pool[1], pool[2], pool[3], pool[4], pool[5], pool[6])
+        start_ptr = keys.ptr + sequence.to(gl.int64) * keys.page_stride * 8
+        keys = Keys(start_ptr, keys.pages, keys.page_rows, keys.page_stride, keys.row_stride, keys.inverse, keys.shift)
     for i in gl.static_range(STAGES - 1):
-        page = numbers_of(start + i, gl.where(start + i < stop, most, 0), line_ptr, pool, ROWS, HOW)
-        copy_tile(ring.index(i), start + i, page, pool, dims, ROWS, DIMS, WHOLE, HOW)
+        page = numbers_of(start + i, gl.where(start + i < stop, most, 0), line_ptr, keys, ROWS, HOW)
+        copy_tile(ring.index(i), start + i, page, keys, dims, ROWS, DIMS, WHOLE, HOW)
     ahead = start + STAGES - 1
-    page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, pool, ROWS, HOW)
+    page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, keys, ROWS, HOW)
     slot = gl.to_tensor(0)
     for tile in range(start, stop):
         async_copy.wait_group(STAGES - 2)
@@ -110,15 +135,15 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, poo
             products = products + (product,)
         ahead = tile + STAGES - 1
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        copy_tile(ring.index(free), ahead, page, pool, dims, ROWS, DIMS, WHOLE, HOW)
+        copy_tile(ring.index(free), ahead, page, keys, dims, ROWS, DIMS, WHOLE, HOW)
         ahead = ahead + 1
-        page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, pool, ROWS, HOW)
+        page = numbers_of(ahead, gl.where(ahead < stop, most, 0), line_ptr, keys, ROWS, HOW)
         for j in gl.static_range(QUERIES):
             product = warpgroup_mma_wait(num_outstanding=QUERIES - 1 - j, deps=(products[j],))
             total = gl.sum(relu(product) * w[j][None, :], 1) * factor
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
             mine = (begin + j >= first) & (begin + j < last)
-            line = scores_ptr + (begin - base + j).to(gl.int64) * scores_line
+            line = lines.scores_ptr + (begin - base + j).to(gl.int64) * lines.scores_line
             gl.store(line + row, total, mask=(row < seen[j]) & mine)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
@@ -137,6 +162,8 @@ def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_pt
                       ROWS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """Strides of q and k are in units of 8 elements. Line n of the scores is that of query first_query + n; only what a
     query sees is written."""
+    keys = Keys(k_ptr, pages, page_rows, page_stride, row_stride, page_inverse, page_shift)
+    lines = Lines(table_ptr, table_line, scores_ptr, scores_line)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HEADS, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = lanes(gl.num_warps())
@@ -159,13 +186,11 @@ def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_pt
         w = w + (gl.load(weight_ptr, mask=(acc_head < heads) & (n < end), other=0.0).to(gl.float32),)
         seen = seen + (rows_seen(begin + j, count_ptr, ratio, capacity, n < end),)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads
-    pool = (k_ptr, pages, page_rows, page_stride, row_stride, page_inverse, page_shift)
     first = begin
     while first < end:  # the queries of a CTA may belong to several sequences
         sequence, next_one = owner(first, starts_ptr, requests, tokens, HOW)
         last = gl.minimum(next_one, end)
         if sequence < requests:
-            score_rows(first, last, first_query, begin, sequence, seen, w, factor, q, ring, pool, table_ptr,
-                       table_line, scores_ptr, scores_line, dims, QUERIES, HEADS, DIMS, ROWS, STAGES,
-                       WHOLE, HOW)  # fmt: skip
+            score_rows(first, last, first_query, begin, sequence, seen, w, factor, q, ring, keys, lines, dims, QUERIES,
+                       HEADS, DIMS, ROWS, STAGES, WHOLE, HOW)  # fmt: skip
         first = last

@@ -20,7 +20,7 @@ from dsv4.kernels.compat import (
     reinterpret_as,
 )
 from dsv4.kernels.shared.fmha.tiles import split_range
-from dsv4.kernels.shared.v4.items import LIST, NONE, place_of, share
+from dsv4.kernels.shared.v4.items import LIST, NONE, lists_of, place_of
 
 # What the job of an item says, in this order.
 STEPS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -64,38 +64,12 @@ class Pools:
 
 
 @aggregate
-class Lists:
-    """What a query names: its line of the window list, then its line of the compressed list or of the block table."""
-
-    window_ptr: Value
-    window_count: Value
-    window_blocks: Value
-    line_ptr: Value
-    count: Value
-
-
-@aggregate
 class Queries:
     """Strides are in units of 8 elements."""
 
     ptr: Value
     stride_n: Value
     stride_h: Value
-
-
-@aggregate
-class Sizes:
-    queries: Value
-    heads: Value
-    num_splits: Value
-    tiles_per_split: Value
-
-
-@gluon.jit
-def lists_of(query, window, compressed, requests, HOW: gl.constexpr):
-    count, more, line = share(query, window, compressed, requests, HOW)
-    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
-    return Lists(window_ptr, count, (count + 63) // 64, compressed.list_ptr + line * compressed.line, more)
 
 
 @gluon.jit

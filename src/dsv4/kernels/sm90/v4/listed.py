@@ -49,7 +49,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
+from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
 from dsv4.kernels.sm90.fmha.halves import zero
 from dsv4.kernels.sm90.v4.gather import (
@@ -60,7 +60,6 @@ from dsv4.kernels.sm90.v4.gather import (
     Pool,
     Pools,
     Queries,
-    Sizes,
     arrivals,
     gather_role,
 )

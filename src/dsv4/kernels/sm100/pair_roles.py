@@ -1,0 +1,313 @@
+"""Pairs of CTAs on sm_100a: memory, barriers and roles that V4 attention and FMHA share.
+
+The tensor cores of a pair work on one product of 128 rows: each CTA has 64 rows in all of its 128 lanes, which is the
+full rate, where 64 rows of one CTA alone have half of it. A product takes its right operand in halves: of K the rows
+are split (each CTA holds 64 of 128 keys, all columns), of V the columns (each CTA holds all 128 keys, half of the
+columns). Role chart of one item of three blocks, the same in both CTAs; products are issued by the first::
+
+    load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next item, as Q is free
+    scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next item
+    values   1 warp   |      |               |         | O = P0 V0 | O += P1 V1 | O += P2 V2
+    softmax  4 warps  |      |               | P0      | P1        | P2         |            | O / l -> out
+
+Load and softmax are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a place,
+which takes K or V of a block. An item of n blocks fills the two places in this order::
+
+    place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next item
+    place 1        | K1    | K2    | ... K(n-1)        | V(n-1)     |
+
+so that V of its last block and K of the next item's first are there at once.
+
+tensor memory   columns     holds
+s               2 x 64      S of two blocks, fp32 [128, 128]: the second half of the keys in the lanes from 64 on
+o               2 x 128     O, fp32 [128, 256] each: of each half, the second 128 columns in the lanes from 64 on
+
+shared memory   bytes       holds, in each CTA
+q               2 x 32768   [64 rows, 256] each: columns 0-255 and 256-511 of Q
+kv              4 x 32768   slots: K [64 keys, 256] or V [128 keys, 128]
+p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2; the output rows leave through it
+stat            256         factors of the 64 rows, to see whether any is not 1
+job             4           the number of blocks of the item
+barriers        8 each
+
+A barrier of the pair is the first CTA's: both arrive there, and it alone waits. The others are each CTA's own.
+
+barrier        arrives            count   waits             means
+job_ready      load               1       all others        the number of blocks of the next item is in job
+job_free       all others         3       load              job has been read
+q_ready        bytes, of the pair 1       scores            Q of the item is in q
+q_free         commit of scores   1       load              the item's scores are complete
+k_ready[i]     bytes or load,     1       scores            slot i holds K
+               of the pair
+v_ready[i]     the same           1       values            slot i holds V
+free[i]        commit of scores   1       load              the product has used slot i
+               or values
+s_ready[s]     commit of scores   1       softmax           S is complete
+p_ready[s]     softmax, of the    1       values, scores    P is stored, S is read, O is rescaled for this P V
+               pair
+pv_done[s]     commit of values   1       softmax           P V is complete: P may be overwritten, O touched
+
+A commit arrives in both CTAs. No wait lags two phases behind, K and V having barriers of their own: a slot is filled
+with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] comes again after softmax has waited
+for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. The
+first P V of an item overwrites O: its p_ready comes after softmax has written the output of the item before.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret
+from dsv4.kernels.shared import softmax
+
+KEYS = gl.constexpr(128)
+# Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
+SLOT_K = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
+SLOT_V = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[0, 1]]))
+SLOT_BYTES = gl.constexpr(128 * 256)  # of one CTA
+PIECE = gl.constexpr(TensorMemoryLayout([64, 64], col_stride=1, cga_layout=[[1, 0]], two_ctas=True))
+PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
+OWN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[0]]))  # each CTA has its own values
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1]]))  # each CTA has half of the values
+OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], cga_layout=[[1, 0]]))  # 16 bytes per thread
+GAP = gl.constexpr(96)  # a piece of O is 32 columns and, as many columns further, 32 more
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    kv: Value
+    p: Value
+    stat: Value
+    job: Value
+
+
+@aggregate
+class Barriers:
+    job_ready: Value
+    job_free: Value
+    q_ready: Value
+    q_free: Value
+    k_ready: Value
+    v_ready: Value
+    free: Value
+    s_ready: Value
+    p_ready: Value
+    pv_done: Value
+
+
+@aggregate
+class Target:
+    """Rows in global memory: pointer, offset of each row and whether it is there."""
+
+    ptr: Value
+    row: Value
+    here: Value
+
+
+@gluon.jit
+def make_memory(DTYPE: gl.constexpr):
+    S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 128, 256], SLOT_K)
+    p = gl.allocate_shared_memory(DTYPE, [2, 128, 128], PANEL)
+    stat = gl.allocate_shared_memory(gl.float32, [128], HALVES)
+    job = gl.allocate_shared_memory(gl.int32, [1], OWN)
+    s = allocate_tensor_memory(gl.float32, [2, 128, 128], S)
+    o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
+    return Memory(s, o, q, kv, p, stat, job)
+
+
+@gluon.jit
+def make_barriers():
+    job_ready = mbarrier.allocate_mbarrier()
+    job_free = mbarrier.allocate_mbarrier()
+    q_ready = mbarrier.allocate_mbarrier(two_ctas=True)
+    q_free = mbarrier.allocate_mbarrier()
+    k_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
+    v_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
+    free = mbarrier.allocate_mbarrier(batch=4)
+    s_ready = mbarrier.allocate_mbarrier(batch=2)
+    p_ready = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
+    pv_done = mbarrier.allocate_mbarrier(batch=2)
+    mbarrier.init(job_ready, count=1)
+    mbarrier.init(job_free, count=3)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+    return Barriers(job_ready, job_free, q_ready, q_free, k_ready, v_ready, free, s_ready, p_ready, pv_done)
+
+
+@gluon.jit
+def place_of_k(i):
+    """(place, how often the item has filled it before) of K of its block i."""
+    return gl.minimum(i, 1), gl.maximum(i - 1, 0)
+
+
+@gluon.jit
+def place_of_v(i, n):
+    return gl.where(i == n - 1, 1, 0), gl.minimum(i + 1, n - 1)
+
+
+@gluon.jit
+def tell(n, turn, memory, barriers):
+    """The loading warps tell the others the number of blocks of the next item."""
+    mbarrier.wait(barriers.job_free, (turn + 1) % 2)
+    memory.job.store(gl.full([1], n, gl.int32, gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[0]])))
+    mbarrier.arrive(barriers.job_ready, count=1)
+
+
+@gluon.jit
+def begin(turn, memory, barriers):
+    """The number of blocks of the next item."""
+    mbarrier.wait(barriers.job_ready, turn % 2)
+    n = gl.max(memory.job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])), 0)
+    mbarrier.arrive(barriers.job_free, count=1)
+    return n
+
+
+@gluon.jit
+def last_commits(at, full, barriers):
+    """The last commits arrive in both CTAs: neither may be gone before. At the end of the loading warps."""
+    if full > 0:
+        mbarrier.wait(barriers.q_free, (full - 1) % 2)
+        for slot in gl.static_range(4):
+            mbarrier.wait(barriers.free.index(slot), (at - 1) % 2)
+
+
+@gluon.jit
+def last_values(at, barriers):
+    """The same for a commit that softmax had no need to wait for."""
+    if at > 1:
+        mbarrier.wait(barriers.pv_done.index(at % 2), (at // 2 - 1) % 2)
+
+
+@gluon.jit
+def scores_role(memory, barriers, items):
+    """S = Q K^T of block after block."""
+    at = 0  # blocks so far
+    full = 0  # items so far that have blocks
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(turn, memory, barriers)
+        if n > 0:
+            mbarrier.wait(barriers.q_ready, full % 2)
+        for i in range(0, n):
+            stage = (at + i) % 2
+            if at + i >= 2:
+                mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2 - 1) % 2)
+            place, _use = place_of_k(i)
+            # Place 0 has had K once per item, place 1 all the others.
+            phase = gl.where(i == 0, full, at - full + i - 1) % 2
+            for h in gl.static_range(2):
+                slot = 2 * place + h
+                mbarrier.wait(barriers.k_ready.index(slot), phase)
+                k = memory.kv.index(slot).permute((1, 0))
+                tcgen05_mma(memory.q.index(h), k, memory.s.index(stage), use_acc=h > 0)
+                tcgen05_commit(barriers.free.index(slot))
+            tcgen05_commit(barriers.s_ready.index(stage))
+            tcgen05_commit(barriers.q_free, pred=i == n - 1)
+        at += n
+        full += gl.minimum(n, 1)
+        turn += 1
+
+
+@gluon.jit
+def values_role(memory, barriers, items):
+    """O += P V of block after block."""
+    at = 0
+    full = 0
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(turn, memory, barriers)
+        for i in range(0, n):
+            stage = (at + i) % 2
+            mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2) % 2)
+            place, _use = place_of_v(i, n)
+            # Place 1 has had V once per item, place 0 all the others.
+            phase = gl.where(i == n - 1, full, at - full + i) % 2
+            for h in gl.static_range(2):
+                slot = 2 * place + h
+                mbarrier.wait(barriers.v_ready.index(slot), phase)
+                v = reinterpret(memory.kv.index(slot), [128, 256], SLOT_V)
+                tcgen05_mma(memory.p.index(stage), v, memory.o.index(h), use_acc=i > 0)
+                tcgen05_commit(barriers.free.index(slot))
+            tcgen05_commit(barriers.pv_done.index(stage))
+        at += n
+        full += gl.minimum(n, 1)
+        turn += 1
+
+
+@gluon.jit
+def softmax_block(x, m, l, at, first, memory, barriers):
+    """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
+    p, o, stat, pv_done = memory.p, memory.o, memory.stat, barriers.pv_done
+    LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    stage = at % 2
+    grown = gl.max(x, 1)
+    moves = grown - m > softmax.RESCALE_ABOVE
+    m_new = gl.where(moves, grown, m)
+    alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
+    if at > first:
+        stat.store(alpha)
+        own = reinterpret(stat, [64], OWN).load(gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[0]]))
+        if gl.min(own, 0) < 1.0:
+            mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
+            factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
+            for h in gl.static_range(2):
+                pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
+                for c in range(0, 4):
+                    pieces.index(c).store(pieces.index(c).load() * factor)
+    y = gl.exp2(x - gl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
+    if at >= 2:
+        mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
+    p.index(stage).store(y.to(p.dtype))
+    fence_async_shared()  # P is read by the tensor core
+    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    return m_new, l * alpha + gl.sum(y, 1)
+
+
+@gluon.jit
+def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = True):
+    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0).
+
+    out: Target in layout OUT; part: Target as O comes from tensor memory.
+    """
+    o, p = memory.o, memory.p
+    LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LO))[:, None]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
+    column += column // 32 * GAP
+    offset = out.row[:, None] + column[None, :]
+    part_column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
+    part_column += part_column // 32 * GAP
+    part_offset = part.row[:, None] + part_column[None, :]
+    staged = reinterpret(p, [4, 128, 64], PANEL)
+    for h in gl.static_range(2):
+        pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
+        for c in range(0, 4):
+            first = h * 256 + c * 32
+            y = gl.zeros([128, 64], gl.float32, LO)
+            if there > 0:
+                y = pieces.index(c).load()
+                if TURN:
+                    y = softmax.turn_back(y, rope, first, 512, GAP)
+                y = y * factor
+            if split != 0:
+                gl.store(part.ptr + part_offset + first, y, mask=part.here[:, None])
+            else:
+                staged.index(c % 2).store(y.to(p.dtype))
+                gl.store(out.ptr + offset + first, staged.index(c % 2).load(OUT), mask=out.here[:, None])
