@@ -48,6 +48,7 @@ from softsm.engine.program import (
 )
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+called = globals().get("called") or compiled  # for what Python calls as well
 
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
@@ -280,7 +281,7 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
             report(races, WAR, 1, address, pc, reader, seen, place & ~i8(READ_SEVERAL), lane)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@called("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
     """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))

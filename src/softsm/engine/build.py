@@ -21,10 +21,10 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names
 
     Numba's cache looks only at the file it compiles, so the file name carries a hash of all that goes in: the text,
     `depends` (further source files), the versions and the CPU. `names` are put into the module before it runs
-    (functions of other generated modules, whose own names are hashed in)."""
+    (functions of other generated modules, or such modules; the names of these are hashed in)."""
     import numba
 
-    used = "".join(f"# {key} from {getattr(value, '__module__', '')}\n" for key, value in sorted(names.items()))
+    used = "".join(f"# {key} from {_home(value)}\n" for key, value in sorted(names.items()))
     stem = f"{name}_{fingerprint(source + used, numba.__version__.encode(), *(p.read_bytes() for p in depends))}"
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,3 +41,8 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     return module
+
+
+def _home(value) -> str:
+    """The module of a function, or the module itself."""
+    return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")

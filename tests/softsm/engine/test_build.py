@@ -26,3 +26,18 @@ def test_a_module_is_compiled_once_and_found_again(tmp_path, monkeypatch):
     assert index.stat().st_mtime_ns == before
     assert build.load("tiny", SOURCE + "# changed").f(1) == 2
     assert len(list(tmp_path.glob("tiny_*.py"))) == 2
+
+
+USER = """
+from numba import njit
+@njit("i8(i8)", cache=True)
+def g(x):
+    return tiny.f(x) * 10
+"""
+
+
+def test_a_module_that_another_one_uses_decides_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path))
+    first = build.load("user", USER, tiny=build.load("tiny", SOURCE))
+    second = build.load("user", USER, tiny=build.load("tiny", SOURCE.replace("x + 1", "x + 2")))
+    assert (first.g(1), second.g(1)) == (20, 30)
