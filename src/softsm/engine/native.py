@@ -70,8 +70,9 @@ def target_machine() -> llvm.TargetMachine:
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
     features = llvm.get_host_cpu_features().flatten()
+    reloc = "static" if target.name.startswith("x86") else "default"  # LLVM's JIT cannot relocate other code on x86
     return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=2, codemodel="jitdefault", jit=True)
+        cpu=llvm.get_host_cpu_name(), features=features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True)
 
 
 def object_code(build: Callable[[ir.Module], None], name: str) -> bytes:
