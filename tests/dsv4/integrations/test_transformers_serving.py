@@ -1,0 +1,91 @@
+"""Continuous batching of transformers on dsv4's flash-attn calls: the tokens of the model's own eager attention."""
+
+import functools
+from collections import Counter
+
+import pytest
+import tiny_dense
+import torch
+import transformers
+
+from dsv4.integrations import flash_attn, transformers_serving
+
+PROMPTS = [[5, 9, 33, 2], list(range(3, 40)), [7]]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Counts dsv4's calls behind the registered name."""
+    counts: Counter = Counter()
+    varlen = flash_attn.flash_attn_varlen_func
+
+    @functools.wraps(varlen)  # transformers looks at the signature
+    def counted(*arguments, learnable_sink=None, window_size=(-1, -1), **options):
+        counts["varlen"] += 1
+        counts["sink"] += learnable_sink is not None
+        counts["window"] += window_size[0] >= 0
+        return varlen(*arguments, learnable_sink=learnable_sink, window_size=window_size, **options)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", counted)
+    from transformers import modeling_flash_attention_utils as utils
+
+    monkeypatch.setattr(utils, "_loaded_implementation", None)  # functions are kept from call to call there
+    transformers_serving.register()
+    yield counts
+    utils._loaded_implementation = None
+
+
+def generated(model, prompts, tokens=6):
+    settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
+    batching = transformers.ContinuousBatchingConfig(**{size: 16}, num_blocks=64, max_batch_tokens=64)
+    with torch.no_grad():
+        outs = model.generate_batch(
+            inputs=prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
+        )
+    return [outs[key].generated_tokens for key in sorted(outs, key=lambda k: int(k.rsplit("_", 1)[-1]))]
+
+
+def alone(model, prompts, tokens=6):
+    """Greedy, one request at a time, with the model's eager attention and no cache."""
+    results = []
+    for prompt in prompts:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(tokens):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        results.append(ids[len(prompt) :])
+    return results
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_requests_of_any_length_give_the_tokens_of_eager(kind, served):
+    model = tiny_dense.build(kind)
+    wanted = alone(model, PROMPTS)
+    model.set_attn_implementation("dsv4_flash")
+    assert generated(model, PROMPTS) == wanted
+    assert served["varlen"] > 0
+    if kind == "gpt_oss":
+        assert served["sink"] == served["varlen"] and 0 < served["window"] < served["varlen"]
+
+
+def test_without_continuous_batching_the_name_works_too(served):
+    model = tiny_dense.build("llama")
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        wanted = model(ids).logits
+        model.set_attn_implementation("dsv4_flash")
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dsv4", "org/flash", "paged|flash"])
+def test_names_that_continuous_batching_would_not_take_are_refused(name):
+    with pytest.raises(ValueError, match="name: got"):
+        transformers_serving.register(name)
+
+
+def test_other_implementations_are_found_as_before(served):
+    from transformers.modeling_flash_attention_utils import _lazy_imports
+
+    with pytest.raises(Exception, match="no_such_flash|kernel|flash"):
+        _lazy_imports("no_such_flash")
