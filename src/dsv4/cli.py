@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import dsv4
-from dsv4.commands import bench, compile, demo, doctor, kernels, support, verify
+from dsv4.commands import bench, compile, demo, doctor, hub, kernels, support, verify
 
 app = typer.Typer(
     help="Attention for DeepSeek-V4-class models: run it, verify it, ask what this machine can do.",
@@ -61,6 +61,7 @@ add("support", support.support)
 add("bench", bench.bench)
 add("compile", compile.compile)
 add("kernels", kernels.kernels)
+add("hub", hub.hub)
 
 
 def main() -> None:
