@@ -18,6 +18,8 @@ VENVT   := .venv-triton-$(TRITON)
 VENVGPU := .venv-gpu
 GPU     := $(shell nvidia-smi -L 2>/dev/null)
 HERE    := $(if $(GPU),$(VENVGPU),$(VENV))
+# make test-engines: real vLLM on this CPU (3.5 GB, about 8 minutes to install, as long again to run).
+VENVE   := .venv-engines
 EXTRAS  := dev,hf,plot,trace
 # Neighbours stay together: a kernel that several tests launch is compiled and decoded in one worker.
 PARALLEL := -n $(WORKERS) --dist worksteal
@@ -29,7 +31,7 @@ INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under other Tritons: the emulator, the Hopper kernels and those for both architectures.
 TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/dsv4/kernels/test_*.py)
 
-.PHONY: demo test test-slow test-gpu test-triton fuzz lint bench setup clean known-tests
+.PHONY: demo test test-slow test-gpu test-triton test-engines fuzz lint bench setup clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
@@ -50,6 +52,9 @@ known-tests:
 test-triton: $(VENVT)/.installed
 	$(PYTEST:$(VENV)/%=$(VENVT)/%) -m "not slow and not gpu" $(TRITON_TESTS)
 
+test-engines: $(VENVE)/.installed
+	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines
+
 # Mutated kernels under the checkers; make test runs 12 s of it. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0
 fuzz: setup
@@ -65,7 +70,7 @@ bench: setup
 setup: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .venv-triton-* $(VENVGPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENVE) .venv-triton-* $(VENVGPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp per step: a step runs again only when what it depends on has changed. Byte code is left to the first import:
 # compiling all of torch and transformers takes longer than unpacking them.
@@ -103,4 +108,11 @@ $(VENVGPU)/.installed: pyproject.toml
 	@$(VENVGPU)/bin/python $(SEES_GPU) || { rm -rf $(VENVGPU); echo "this machine has a GPU, but the torch that make" \
 	   "found or installed does not see it; set PYTHON to a Python whose torch does, or TORCH to what pip shall install"; \
 	   exit 1; }
+
+# vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another torch.
+$(VENVE)/.installed: tests/engines/requirements.txt pyproject.toml
+	test -x $(VENVE)/bin/python || $(PYTHON) -m venv $(VENVE)
+	$(VENVE)/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) --extra-index-url $(CPU_TORCH_INDEX) -r $<
+	$(VENVE)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
+	$(VENVE)/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e .
 	@touch $@

@@ -1,0 +1,78 @@
+"""What the plug-in replaces in vLLM, in one place: the class of DeepSeek-V4's attention and one backend name."""
+
+import functools
+from typing import Any
+
+from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, refuse
+
+MARK = "_dsv4_wrapped"
+
+
+def everything() -> None:
+    """Twice is once."""
+    contract.check()
+    from vllm.platforms import current_platform
+
+    backend_name()
+    if current_platform.is_cpu():
+        on_a_cpu()
+    elif current_platform.is_cuda():
+        on_cuda()
+    else:
+        refuse(SWITCH, f"1 on {current_platform.device_name or 'an unknown platform'}", "CUDA or a CPU")
+
+
+def backend_name() -> None:
+    """--attention-backend DSV4 names the backend for dense models."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND, DENSE)
+
+
+def on_cuda() -> None:
+    """The function that chooses the attention class of a DeepSeek-V4 layer is wrapped where the layer looks it up."""
+    from vllm.models.deepseek_v4.nvidia import model
+
+    chosen = model._select_dsv4_attn_cls
+    if hasattr(chosen, MARK):
+        return
+
+    @functools.wraps(chosen)
+    def select(vllm_config: Any) -> type:
+        from dsv4.integrations.vllm import v4
+
+        check_choice(vllm_config)
+        return v4.cuda_class()
+
+    setattr(select, MARK, True)
+    model._select_dsv4_attn_cls = select
+
+
+def on_a_cpu() -> None:
+    """The CPU build has one V4 class and one dense backend, and looks at no name: both are replaced."""
+    from vllm.models.deepseek_v4.cpu import model
+    from vllm.platforms.cpu import CpuPlatform
+
+    from dsv4.integrations.vllm import v4
+
+    model.DeepseekV4CPUAttention = v4.cpu_class()
+    named = CpuPlatform.get_attn_backend_cls.__func__
+    if hasattr(named, MARK):
+        return
+
+    @functools.wraps(named)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *rest: Any, **options: Any) -> str:
+        if getattr(selected_backend, "name", None) == BACKEND:
+            return DENSE
+        return named(cls, selected_backend, *rest, **options)
+
+    setattr(get_attn_backend_cls, MARK, True)
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def check_choice(vllm_config: Any) -> None:
+    """DSV4_VLLM=1 and another --attention-backend for DeepSeek-V4 contradict each other."""
+    asked = vllm_config.attention_config.backend
+    if asked is not None and asked.name != BACKEND:
+        refuse("--attention-backend", f"{asked.name} with {SWITCH}=1", f"{BACKEND}, or none")
