@@ -93,7 +93,7 @@ def imports(module: str) -> list[str]:
     """The modules of dsv4 that one imports anywhere; ImportError where it needs a package that the hub lacks."""
     found = []
     for node in ast.walk(ast.parse(path_of(module).read_text())):
-        names = []
+        names: list[tuple[str, str | None]] = []
         if isinstance(node, ast.Import):
             names = [(a.name, None) for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

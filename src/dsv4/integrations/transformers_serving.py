@@ -42,7 +42,7 @@ def register(name: str = NAME, *, backend: str = "auto") -> None:
     if not hasattr(utils._lazy_imports, "_dsv4"):
         utils._lazy_imports = _answering(utils._lazy_imports)
     _answers[name] = backend
-    forwards = {name: flash_attention_forward}
+    forwards: dict[str, Any] = {name: flash_attention_forward}
     try:  # transformers before 5.22 has a function of its own for pages, under a name of its own
         from transformers.integrations.flash_paged import paged_attention_forward
     except ImportError:

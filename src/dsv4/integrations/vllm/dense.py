@@ -174,11 +174,13 @@ class Impl(AttentionImpl[Metadata]):
             calls["dense decode"] += 1
         if m.tokens > n:
             ends = torch.nn.functional.pad(m.lengths[n:].cumsum(0, dtype=torch.int32), (1, 0))
-            output[n : m.tokens] = flash_attn_varlen_func(
+            out = flash_attn_varlen_func(
                 query[n : m.tokens], k_pages, v_pages, m.starts[n:] - n, ends, m.longest_query, m.longest,
                 softmax_scale=self.scale, causal=True, window_size=self.window, block_table=m.block_table[n:],
                 learnable_sink=sink,
             )  # fmt: skip
+            assert isinstance(out, Tensor)
+            output[n : m.tokens] = out
             calls["dense prefill"] += 1
         return output
 
