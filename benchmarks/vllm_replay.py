@@ -17,6 +17,7 @@ Times: median of CUDA-graph replays with the L2 emptied before each (dsv4.bench)
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -141,7 +142,7 @@ def measure(step: Step, kind: str, device: torch.device, theirs) -> dict:
         if theirs is not None:
             wide, full = padded(q, sink)
             contenders["flashmla"] = lambda: theirs.flash_mla_sparse_fwd(
-                wide, kv, combined, SCALE, 512, full, lengths
+                wide, kv, combined, SCALE, 512, full, lengths, **legacy(theirs.flash_mla_sparse_fwd)
             )
     from dsv4.bench import time_call
 
@@ -245,10 +246,16 @@ def padded_decode(theirs, q, sink, pages, lists, kind):
         return theirs.flash_mla_with_kvcache(
             q=wide[:, None], k_cache=pages["window"].unsqueeze(2), block_table=None, cache_seqlens=None, head_dim_v=512,
             tile_scheduler_metadata=schedule, softmax_scale=SCALE, is_fp8_kvcache=True,
-            indices=lists["window"][0][:, None].contiguous(), topk_length=lists["window"][1], attn_sink=full, **more,
+            indices=lists["window"][0][:, None].contiguous(), topk_length=lists["window"][1], attn_sink=full,
+            **legacy(theirs.flash_mla_with_kvcache), **more,
         )  # fmt: skip
 
     return call
+
+
+def legacy(function) -> dict:
+    """SGLang's wheel of FlashMLA has the Hopper kernels behind a switch."""
+    return dict(use_legacy=True) if "use_legacy" in inspect.signature(function).parameters else {}
 
 
 def workspace(pages, lists, kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -116,7 +116,7 @@ def renamed(text: str, name: str) -> str:
     """The package under another name: in imports, in strings that name modules, and in torch's namespace."""
     tops = "|".join(sorted({p.stem for p in PACKAGE.iterdir() if not p.stem.startswith("__")}))
     text = re.sub(r"(?m)^(\s*(?:from|import) )dsv4\b", rf"\1{name}", text)
-    text = re.sub(rf"(?<=[\"'])dsv4(?=\.(?:{tops})\.)", name, text)
+    text = re.sub(rf"(?<=[\"'])dsv4(?=\.(?:(?:{tops})\.|\{{))", name, text)
     text = re.sub(r"torch\.ops\.dsv4\b", f"torch.ops.{name}", text)
     text = re.sub(r"(?<=[\"'])dsv4(?=::)", name, text)
     return re.sub(r"Library\(\"dsv4\"", f'Library("{name}"', text)
