@@ -1,0 +1,124 @@
+"""Tiny random checkpoints on disk, as the engines load them, and what transformers says of a prompt in fp32.
+
+    python tiny_checkpoints.py deepseek_v4|gemma4 DIR
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 256
+V4 = dict(
+    architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", torch_dtype="bfloat16", vocab_size=VOCABULARY,
+    hidden_size=256, moe_intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=512, qk_rope_head_dim=64, q_lora_rank=128, o_lora_rank=64, o_groups=2, sliding_window=128,
+    compress_ratios=[0, 4, 128], compress_rope_theta=160000, rope_theta=10000, max_position_embeddings=8192,
+    index_n_heads=64, index_head_dim=128, index_topk=512, n_routed_experts=8, n_shared_experts=1,
+    num_experts_per_tok=2, norm_topk_prob=True, routed_scaling_factor=1.5, scoring_func="sqrtsoftplus",
+    topk_method="noaux_tc", num_hash_layers=0, swiglu_limit=10.0, hidden_act="silu", hc_mult=4, hc_sinkhorn_iters=20,
+    hc_eps=1e-6, rms_norm_eps=1e-6, expert_dtype="bf16", bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    rope_scaling=dict(
+        rope_type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536
+    ),
+)  # fmt: skip
+# transformers' names -> DeepSeek's
+NAMES = [
+    (r"^model\.", ""), (r"^embed_tokens\.weight", "embed.weight"), (r"^lm_head\.weight", "head.weight"),
+    (r"^hc_head\.hc_", "hc_head_"), (r"\.compressor\.indexer\.scorer\.weights_proj\.", ".indexer.weights_proj."),
+    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."), (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"compressor\.kv_norm\.", "compressor.norm."), (r"\.position_bias", ".ape"), (r"\.q_a_proj\.", ".wq_a."),
+    (r"\.q_b_proj\.", ".wq_b."), (r"\.kv_proj\.", ".wkv."), (r"compressor\.gate_proj\.", "compressor.wgate."),
+    (r"\.o_a_proj\.", ".wo_a."), (r"\.o_b_proj\.", ".wo_b."), (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.sinks$", ".attn_sink"), (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."), (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
+    (r"\.self_attn\.", ".attn."), (r"\.mlp\.", ".ffn."), (r"gate\.e_score_correction_bias", "gate.bias"),
+    (r"shared_experts\.gate_proj", "shared_experts.w1"), (r"shared_experts\.up_proj", "shared_experts.w3"),
+    (r"shared_experts\.down_proj", "shared_experts.w2"),
+]  # fmt: skip
+FP32 = re.compile(r"hc_|ape$|sink|gate\.bias$")
+
+
+def deepseek_v4(folder: Path) -> torch.nn.Module:
+    """Three layers (window alone, CSA, HCA) under DeepSeek's names -> the model in fp32."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, DeepseekV4ForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(V4))
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    model = DeepseekV4ForCausalLM(config).float().eval()
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(p.shape, generator=chance)
+            if "inv_freq" in name:
+                continue
+            if name.endswith("norm.weight") or "layernorm" in name:
+                p.copy_(1 + 0.1 * noise)
+            elif p.ndim >= 2 and "position_bias" not in name:
+                p.copy_(noise * (2.0 if "embed" in name or "lm_head" in name else 1.5 * p.shape[-1] ** -0.5))
+            else:
+                p.copy_(noise * (1.0 if "sinks" in name or "position_bias" in name else 0.1))
+            p.copy_(p.bfloat16())
+    saved = {}
+    for name, x in model.state_dict().items():
+        if "inv_freq" in name:
+            continue
+        for old, new in NAMES:
+            name = re.sub(old, new, name)
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(x):
+                for w, part in zip(("w1", "w3"), both.chunk(2, 0)):
+                    saved[name.replace("gate_up_proj", f"{e}.{w}.weight")] = part.bfloat16().contiguous()
+        elif name.endswith("experts.down_proj"):
+            for e, one in enumerate(x):
+                saved[name.replace("down_proj", f"{e}.w2.weight")] = one.bfloat16().contiguous()
+        else:
+            saved[name] = x.to(torch.float32 if FP32.search(name) else torch.bfloat16).clone().contiguous()
+    save_file(saved, folder / "model.safetensors")
+    return model
+
+
+def gemma4(folder: Path) -> torch.nn.Module:
+    """Two layers, head dim 64 with a window of 32 and head dim 512 without -> the model in fp32."""
+    from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, global_head_dim=512, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+        vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    model = Gemma4ForCausalLM(config).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompt(tokens: int, seed: int = 7) -> list[int]:
+    return torch.randint(2, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
+    """Of each token after the first, given those before it."""
+    with torch.no_grad():
+        scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def main(kind: str, directory: str, tokens: int = 300) -> None:
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {"deepseek_v4": deepseek_v4, "gemma4": gemma4}[kind](folder)
+    ids = prompt(tokens)
+    exact = logprobs(model, ids)
+    rounded = logprobs(model.bfloat16(), ids)
+    (folder / "transformers.json").write_text(json.dumps(dict(prompt=ids, fp32=exact, bf16=rounded)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
