@@ -57,8 +57,11 @@ def measure(path: Path, only: str, repeats: int, limit: float) -> None:
             found[case.name] = {"error": f"{type(why).__name__}: {why}"[:200]}
         torch.cuda.empty_cache()
         path.write_text(json.dumps({"device": gpu.device, "cases": found}, indent=0))
-        print(f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us  {found[case.name].get('mhz', 0):7.0f} MHz  "
-              f"{found[case.name].get('error', '')}", flush=True)  # fmt: skip
+        print(
+            f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us  {found[case.name].get('mhz', 0):7.0f} MHz  "
+            f"{found[case.name].get('error', '')}",
+            flush=True,
+        )
 
 
 def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:
@@ -116,6 +119,92 @@ def compile_part(part: str, only: str) -> None:
             print(case.name, why)
 
 
+def predict(path: Path, only: str, arch: str, part: str) -> None:
+    """Without a GPU. Results are added to the file, so that a run may be cut short and taken up again."""
+    from timing_cases import CASES, SMS
+
+    import softsm
+
+    k, n = map(int, part.split("/"))
+    found: dict[str, dict] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    for case in [c for c in CASES if only in c.name][k::n]:
+        if case.name in found:
+            continue
+        begin = time.time()
+        try:
+            with softsm.use(arch, sms=SMS), softsm.timing() as timer:
+                case.make("cpu")()
+            found[case.name] = row(timer)
+        except Exception as why:  # one case must not lose the others
+            found[case.name] = {"error": f"{type(why).__name__}: {why}"[:300]}
+        found[case.name]["seconds"] = round(time.time() - begin, 1)
+        path.write_text(json.dumps({"cases": found}, indent=0) + "\n")
+        print(f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us", flush=True)
+
+
+def row(timer) -> dict:
+    heavy = max(timer.predictions, key=lambda p: p.body_us)
+    return {
+        "us": round(timer.us, 2),
+        "kernels": len(timer.predictions),
+        "bound": heavy.bound,
+        "cycles": round(sum(p.cycles for p in timer.predictions)),
+        "mhz": round(heavy.clock * 1e3),
+    }
+
+
+LAUNCH_BOUND = 20.0  # us: below it the worst case does not count
+
+
+def judged(measured: dict, predicted: dict) -> tuple[list[tuple], dict]:
+    """-> rows (case, measured, predicted, error), figures"""
+    from timing_cases import CASES
+
+    rows = []
+    for case in CASES:
+        m, p = measured.get(case.name, {}), predicted.get(case.name, {})
+        if "us" in m and "us" in p:
+            rows.append((case, m["us"], p["us"], p["us"] / m["us"] - 1, p.get("bound", "")))
+    errors = sorted(abs(r[3]) for r in rows)
+    long = [r for r in rows if r[1] >= LAUNCH_BOUND]
+    agree = pairs = 0
+    for i, a in enumerate(rows):
+        for b in rows[i + 1 :]:
+            if a[0].variants and a[0].variants == b[0].variants and abs(a[1] / b[1] - 1) > 0.05:
+                pairs += 1
+                agree += 1 if (a[1] < b[1]) == (a[2] < b[2]) else -1
+    return rows, {
+        "cases": len(rows),
+        "mean": sum(errors) / len(errors),
+        "nine_of_ten": errors[int(0.9 * len(errors))],
+        "within_10": sum(e <= 0.10 for e in errors) / len(errors),
+        "bias": sum(r[3] for r in rows) / len(rows),
+        "worst": max(abs(r[3]) for r in long),
+        "worst_case": max(long, key=lambda r: abs(r[3]))[0].name,
+        "tau": agree / pairs if pairs else 0.0,
+        "pairs": pairs,
+    }
+
+
+def table(measured: Path, predicted: Path) -> str:
+    rows, figures = judged(json.loads(measured.read_text())["cases"], json.loads(predicted.read_text())["cases"])
+    lines = ["| case | measured, us | predicted, us | error | bound by |", "|---|---:|---:|---:|---|"]
+    lines += [f"| {c.name} | {m:.1f} | {p:.1f} | {e:+.1%} | {b} |" for c, m, p, e, b in rows]
+    groups: dict[str, list[float]] = {}
+    for c, _, _, e, _ in rows:
+        groups.setdefault(c.group, []).append(abs(e))
+    lines += ["", "| group | cases | mean error | worst |", "|---|---:|---:|---:|"]
+    lines += [f"| {g} | {len(e)} | {sum(e) / len(e):.1%} | {max(e):.1%} |" for g, e in groups.items()]
+    f = figures
+    lines += [
+        "",
+        f"{f['cases']} cases: mean absolute error {f['mean']:.1%}, bias {f['bias']:+.1%}, {f['within_10']:.0%} within "
+        f"10 %, nine of ten within {f['nine_of_ten']:.0%}; worst with at least {LAUNCH_BOUND:.0f} us {f['worst']:.0%} "
+        f"({f['worst_case']}); Kendall's tau {f['tau']:.2f} over {f['pairs']} pairs of variants over 5 % apart.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
@@ -124,8 +213,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--part", default="0/1", help="k/n: every n-th case from the k-th on, for --predict")
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--table", type=Path, nargs=2, metavar=("MEASURED", "PREDICTED"))
     given = parser.parse_args()
-    if given.compile:
+    if given.table:
+        print(table(*given.table))
+    elif given.predict:
+        predict(given.json, given.only, given.arch, given.part)
+    elif given.compile:
         compile_part(given.compile, given.only)
     elif given.measure:
         measure(given.json, given.only, given.repeats, given.limit)

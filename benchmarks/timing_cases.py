@@ -6,14 +6,16 @@ random pattern repeated: only what decides the path of a kernel has to be right.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import dsv4
+from dsv4.runtime import plan as plans
 
+SMS = 132
 Call = Callable[[], Any]
 
 
@@ -30,7 +32,7 @@ def values(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tor
     return out.view(shape)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     name: str
     group: str  # for the table
@@ -44,8 +46,12 @@ def fmha(batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, d: in
         k = values(batch, keys, kv_heads, d, device=device)
         v = k if same else values(batch, keys, kv_heads, d, device=device)
         out = torch.empty_like(q)
-        plan = dsv4.plan(dsv4.fmha, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=d, max_seqlen_q=queries,
-                         max_seqlen_k=keys, device=q.device)  # fmt: skip
+        sizes = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=queries, max_seqlen_k=keys)
+        plan = dsv4.plan(dsv4.fmha, head_dim=d, device=q.device, **sizes)
+        if device == "cpu":  # as many splits as a GPU would get
+            splits = plans._splits(SMS, **sizes)
+            words = splits * batch * queries * q_heads * (d + 1) if splits > 1 else 0
+            plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.empty(words))
         return lambda: dsv4.fmha(q, k, v, causal=causal, plan=plan, out=out, backend=backend(device))
 
     kind = "decode" if queries == 1 else "prefill"

@@ -21,10 +21,11 @@ _HOME = {
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
+    "timing": "softsm.clock.timer",
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "load", "use"]
+__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "load", "timing", "use"]
 
 
 def __getattr__(name: str):

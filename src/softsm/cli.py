@@ -199,6 +199,45 @@ def _traced(made) -> None:
         typer.echo("no timeline: the package perfetto is missing (pip install dsv4[trace])")
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def time(
+    file: Annotated[Path, typer.Argument(help="a Python program with Triton or Gluon kernels")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="its command line")] = None,
+    arch: Annotated[str, typer.Option(help="sm_90a or sm_100a; default: SOFTSM, else the GPU's")] = "",
+    gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
+    clock: Annotated[float, typer.Option(help="GHz of the multiprocessors; default: what the model expects")] = 0.0,
+    compare: Annotated[Path | None, typer.Option(help="another program, timed and set beside the first")] = None,
+    json: Annotated[bool, typer.Option(help="print JSON")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
+) -> None:
+    """Predict how long each launch takes on a GPU, and say what it waits for. Only some CTAs of each grid run, and
+    products are not computed: results of the program are wrong."""
+    from softsm.clock import command
+    from softsm.errors import SoftsmError
+
+    for given in (file, compare):
+        if given is not None and not given.is_file():
+            _stop(f"there is no file {given}")
+    try:
+        target, device = command.target(arch, gpu)
+    except ValueError as problem:
+        _stop(str(problem))
+    timers = []
+    for given in (file, compare):
+        if given is not None:
+            with _program_errors(given, (SoftsmError,)):
+                try:
+                    with command.timed(device, clock or None) as timer:
+                        _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
+                    timers.append(timer)
+                except SoftsmError as problem:
+                    _stop(f"{given}: no time: {problem}")
+    typer.echo(command.shown(timers, json))
+    if output is not None:
+        for path in command.timelines(timers[0], output):
+            typer.echo(f"wrote {path}")
+
+
 @app.command()
 def museum(
     numbers: Annotated[list[int] | None, typer.Argument(help="exhibits to run; default: all")] = None,

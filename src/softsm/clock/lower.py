@@ -1,0 +1,198 @@
+"""From a trace of PTX blocks to the stream of machine instructions that each warp issues.
+
+ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
+as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a
+wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. Events
+(clock/trace.py) are put at the machine instruction that does them: by PTX line, and by order where a line is off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.clock import trace as tr
+from softsm.clock.sass import Code
+
+ANCHORS = {
+    tr.WAIT: ("SYNCS.PHASECHK",),
+    tr.ARRIVE: ("SYNCS.ARRIVE", "SYNCS.ATOMS"),
+    tr.LOAD: ("UTMALDG", "UBLKCP", "UBLKRED"),
+    tr.STORE: ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    tr.BULK_COMMIT: ("UTMACMDFLUSH",),
+    tr.BULK_WAIT: ("DEPBAR",),
+    tr.BAR: ("BAR",),
+    tr.CP_ASYNC: ("LDGSTS",),
+    tr.CP_COMMIT: ("LDGDEPBAR",),
+    tr.CP_WAIT: ("DEPBAR",),
+    tr.CP_ARRIVE: ("ARRIVES",),
+    tr.MMA: ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "UTCMXQMMA", "UTCCP", "UTCSHIFT", "UTC"),
+    tr.MMA_COMMIT: ("UTCBAR",),
+    tr.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
+    tr.CLUSTER_WAIT: ("UCGABAR_WAIT",),
+}
+OTHERS = ("HGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
+ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
+
+
+@dataclass
+class Streams:
+    """One array for all warps of a cluster: machine instructions in order, and the event of each (or -1)."""
+
+    instructions: list[np.ndarray] = field(default_factory=list)
+    events: list[np.ndarray] = field(default_factory=list)  # number of the first event at that instruction
+    counts: list[np.ndarray] = field(default_factory=list)  # how many
+    table: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # kind, a, b, c
+
+
+class Lowering:
+    def __init__(self, code: Code, blocks: tr.Blocks):
+        self.code, self.blocks = code, blocks
+        self.pseudo = len(code.instructions)  # an event without an instruction of its own
+        homes: dict[int, list[int]] = defaultdict(list)
+        for number, block in enumerate(code.blocks):
+            votes: Counter = Counter()
+            for i in block:
+                ins = code.instructions[i]
+                if ins.line:
+                    votes[blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
+            if votes:
+                homes[max(votes, key=lambda b: (votes[b], -b))].append(number)
+        self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
+        self.variants: dict[tuple, tuple] = {}
+
+    def _kept(self, numbers: list[int]) -> tuple[np.ndarray, int, np.ndarray | None]:
+        """(instructions, turns of a loop they make up, those of one turn where the loop is unrolled)"""
+        kept: list[int] = []
+        seen: Counter = Counter()
+        left_out: list[int] = []
+        for number in numbers:
+            lines = Counter(self.code.instructions[i].line for i in self.code.blocks[number])
+            new = sum(n for line, n in lines.items() if line not in seen)
+            if not kept or new * 4 >= sum(lines.values()) or new >= 12:
+                kept.append(number)
+                seen.update(lines)
+            else:
+                left_out.append(number)
+        whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
+        for number in left_out:
+            block = self.code.blocks[number]
+            lines = Counter(self.code.instructions[i].line for i in block)
+            best = max(kept, key=lambda k: len(self.code.blocks[k]))
+            other = self.code.blocks[best]
+            shared = sum((Counter(self.code.instructions[i].line for i in other) & lines).values())
+            small, large = sorted((len(block), len(other)))
+            if shared >= 0.7 * small and small >= 6 and large / small >= 1.7:
+                turns = round(large / small)
+                longer, single = (other, block) if len(other) > len(block) else (block, other)
+                rest = [i for k in kept if k != best for i in self.code.blocks[k]]
+                return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
+        return whole, 1, None
+
+    def _anchors(self, home: int, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
+        """Where each event of a run through a block goes -> (instructions, positions)."""
+        places: dict[tuple, list[int]] = defaultdict(list)
+        for at, i in enumerate(part.tolist()):
+            if i < self.pseudo:
+                places[self.code.instructions[i].opcode.split(".")[0]].append(at)
+        taken: set[int] = set()
+        found = [-1] * len(events)
+
+        def candidates(kind: int) -> list[int]:
+            return [at for at in range(len(part)) if part[at] < self.pseudo
+                    and self.code.instructions[part[at]].opcode.startswith(ANCHORS.get(kind, ("?",)))]  # fmt: skip
+
+        by_kind = {kind: candidates(kind) for kind in {k for _, k in events}}
+        for n, (line, kind) in enumerate(events):  # by line
+            for at in by_kind[kind]:
+                if at not in taken and self.code.instructions[part[at]].line == line:
+                    found[n] = at
+                    taken.add(at)
+                    break
+        last: dict[int, int] = {}
+        for n, (line, kind) in enumerate(events):  # by order; several events of one instruction share it
+            if found[n] < 0:
+                before = [found[m] for m in range(n) if found[m] >= 0]
+                same = next((found[m] for m in range(n - 1, -1, -1) if events[m] == (line, kind) and found[m] >= 0), -1)
+                if same >= 0:
+                    found[n] = same
+                else:
+                    free = [at for at in by_kind[kind] if at not in taken]
+                    later = [at for at in free if not before or at > before[-1]]
+                    if later or free:
+                        found[n] = (later or free)[0]
+                        taken.add(found[n])
+            if found[n] >= 0:
+                last[kind] = found[n]
+        if -1 in found:  # no instruction is left for some: they get one that does nothing
+            extra = [n for n, at in enumerate(found) if at < 0]
+            out, moved = part.tolist(), dict(enumerate(found))
+            for n in extra:
+                before = [moved[m] for m in range(n) if moved[m] >= 0]
+                at = (max(before) + 1) if before else (len(out) if not out else 0)
+                out.insert(at, self.pseudo)
+                for m in moved:
+                    if m != n and moved[m] >= at:
+                        moved[m] += 1
+                moved[n] = at
+            return np.array(out, np.int32), [moved[n] for n in range(len(events))]
+        return part, found
+
+    def _variant(self, home: int, single: bool, events: tuple) -> tuple[np.ndarray, list[int]]:
+        key = (home, single, events)
+        if key not in self.variants:
+            part = self.parts.get(home)
+            if part is None:
+                base = np.zeros(0, np.int32)
+            else:
+                base = part[2] if single and part[2] is not None else part[0]
+            self.variants[key] = self._anchors(home, base, events) if events else (base, [])
+        return self.variants[key]
+
+    def streams(self, cluster: tr.ClusterTrace) -> Streams:
+        out = Streams()
+        table: list[tuple] = []
+        for warp in cluster.warps:
+            parts, ids, numbers = [], [], []
+            ends = [*warp.marks[1:], len(warp.events)]
+            n, total = 0, len(warp.blocks)
+            while n < total:
+                home = warp.blocks[n]
+                turns = self.parts[home][1] if home in self.parts else 1
+                single = turns > 1
+                if single and all(x == home for x in warp.blocks[n : n + turns]) and n + turns <= total:
+                    first, end, n, single = warp.marks[n], ends[n + turns - 1], n + turns, False
+                else:
+                    first, end, n = warp.marks[n], ends[n], n + 1
+                events = tuple((e[0], e[1]) for e in warp.events[first:end])
+                part, places = self._variant(home, single, events)
+                parts.append(part)
+                if not events:
+                    ids.append(None)
+                    numbers.append(len(part))
+                    continue
+                at = np.full(len(part), -1, np.int32)
+                count = np.zeros(len(part), np.int32)
+                order = sorted(range(len(events)), key=lambda k: places[k])
+                for k in order:
+                    if at[places[k]] < 0:
+                        at[places[k]] = len(table)
+                    count[places[k]] += 1
+                    table.append(warp.events[first + k][1:])
+                ids.append((at, count))
+                numbers.append(len(part))
+            out.instructions.append(np.concatenate(parts) if parts else np.zeros(0, np.int32))
+            out.events.append(
+                np.concatenate([np.full(k, -1, np.int32) if x is None else x[0] for x, k in zip(ids, numbers)])
+                if parts
+                else np.zeros(0, np.int32)
+            )
+            out.counts.append(
+                np.concatenate([np.zeros(k, np.int32) if x is None else x[1] for x, k in zip(ids, numbers)])
+                if parts
+                else np.zeros(0, np.int32)
+            )
+        out.table = np.array(table, np.float64).reshape(-1, 4)
+        return out

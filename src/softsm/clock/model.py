@@ -1,0 +1,510 @@
+"""From traces to a time: occupancy, sources of data, the replay of a multiprocessor, the schedule of the grid."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.clock import costs as cs
+from softsm.clock import replay
+from softsm.clock.lower import Lowering, Streams
+from softsm.clock.parameters import Gpu
+from softsm.clock.sass import Code, code_of
+from softsm.clock.trace import ClusterTrace, LaunchTrace
+from softsm.errors import SoftsmError
+
+SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
+SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
+QUEUE = 3  # CTAs in a row that the replay looks at
+
+
+class CannotFollow(SoftsmError):
+    """The model has no number for this program."""
+
+
+@dataclass
+class Source:
+    """Where the reads of a tensor come from."""
+
+    name: str
+    size: int
+    asked: float = 0.0  # bytes, whole grid
+    written: float = 0.0
+    device: float = 0.0  # share that comes from device memory
+    random: bool = False
+
+
+@dataclass
+class Prediction:
+    kernel: str
+    gpu: Gpu
+    grid: tuple
+    threads: int
+    ctas: int
+    resident: int  # CTAs on a multiprocessor
+    waves: float
+    cycles: float
+    clock: float  # GHz
+    us: float  # alone, between events around its launch
+    busy: dict[str, float]  # engine -> share of the time
+    stalls: list  # (cycles, reason, role, PTX line, instruction, barrier)
+    roofline: dict[str, float]  # resource -> us it needs at least
+    bound: str
+    registers: int
+    spills: int
+    run: Run | None = None
+    trace: LaunchTrace | None = None
+    sources: list[Source] = field(default_factory=list)
+    body_us: float = 0.0  # without the launch
+
+    @property
+    def limit(self) -> str:
+        return max(self.roofline, key=lambda k: self.roofline[k])
+
+
+@dataclass
+class Run:
+    """One replay: what ran, and when."""
+
+    code: Code
+    lowering: Lowering
+    streams: list[Streams]
+    traces: list[ClusterTrace]
+    warps: list[tuple[int, int]]  # (instance, warp of its trace) for each warp
+    order: list[int]  # trace of each instance
+    start: np.ndarray
+    end: np.ndarray
+    stalls: np.ndarray
+    busy: np.ndarray
+    issued: np.ndarray
+    log: np.ndarray
+    s_ins: np.ndarray
+    s_ev: np.ndarray
+    events: np.ndarray
+    w_begin: np.ndarray
+
+
+def occupancy(trace: LaunchTrace, code: Code) -> int:
+    warps = -(-trace.threads // 32)
+    per_warp = -(-code.registers * 32 // 256) * 256
+    limits = [
+        SM_CTAS,
+        SM_THREADS // trace.threads,
+        SM_SHARED // max(trace.shared, 1),
+        SM_REGISTERS // (per_warp * warps),
+    ]
+    columns = trace.columns
+    if columns:
+        limits.append(512 // columns)
+    return max(1, min(limits))
+
+
+def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
+    scale = trace.total / max(1, len(trace.clusters))
+    out = [Source(name, size) for name, size in trace.tensors]
+    for c in trace.clusters:
+        for (tensor, way), n in c.traffic.items():
+            if 0 <= tensor < len(out):
+                if way == "read":
+                    out[tensor].asked += n * scale
+                else:
+                    out[tensor].written += n * scale
+        for tensor, starts in c.starts.items():
+            if len(starts) > 24 and 0 <= tensor < len(out):
+                steps = Counter(np.diff(np.array(starts)).tolist())
+                out[tensor].random |= len(steps) > 0.5 * len(starts)
+    l2 = gpu["l2.bytes"]
+    for s in out:
+        if s.asked:
+            s.device = min(1.0, s.size / s.asked)
+            if s.random and s.size > l2:
+                unique = s.size * (1 - np.exp(-s.asked / s.size))
+                s.device = max(min(1.0, unique / s.asked), 1 - l2 / s.size)
+            elif s.random:
+                s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
+            if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
+                s.device = 0.0
+    return out
+
+
+class Model:
+    def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
+        self.trace, self.gpu = trace, gpu
+        self.code = code_of(trace.source, trace.arch)
+        self.lowering = Lowering(self.code, trace.blocks)
+        self.streams = [self.lowering.streams(c) for c in trace.clusters]
+        self.occupancy = occupancy(trace, self.code)
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share())
+        self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
+        self.sources = sources_of(trace, gpu, recent or {})
+        self.sms = int(gpu["sms"])
+        again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
+        for a in trace.access.values():
+            if a.space == "load" and a.tensors:
+                tensor = max(a.tensors, key=a.tensors.get)
+                if 0 <= tensor < len(self.sources):
+                    s, more = self.sources[tensor], 32 * (a.units - a.missed) * again
+                    s.device *= s.asked / max(s.asked + more, 1.0)
+                    s.asked += more
+
+    def l1_share(self) -> float:
+        """Of the sectors that a CTA asks for again, those still in L1: its share of what shared memory leaves."""
+        once = sum(32 * a.missed for a in self.trace.access.values() if a.space == "load") / len(self.trace.clusters)
+        room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)
+        return min(1.0, room / max(once * self.occupancy, 1.0))
+
+    def parameters(self, clock: float) -> np.ndarray:
+        g = self.gpu
+        named = dict(
+            product_tail=g["product.tail"],
+            product_depth=g["product.depth"],
+            try_wait=g["mbarrier.try"],
+            arrive=g["mbarrier.arrive"],
+            wake=g["mbarrier.wake"],
+            bar_sync=g["bar.sync"],
+            bar_arrival=g["bar.arrival"],
+            tma_issue=g["tma.issue"],
+            tma_interval=g["tma.interval"],
+            port_bytes=128,
+            lds_latency=g["latency.lds"],
+            mma_issue=g["mma.issue"],
+            mma_tail=g["mma.tail"],
+            tmem_rate=g["tmem.rate"],
+            tmem_latency=g["tmem.latency"],
+            cta_gap=g["cta.gap"],
+            queue=0,
+            tma_port=g["tma.port"],
+            l1_latency=g["load.l1"],
+            store_cycle=0,
+            cluster_barrier=g["cluster.barrier"],
+            commit=g["commit"],
+            branch=g["branch"],
+            remote=g["remote"],
+            lsu_queue=g["lsu.queue"],
+            cold=g["code.cold"],
+            fma_delay=g["fma.delay"],
+            sm_byte=1 / g["sm.rate"],
+        )
+        return np.array([named[n] for n in replay.NAMES], np.float64)
+
+    def memory(self, clock: float, active: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """(cycles a byte, latencies) of each tensor on one multiprocessor; cycles a byte written."""
+        g = self.gpu
+        read = sum(s.asked * s.device for s in self.sources)
+        written = sum(s.written for s in self.sources)
+        drained = self.drained(written)
+        share = read / (read + drained) if read else 1.0
+        cost, delay = [], []
+        for s in [*self.sources, Source("none", 0)]:
+            per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
+            if s.device:
+                per = max(per, s.device * active * clock / (g["hbm.rate"] * share))
+            cost.append(per)
+            # Who asks together waits together: for device memory, if the line is not in L2 yet.
+            far = min(1.0, s.device * self.together(s, active))
+            ways = ("load", "tma", "queue")
+            delay.append([clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways])
+        write = active * clock / g["hbm.write"]
+        if drained:
+            write = max(write, active * clock / (g["hbm.write"] * (1 - share)) * drained / written)
+        return np.array(cost), np.array(delay), max(write, 1 / g["sm.write"])
+
+    def drained(self, written: float) -> float:
+        """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it
+        (benchmarks/microbench); little is kept there."""
+        return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
+
+    def beside(self) -> np.ndarray:
+        """How much longer each pipe is held while a product is under way."""
+        out = np.ones(16)
+        if self.trace.arch.startswith("sm_90"):  # accumulators in registers
+            for i, name in enumerate(cs.PIPES):
+                key = f"beside.{name}"
+                out[i] = self.gpu[key] if key in self.gpu.values else 1.0
+        return out
+
+    @staticmethod
+    def together(s: Source, active: int) -> float:
+        """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together."""
+        return 1.0 if s.random or not s.size else max(1.0, min(s.asked / s.size, active))
+
+    def l2_share(self, s: Source, active: int) -> float:
+        """Bytes/ns into one multiprocessor. Lines that several ask for at about the same time are read once."""
+        g = self.gpu
+        alone = g["l2.rate"] / active
+        together = self.together(s, active)
+        steps = [np.log2(x) for x in (1, 2, 4, 16)]
+        merged = max(g["l2.merged"], alone)
+        rates = [alone, max(alone, min(1.86 * alone, merged)), max(alone, min(2.3 * alone, merged)), merged]
+        return float(np.interp(np.log2(together), steps, rates))
+
+    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0) -> Run:
+        """queues: for each slot of the multiprocessor the traces that run in it, one after the other."""
+        c, trace = self.costs, self.trace
+        cost, delay, write = self.memory(clock, active)
+        p = self.parameters(clock)
+        p[replay.P["store_cycle"]] = write
+        order = [n for q in queues for n in q]
+        nexts, begins = [], []
+        base = 0
+        for q in queues:
+            for k in range(len(q)):
+                nexts.append(base + k + 1 if k + 1 < len(q) else -1)
+                begins.append(0.0 if k == 0 else -1.0)
+            base += len(q)
+        s_ins, s_ev, s_cnt, tables = [], [], [], []
+        at, events_at, placed = 0, 0, {}
+        for n in sorted(set(order)):
+            streams = self.streams[n]
+            spans = []
+            for a, b, k in zip(streams.instructions, streams.events, streams.counts):
+                s_ins.append(a)
+                s_ev.append(np.where(b >= 0, b + events_at, -1).astype(np.int32))
+                s_cnt.append(k)
+                spans.append((at, at + len(a)))
+                at += len(a)
+            tables.append(streams.table)
+            events_at += len(streams.table)
+            placed[n] = spans
+        w_begin, w_end, w_sm, w_sched, w_inst, w_group, warps = [], [], [], [], [], [], []
+        first, last = [], []
+        groups = 0
+        for inst, n in enumerate(order):
+            first.append(len(w_begin))
+            top = 0
+            for k, w in enumerate(trace.clusters[n].warps):
+                w_begin.append(placed[n][k][0])
+                w_end.append(placed[n][k][1])
+                w_sm.append(w.cta)
+                w_sched.append(4 * w.cta + w.index % 4)
+                w_inst.append(inst)
+                w_group.append(groups + (w.cta * 64 + w.index) // 4)
+                top = max(top, (w.cta * 64 + w.index) // 4 + 1)
+                warps.append((inst, k))
+            groups += top
+            last.append(len(w_begin))
+        barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
+        events = np.concatenate(tables) if tables else np.zeros((0, 4))
+        # The tensor number of loads that none is known for: the last entry.
+        tensors = len(self.sources)
+        if len(events):
+            load = events[:, 0] == 3
+            bad = load & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors))
+            events[bad, 3] = tensors
+            copies = (events[:, 0] == 8) & ((events[:, 1] < 0) | (events[:, 1] >= tensors))
+            events[copies, 1] = tensors
+        tensor = np.where((c.tensor < 0) | (c.tensor >= tensors), tensors, c.tensor)
+        with_port = np.concatenate([cost, c.port])
+        kept = np.zeros((log, 6))
+        i64 = np.int64
+        status, start, end, stalls, busy, n_log, issued, w_pos = replay.simulate()(
+            c.kind,
+            c.pipe,
+            c.interval,
+            c.latency,
+            c.read_at.astype(i64),
+            c.read_of.astype(i64),
+            c.write_at.astype(i64),
+            c.write_of.astype(i64),
+            c.units,
+            tensor.astype(i64),
+            i64(len(cost)),
+            c.extra,
+            self.beside(),
+            c.heavy,
+            np.concatenate(s_ins).astype(np.int32),
+            np.concatenate(s_ev),
+            np.concatenate(s_cnt).astype(np.int32),
+            events,
+            np.array(w_begin, i64),
+            np.array(w_end, i64),
+            np.array(w_sm, i64),
+            np.array(w_sched, i64),
+            np.array(w_inst, i64),
+            np.array(w_group, i64),
+            np.array(first, i64),
+            np.array(last, i64),
+            np.array(nexts, i64),
+            np.array(begins),
+            i64(barriers),
+            with_port,
+            delay,
+            p,
+            i64(self.cluster),
+            kept,
+        )
+        if status:
+            raise CannotFollow(self._stuck(w_pos, w_end, s_ins, warps, order))
+        return Run(
+            self.code,
+            self.lowering,
+            self.streams,
+            trace.clusters,
+            warps,
+            order,
+            start,
+            end,
+            stalls,
+            busy,
+            issued,
+            kept[:n_log],
+            np.concatenate(s_ins),
+            np.concatenate(s_ev),
+            events,
+            np.array(w_begin),
+        )
+
+    def _stuck(self, w_pos, w_end, s_ins, warps, order) -> str:
+        flat = np.concatenate(s_ins)
+        places = []
+        for w in range(len(w_pos)):
+            if w_pos[w] < w_end[w]:
+                i = int(flat[w_pos[w]])
+                line = self.code.instructions[i].line if i < len(self.code.instructions) else 0
+                opcode = self.code.instructions[i].opcode if i < len(self.code.instructions) else "an event"
+                places.append(f"warp {warps[w][1]} at PTX line {line} ({opcode})")
+        why = "the replay came to a stand, so there is no time for this kernel"
+        return f"{self.trace.name}: {why}: " + "; ".join(places[:6])
+
+    # ---- the grid -------------------------------------------------------------------------------------------------
+
+    def predict(self, clock: float | None = None) -> Prediction:
+        f = clock or self.gpu.clock
+        result = self._at(f)
+        if clock is None:
+            f = self._clock(result)
+            if abs(f - self.gpu.clock) > 0.005:
+                result = self._at(f)
+        return result
+
+    def _clock(self, r: Prediction) -> float:
+        """Busy tensor cores lower the clock, within microseconds."""
+        top, low = self.gpu.clock, self.gpu["clock.loaded"]
+        return top - (top - low) * min(1.0, r.busy["tensor core"] / 0.75)
+
+    def _heaviest(self) -> int:
+        return max(range(len(self.streams)), key=lambda n: sum(len(a) for a in self.streams[n].instructions))
+
+    def _at(self, f: float) -> Prediction:
+        trace = self.trace
+        per_gpu = self.sms // self.cluster
+        slots = per_gpu * self.occupancy
+        total = trace.total
+        log = 60_000
+        if total <= slots:
+            each = -(-total // per_gpu)
+            heavy = self._heaviest()
+            run = self.replay([[heavy]] * each, f, min(total * self.cluster, self.sms), log)
+            cycles = float(run.end.max())
+            resident = each
+        else:
+            resident = self.occupancy
+            kinds = list(range(len(self.streams)))
+            length = max(QUEUE, -(-len(kinds) // resident) + 1)
+            length = min(length, -(-total // slots) + 1, 6)
+            queues = [[kinds[(s + k * resident) % len(kinds)] for k in range(length)] for s in range(resident)]
+            run = self.replay(queues, f, self.sms, log)
+            cycles = self._schedule(run, queues, slots)
+        return self._prediction(run, cycles, f, resident, total / slots)
+
+    def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
+        """List scheduling of all clusters: each takes the place of the first that ends."""
+        gap = self.gpu["cta.gap"]
+        took: dict[int, list[float]] = {}
+        at = 0
+        for q in queues:
+            for k, n in enumerate(q):
+                # A CTA leaves its place before its last stores have landed: what counts is when the next one begins.
+                # The first of a slot begins with all others at once, which is no typical beginning.
+                if k + 1 < len(q) and (k > 0 or n not in took):
+                    took.setdefault(n, []).append(float(run.start[at + 1] - gap - run.start[at]))
+                elif n not in took:
+                    took[n] = [float(run.end[at] - run.start[at])]
+                at += 1
+        known = sorted((self.trace.clusters[n].number, float(np.mean(v))) for n, v in took.items())
+        durations = self._durations(known)
+        ends = [0.0] * slots
+        heapq.heapify(ends)
+        for d in durations:
+            heapq.heappush(ends, heapq.heappop(ends) + d + gap)
+        return max(ends) - gap
+
+    def _durations(self, known: list[tuple[int, float]]) -> np.ndarray:
+        """Of every cluster of the grid, between those that were replayed: by its first coordinate if that tells."""
+        shape = [-(-a // b) for a, b in zip(self.trace.grid, self.trace.cluster)]
+        total = self.trace.total
+        numbers = np.array([n for n, _ in known])
+        values = np.array([v for _, v in known])
+        every = np.arange(total)
+        if len(known) == 1 or values.max() <= values.min() * 1.02:
+            return np.full(total, values.mean())
+        x = every % shape[0]
+        kx = numbers % shape[0]
+        if len(set(kx.tolist())) >= 2 and shape[0] > 1:
+            order = np.argsort(kx, kind="stable")
+            ux, uv = [], []
+            for q in sorted(set(kx.tolist())):
+                ux.append(q)
+                uv.append(float(values[kx == q].mean()))
+            del order
+            return np.interp(x, ux, uv)
+        return np.interp(every, numbers, values)
+
+    def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:
+        trace, g = self.trace, self.gpu
+        window = float(run.end.max()) * self.cluster
+        busy = {
+            "tensor core": run.busy[19] / window,
+            "exp": run.busy[cs.PIPES.index("mufu")] / (4 * window),
+            "fma": run.busy[cs.PIPES.index("fma")] / (4 * window),
+            "alu": run.busy[cs.PIPES.index("alu")] / (4 * window),
+            "issue": run.busy[31] / (4 * window),
+            "shared memory": run.busy[16] / window,
+            "tensor memory": run.busy[20] / window,
+        }
+        clusters = len(run.order)
+        scale = trace.total / clusters  # from the replay to the grid
+        sms = self.sms
+        us = 1e-3 / f
+        device = sum(s.asked * s.device for s in self.sources)
+        written = sum(s.written for s in self.sources)
+        roofline = {
+            "tensor core": run.busy[19] * scale / sms * us,
+            "exp": run.busy[cs.PIPES.index("mufu")] * scale / 4 / sms * us,
+            "issue": run.busy[31] * scale / 4 / sms * us,
+            "shared memory": run.busy[16] * scale / sms * us,
+            "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
+            "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
+        }
+        body = max(cycles * us + g["cta.start"], roofline["device memory"])
+        busy["L2"] = roofline["L2"] / body
+        busy["device memory"] = roofline["device memory"] / body
+        share = {k: v / body for k, v in roofline.items()}
+        top = max(share, key=lambda k: share[k])
+        bound = f"{top} {share[top]:.0%}" if share[top] >= 0.6 else f"chain ({top} {share[top]:.0%})"
+        ctas = trace.total * self.cluster
+        return Prediction(
+            trace.name,
+            g,
+            trace.grid,
+            trace.threads,
+            ctas,
+            resident,
+            waves,
+            cycles,
+            f,
+            body + g["launch"],
+            busy,
+            [],
+            roofline,
+            bound,
+            self.code.registers,
+            self.code.spills,
+            run,
+            trace,
+            self.sources,
+            body,
+        )

@@ -1,0 +1,153 @@
+"""What the model knows of a GPU: every number with its unit, its bounds and where it comes from.
+
+Confidence: A two or more independent measurements agree, or ours alone on the GPU itself; B one careful measurement;
+C one weak source or derived; D sources disagree or nothing is known. None of these was fitted on a validation kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Parameter:
+    value: float
+    low: float
+    high: float
+    unit: str
+    source: str
+    confidence: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: str
+    clock: float  # GHz, highest
+    values: dict[str, Parameter]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name].value
+
+
+HUT = "flash-vla hardware-unit-test, H100 SXM"
+FGS = "FlashGPU-Sim, arXiv 2609.15311, H100 SXM at 1500 MHz"
+SA = "SemiAnalysisAI/microbench-blackwell, B200"
+QRC = "ademeure/QuickRunCUDA, B300"
+BPG = "CUDA Best Practices Guide 13.4"
+LU = "arXiv 2402.13499 and 2501.12084, H800"
+OURS = "benchmarks/microbench, H200, 2026-11-15"
+
+
+def _p(
+    value: float, unit: str, source: str, confidence: str, low: float | None = None, high: float | None = None
+) -> Parameter:
+    return Parameter(value, value if low is None else low, value if high is None else high, unit, source, confidence)
+
+
+HOPPER = {
+    "sms": _p(132, "count", "driver", "A"),
+    "interval.control": _p(1, "cycles", OURS, "A"),
+    "interval.fma": _p(1.02, "cycles", OURS, "A"),
+    "interval.alu": _p(2.0, "cycles", OURS, "A"),
+    "interval.imad": _p(2.0, "cycles", OURS, "A"),
+    "interval.mufu": _p(8.0, "cycles", OURS, "A"),
+    "interval.half": _p(2.0, "cycles", OURS, "A", 1.1, 2.0),
+    "interval.uniform": _p(2, "cycles", QRC, "C", 1, 4),
+    "interval.memory": _p(4.0, "cycles", OURS, "A"),
+    "interval.convert": _p(8.0, "cycles", OURS, "A"),
+    "interval.pack": _p(2.0, "cycles", OURS, "A"),
+    "interval.hmma": _p(6.3, "cycles", HUT, "A"),
+    "interval.fp64": _p(2, "cycles", BPG, "A"),
+    "latency.alu": _p(4.1, "cycles", OURS, "A"),
+    "latency.mufu": _p(17.0, "cycles", OURS, "A"),
+    "latency.shfl": _p(24.0, "cycles", OURS, "A"),
+    "latency.lds": _p(29.0, "cycles", OURS, "A"),
+    "latency.s2r": _p(20, "cycles", FGS, "C"),
+    "latency.r2ur": _p(9, "cycles", FGS, "C"),
+    "latency.ldc": _p(8, "cycles", FGS, "C"),
+    "latency.atoms": _p(32.0, "cycles", OURS, "A"),
+    "latency.hmma": _p(25, "cycles", HUT, "A"),
+    "latency.vote": _p(8.6, "cycles", OURS, "A"),
+    "latency.redux": _p(44.0, "cycles", OURS, "A"),
+    "latency.uniform": _p(6, "cycles", FGS, "C"),
+    "latency.convert": _p(17.0, "cycles", OURS, "A"),
+    "latency.pack": _p(4.1, "cycles", OURS, "A"),
+    "shfl.port": _p(1.0, "cycles", OURS, "A"),
+    "membar": _p(9.1, "cycles", OURS, "A", 9, 94),
+    "product.issue": _p(8, "cycles", FGS, "B", 4, 17),
+    "product.tail": _p(44.0, "cycles", OURS, "A", 40, 56),
+    "product.depth": _p(6, "products", FGS, "B"),
+    "mbarrier.try": _p(30.0, "cycles", OURS, "B", 20, 43),
+    "mbarrier.arrive": _p(12.0, "cycles", OURS, "B", 8, 29),
+    "mbarrier.wake": _p(10.0, "cycles", OURS, "B", 5, 43),
+    "bar.sync": _p(12.2, "cycles", OURS, "A"),
+    "bar.arrival": _p(2.0, "cycles", OURS, "A"),
+    "tma.issue": _p(30.0, "cycles", OURS, "B", 15, 65),
+    "tma.interval": _p(25.0, "cycles", OURS, "A", 15, 42),
+    "tma.l2": _p(125.0, "ns", OURS, "B", 110, 180),
+    "tma.hbm": _p(400.0, "ns", OURS, "B", 330, 480),
+    "tma.port": _p(0.0, "share", OURS, "A", 0, 1),
+    "load.l1": _p(34, "cycles", LU, "B"),
+    "load.l2": _p(140.0, "ns", OURS, "B", 130, 170),
+    "load.hbm": _p(400.0, "ns", OURS, "B", 350, 500),
+    "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
+    "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
+    "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
+    "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
+    "l2.bytes": _p(60e6, "bytes", "driver", "A"),
+    "launch": _p(4.3, "us", "benchmarks/NOTES.md", "A", 4.2, 4.6),
+    "launch.next": _p(1.2, "us", "benchmarks/NOTES.md", "B", 1.0, 1.4),
+    "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
+    "cta.gap": _p(120.0, "cycles", OURS, "B", 80, 300),
+    "branch": _p(5.0, "cycles", OURS, "B", 4, 12),
+    "cluster.barrier": _p(900, "cycles", HUT, "C"),
+    "remote": _p(200, "cycles", LU, "B"),
+    "lsu.queue": _p(24, "cycles", FGS, "C"),
+    "mma.issue": _p(10, "cycles", SA, "C"),
+    "mma.tail": _p(104, "cycles", SA, "A"),
+    "tmem.rate": _p(512, "bytes/cycle", QRC, "D", 228, 1024),
+    "tmem.latency": _p(180, "cycles", QRC, "C", 100, 420),
+    "commit": _p(10, "cycles", SA, "C"),
+    "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
+    "sm.write": _p(32, "bytes/cycle", OURS, "A"),
+    "queue.l2": _p(25, "ns", OURS, "B", 0, 50),
+    "queue.hbm": _p(200, "ns", OURS, "B", 130, 260),
+    "code.cold": _p(1.6, "cycles an instruction", OURS, "B", 1.0, 5.0),
+    "beside.fma": _p(1.5, "times", OURS, "B", 1.3, 1.6),
+    "beside.alu": _p(1.45, "times", OURS, "A"),
+    "beside.imad": _p(1.45, "times", OURS, "C", 1.2, 1.6),
+    "beside.mufu": _p(1.27, "times", OURS, "A"),
+    "beside.memory": _p(1.35, "times", OURS, "A"),
+    "beside.pack": _p(1.44, "times", OURS, "A"),
+    "fma.delay": _p(0.24, "cycles", OURS, "B", 0, 0.3),
+    "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
+}
+BLACKWELL = HOPPER | {
+    "sms": _p(148, "count", "driver", "A"),
+    "tma.interval": _p(48, "cycles", QRC, "B", 48, 65),
+    "tma.hbm": _p(480, "ns", SA, "B", 460, 900),
+    "sm.rate": _p(80, "bytes/cycle", SA, "B", 64, 130),
+    "l2.rate": _p(20500, "bytes/ns", "TileSight, arXiv 2607.22432", "B", 12000, 22500),
+    "hbm.rate": _p(7100, "bytes/ns", SA, "A", 7000, 7300),
+    "hbm.write": _p(6500, "bytes/ns", SA, "C", 5500, 7300),
+    "l2.bytes": _p(126e6, "bytes", "driver", "A"),
+    "clock.loaded": _p(1.85, "GHz", "stated, not measured", "D", 1.35, 1.965),
+    "bar.sync": _p(22, "cycles", QRC, "B"),
+    "latency.lds": _p(29, "cycles", QRC, "B"),
+}
+GPUS = {
+    "h200": Gpu("H200", "sm_90a", 1.98, HOPPER),
+    "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL),
+}
+
+
+def gpu_for(name: str | None, arch: str) -> Gpu:
+    if name is None:
+        name = "b200" if arch.startswith("sm_10") else "h200"
+    if name not in GPUS:
+        raise ValueError(f"gpu: got {name!r}, accepted are {', '.join(GPUS)}")
+    gpu = GPUS[name]
+    if gpu.arch[:5] != arch[:5]:
+        raise ValueError(f"gpu: got {name}, which runs {gpu.arch}; the program was compiled for {arch}")
+    return gpu

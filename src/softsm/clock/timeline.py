@@ -1,0 +1,59 @@
+"""A replay as a recording: the slices that report/timeline.py draws, with the model's times in nanoseconds."""
+
+from __future__ import annotations
+
+from softsm.clock import replay
+from softsm.clock.model import Prediction
+from softsm.report.recording import Clock, Launch, Recorder, Track
+
+PRODUCT, COPY = 20, 21  # kinds of entries of the log beside the reasons of waits
+
+
+def recorded(p: Prediction) -> Recorder:
+    """One multiprocessor's CTAs: waits of warps, products and copies of its engines."""
+    run, trace = p.run, p.trace
+    assert run is not None and trace is not None
+    out = Recorder()
+    ns = 1 / p.clock
+    launch = Launch(p.kernel, trace.arch, p.grid, trace.block, trace.cluster, trace.shared, "replayed", trace.source, 0,
+                    round(float(run.end.max()) * ns))  # fmt: skip
+    launch.ctas = [trace.clusters[n].first for n in run.order]
+    out.launches.append(launch)
+    for number, (inst, k) in enumerate(run.warps):
+        w = trace.clusters[run.order[inst]].warps[k]
+        track = Track(0, inst, "warp", w.index)
+        out.clocks[track] = Clock(track, round(float(run.end[inst]) * ns), role=w.role)
+        del number
+    lanes: dict[tuple[int, str], list[int]] = {}
+    for warp, pos, begin, end, kind, more in run.log:
+        inst, k = run.warps[int(warp)]
+        w = trace.clusters[run.order[inst]].warps[k]
+        i = int(run.s_ins[int(pos)])
+        ins = run.code.instructions[i] if i < len(run.code.instructions) else None
+        details = {"ptx line": ins.line if ins else 0}
+        a, b = round(float(begin) * ns), round(float(end) * ns)
+        if int(kind) == PRODUCT:
+            out.add(
+                Track(0, inst, "tensor core", 0), ins.opcode if ins else "product", a, max(b, a + 1), "mma", **details
+            )
+        elif int(kind) == COPY:
+            ends = lanes.setdefault((inst, "TMA"), [])
+            row = next((n for n, e in enumerate(ends) if e <= a), len(ends))
+            ends[row : row + 1] = [b]
+            out.add(Track(0, inst, "TMA", row), "TMA load", a, max(b, a + 1), "copy", bytes=int(more), **details)
+        else:
+            name = "wait"
+            if int(run.s_ev[int(pos)]) >= 0:
+                event = run.events[run.s_ev[int(pos)]]
+                names = trace.clusters[run.order[inst]].names
+                if int(event[0]) == 2 and int(event[1]) < len(names):
+                    name = f"wait {names[int(event[1])]}"
+            out.add(
+                Track(0, inst, "warp", w.index),
+                f"{name} ({replay.REASONS[int(kind)]})",
+                a,
+                max(b, a + 1),
+                "wait",
+                **details,
+            )
+    return out

@@ -1,0 +1,61 @@
+"""`softsm.timing()`: launches inside are timed. Only some CTAs of each grid run, so results are not there.
+
+with softsm.use("sm_90a", sms=132), softsm.timing() as timer:
+    kernel[grid](x, y, n)
+timer.predictions[0].us
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from softsm.clock.model import Model, Prediction
+from softsm.clock.parameters import gpu_for
+from softsm.clock.trace import LaunchTrace, TracingMachine
+from softsm.engine.launch import options
+
+
+class Timer:
+    machine = TracingMachine
+
+    def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3):
+        self.gpu_name, self.clock, self.most = gpu, clock, samples
+        self.sms = 132
+        self.predictions: list[Prediction] = []
+        self.written: dict[str, float] = {}
+
+    def choose(self, shape: list[int], total: int) -> list[int]:
+        """Clusters of the grid to run: ends and middle of its first side."""
+        if total <= self.sms:  # they all start together: one tells of the others
+            return [0]
+        axis = 0 if shape[0] > 1 else shape.index(max(shape))
+        points = set()
+        for value in (0, shape[axis] // 2, shape[axis] - 1)[: self.most]:
+            at = [n // 2 for n in shape]
+            at[axis] = value
+            points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))
+        return sorted(points)
+
+    def traced(self, trace: LaunchTrace) -> None:
+        gpu = gpu_for(self.gpu_name, trace.arch)
+        model = Model(trace, gpu, self.written)
+        self.predictions.append(model.predict(self.clock))
+        for s in model.sources:
+            if s.written:
+                self.written[s.name.split(" [")[0]] = s.written
+
+    @property
+    def us(self) -> float:
+        """All launches in a row, as one CUDA graph."""
+        if not self.predictions:
+            return 0.0
+        g = self.predictions[0].gpu
+        return g["launch"] + sum(p.body_us for p in self.predictions) + g["launch.next"] * (len(self.predictions) - 1)
+
+
+@contextlib.contextmanager
+def timing(gpu: str | None = None, clock: float | None = None, samples: int = 3) -> Iterator[Timer]:
+    timer = Timer(gpu, clock, samples)
+    with options(recorder=timer, machine=TracingMachine, order="eager"):
+        yield timer

@@ -1,0 +1,527 @@
+"""What the warps of a few CTAs do: the blocks of PTX they run through, and the events on the way.
+
+A block here is a run of PTX that is entered at its top and left at its end; the loop around a `try_wait` does not end
+one, since how often it turns is a matter of time and not of the program. An event is what other warps or engines
+notice: an arrival, a wait, a copy, a product, a barrier. Times come later (clock/replay.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.scheduler import Machine
+from softsm.memory.mbarrier import Mbarrier
+from softsm.report.roles import role_of
+
+# Kinds of events; clock/replay.py has their meaning.
+(
+    INIT,
+    ARRIVE,
+    WAIT,
+    LOAD,
+    STORE,
+    BULK_COMMIT,
+    BULK_WAIT,
+    BAR,
+    CP_ASYNC,
+    CP_COMMIT,
+    CP_WAIT,
+    CP_ARRIVE,
+    MMA,
+    MMA_COMMIT,
+    CLUSTER_ARRIVE,
+    CLUSTER_WAIT,
+) = range(16)
+SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
+GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
+LOOKS = 400  # at the addresses of one instruction
+L1_BYTES = 200 << 10
+PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass
+class Blocks:
+    """The blocks of a program."""
+
+    starts: list[int]  # first record of each
+    of_line: dict[int, int]  # PTX line -> block
+    lines: list[int]  # sorted keys of of_line
+
+    def at(self, pc: int) -> int:
+        return bisect.bisect_right(self.starts, pc) - 1
+
+    def of(self, line: int) -> int:
+        """The block of a PTX line, or of the nearest line before it."""
+        found = self.of_line.get(line)
+        if found is None:
+            i = bisect.bisect_right(self.lines, line) - 1
+            found = self.of_line[self.lines[max(i, 0)]]
+        return found
+
+
+def blocks_of(program, macro_at) -> Blocks:
+    code = program.code
+    leaders = {0}
+    branches = [(i, int(code[i, 5])) for i in range(len(code)) if code[i, 0] == pg.OP_BRA]
+    for i, target in branches:
+        waits = target <= i <= target + 6 and any(
+            j in macro_at and macro_at[j].instruction.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+            for j in range(target, i)
+        )
+        if not waits:
+            leaders |= {target, i + 1}
+    for table in program.branch_tables:
+        leaders |= set(table)
+    for i, call in macro_at.items():
+        if call.instruction.opcode in ("call", "ret", "brx"):
+            leaders.add(i + 1)
+    starts = sorted(x for x in leaders if x < len(code))
+    of_line: dict[int, int] = {}
+    for i, ins in enumerate(program.instructions):
+        of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
+    return Blocks(starts, of_line, sorted(of_line))
+
+
+@dataclass
+class WarpTrace:
+    cta: int  # rank in the cluster
+    index: int
+    blocks: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)  # events before each block
+    events: list[tuple] = field(default_factory=list)  # (PTX line, kind, a, b, c)
+    role: str = ""
+    retry: int = -1  # the record that it will try again
+
+
+def _counts() -> dict:
+    return defaultdict(int)
+
+
+def _lists() -> dict:
+    return defaultdict(list)
+
+
+@dataclass
+class Access:
+    """One memory instruction, by PTX line: sums over the looks that were taken."""
+
+    looks: int = 0
+    executed: int = 0
+    units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
+    missed: int = 0  # sectors that the CTA had not asked for before
+    bytes: int = 0
+    space: str = "shared"
+    tensors: dict = field(default_factory=_counts)
+
+
+@dataclass
+class ClusterTrace:
+    """What one cluster of CTAs (most often one CTA) did."""
+
+    first: tuple[int, int, int]
+    number: int  # of the cluster in the grid
+    warps: list[WarpTrace] = field(default_factory=list)
+    barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
+    names: list[str] = field(default_factory=list)
+    instructions: int = 0
+    traffic: dict = field(default_factory=_counts)  # (tensor, 'read' | 'write') -> bytes
+    starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
+
+
+@dataclass
+class LaunchTrace:
+    """What the model needs of a launch; it can be kept in a file."""
+
+    name: str
+    source: str  # PTX
+    columns: int  # of tensor memory
+    arch: str
+    grid: tuple
+    block: tuple
+    cluster: tuple
+    shared: int
+    threads: int
+    blocks: Blocks
+    clusters: list[ClusterTrace]
+    access: dict[int, Access]
+    tensors: list[tuple[str, int]]  # name, bytes
+    samples: list[int]
+    total: int  # clusters of the grid
+
+
+class TracingEngine(AsyncEngine):
+    machine: TracingMachine
+
+    def issue(self, op: AsyncOp) -> AsyncOp:
+        self.machine.ops.append(op)
+        return super().issue(op)
+
+    def perform(self, op: AsyncOp) -> None:
+        if op.kind in PRODUCTS:
+            op.effects = nothing
+        outer, self.machine.performing = self.machine.performing, op
+        super().perform(op)
+        self.machine.performing = outer
+
+    require = perform
+
+
+def traced_barrier(machine: TracingMachine) -> type:
+    class TracedMbarrier(Mbarrier):
+        __slots__ = ()
+
+        def _note(self, what, amount, who):
+            super()._note(what, amount, who)
+            machine.notes.append((what, self, amount, machine.performing))
+
+        def passed_parity(self, parity):
+            passed = super().passed_parity(parity)
+            if passed:
+                machine.passed = self
+            return passed
+
+        def passed_token(self, token):
+            passed = super().passed_token(token)
+            if passed:
+                machine.passed = self
+            return passed
+
+    return TracedMbarrier
+
+
+class TracingMachine(Machine):
+    """Runs some clusters of the grid and leaves a LaunchTrace with the timer that asked for it."""
+
+    def __init__(self, *arguments):
+        *rest, chosen = arguments
+        super().__init__(*rest, replace(chosen, sms=4))  # those that run; the program sees the GPU's number
+        self.timer = self.options.recorder
+        self.engine.__class__ = TracingEngine
+        self.engine.machine = self
+        self.issue, self.require = self.engine.issue, self.engine.require
+        self.performing = None
+        self.notes: list = []
+        self.ops: list = []
+        self.passed = None
+        self.barrier_type = traced_barrier(self)
+        self.blocks = self.kernel.__dict__.setdefault("_timing_blocks", None) or blocks_of(self.program, self.macro_at)
+        self.kernel._timing_blocks = self.blocks
+        self.home: dict = {}  # CTA -> ClusterTrace
+        self.by_warp: dict = {}
+        self.known: dict = {}  # mbarrier -> (ClusterTrace, number)
+        self.access: dict[int, Access] = {}
+        self.roles: dict[int, str] = {}  # by record
+        self.touched: dict = defaultdict(set)  # CTA -> 128-byte lines
+        shape = [-(-g // c) for g, c in zip(self.grid, self.cluster_shape)]
+        self.total = self.left
+        self.samples = self.timer.choose(shape, self.total)
+        self.chosen = [(i % shape[0], i // shape[0] % shape[1], i // (shape[0] * shape[1])) for i in self.samples]
+        self.clusters = iter(self.chosen)
+        self.left = len(self.chosen)
+        self.order_started = 0
+        memory = self.global_memory
+        self.tensors = [(a.name, a.size) for a in memory.allocations]
+        self.traces: list[ClusterTrace] = []
+        self._prepare(arguments)
+
+    def _prepare(self, arguments) -> None:
+        code = self.program.code
+        ops = code[:, 0]
+        self.is_branch = ops == pg.OP_BRA
+        self.is_memory = np.isin(ops, SHARED_ACCESS + GLOBAL_ACCESS)
+        self.leader = np.zeros(len(code) + 1, bool)
+        self.leader[self.blocks.starts] = True
+        self.looks = np.zeros(len(code), np.int64)
+        self._refresh()
+        self.inner = self.run_code
+        self.run_code = self._run
+
+    def _refresh(self) -> None:
+        """stops[pc]: the next record at or behind pc where the trace has something to do."""
+        n = len(self.is_branch)
+        stop = self.is_branch | (self.is_memory & (self.looks < LOOKS)) | self.leader[:n]
+        at = np.where(stop, np.arange(n), n)
+        self.stops = np.append(np.minimum.accumulate(at[::-1])[::-1], n).tolist()
+
+    # ---- the path ------------------------------------------------------------------------------------------------
+
+    def start_cluster(self, where) -> None:
+        before = len(self.live)
+        super().start_cluster(where)
+        trace = ClusterTrace(tuple(w * c for w, c in zip(where, self.cluster_shape)), self.samples[self.order_started])
+        self.order_started += 1
+        self.traces.append(trace)
+        for cta in self.live[before:]:
+            self.home[cta] = trace
+            for w in cta.warps:
+                mine = WarpTrace(cta.rank, w.index)
+                trace.warps.append(mine)
+                self.by_warp[w] = mine
+
+    def _run(self, state, pc, mask, stop, quantum, multi):
+        warp = self.current
+        mine = self.by_warp[warp]
+        leader, stops, inner = self.leader, self.stops, self.inner
+        used, whole = 0, mask
+        fresh = mine.retry != pc
+        mine.retry = -1
+        while True:
+            if leader[pc] and fresh:
+                mine.blocks.append(self.blocks.at(pc))
+                mine.marks.append(len(mine.events))
+            fresh = True
+            limit = stops[pc]
+            if limit == pc:
+                if self.is_memory[pc] and self.looks[pc] < LOOKS:
+                    self._look(warp, pc, mask)
+                limit, most = pc + 1, 1  # this record alone
+            else:
+                most = quantum - used
+            status, pc, mask, about, steps = inner(state, pc, mask, min(stop, limit), most, multi)
+            used += steps
+            if multi or mask != whole or status not in (pg.QUANTUM, pg.MERGE):
+                return status, pc, mask, about, used
+            if pc >= stop:
+                return pg.MERGE, pc, mask, about, used
+            if used >= quantum:
+                return pg.QUANTUM, pc, mask, about, used
+            stops = self.stops
+
+    def _look(self, warp, pc: int, mask: int) -> None:
+        op, rd, ra, rb, rc, rx, guard, flip = (int(x) for x in self.program.code[pc])
+        active = mask & (int(warp.P[guard]) ^ flip) & 0xFFFFFFFF
+        if not active:
+            return
+        self.looks[pc] += 1
+        if self.looks[pc] == LOOKS:
+            self._refresh()
+        lanes = np.flatnonzero(
+            np.frombuffer(np.uint32(active).tobytes(), np.uint8).repeat(8) >> np.tile(np.arange(8), 4) & 1
+        )
+        offset = rb - (1 << 32) if rb >> 31 else rb
+        line = self.program.instructions[pc].line
+        size = max(1, (rc >> 4) & 15) << (rc & 3)
+        if op in (pg.OP_ATOM_G, pg.OP_ATOM_S):
+            size = 4
+        found = self.access.get(line)
+        if found is None:
+            found = self.access[line] = Access()
+        if op in SHARED_ACCESS:
+            self._shared(found, warp.R[ra, lanes].astype(np.int64) + offset, size)
+            return
+        addresses = warp.Q[ra, lanes].astype(np.uint64).astype(np.int64) + offset
+        if op in (pg.OP_LD, pg.OP_ST) and addresses[0] >= pg.SHARED_WINDOW:
+            if addresses[0] < pg.LOCAL_WINDOW:
+                self._shared(found, addresses - pg.SHARED_WINDOW, size)
+            return
+        self._global(found, warp.cta, addresses, size, op in (pg.OP_STG, pg.OP_ST))
+
+    def _shared(self, found: Access, addresses: np.ndarray, size: int) -> None:
+        """Wavefronts: a bank serves one 4-byte word at a time; wide accesses go by halves or quarters of the warp."""
+        per = 32 if size <= 4 else 16 if size == 8 else 8
+        total = 0
+        for first in range(0, len(addresses), per):
+            words = np.unique((addresses[first : first + per, None] + np.arange(0, max(size, 4), 4)) >> 2)
+            total += int(np.bincount(words & 31).max())
+        found.looks += 1
+        found.units += total
+        found.bytes += size * len(addresses)
+
+    def _global(self, found: Access, cta, addresses: np.ndarray, size: int, store: bool) -> None:
+        found.space = "store" if store else "load"
+        sectors = np.unique(np.concatenate([addresses, addresses + size - 1]) >> 5)
+        found.looks += 1
+        found.units += len(sectors)
+        found.bytes += size * len(addresses)
+        tensor = self._tensor(int(addresses[0]))
+        found.tensors[tensor] += len(sectors)
+        trace = self.home[cta]
+        new = len(sectors)
+        if not store:
+            seen = self.touched[cta]
+            fresh = [s for s in sectors.tolist() if s not in seen]
+            new = len(fresh)
+            seen.update(fresh)
+            if len(seen) * 32 > L1_BYTES:
+                seen.clear()
+        found.missed += new
+        trace.traffic[tensor, "write" if store else "read"] += 32 * (len(sectors) if store else new)
+
+    def _tensor(self, address: int) -> int:
+        return bisect.bisect_right(self.global_memory.starts, address) - 1
+
+    # ---- events --------------------------------------------------------------------------------------------------
+
+    def macro(self, warp, fragment, pc: int, lanes: int) -> bool:
+        self.notes, self.ops, self.passed = [], [], None
+        call = self.macro_at[pc]
+        ins = call.instruction
+        mine = self.by_warp[warp]
+        vain = super().macro(warp, fragment, pc, lanes)
+        if fragment.parked or (fragment.blocked is not None and not fragment.blocked.done):
+            mine.retry = pc
+            return vain
+        if not mine.role:
+            role = self.roles.get(pc)
+            if role is None:
+                role = self.roles[pc] = role_of(ins)
+            mine.role = role
+        self._events(warp, mine, call, ins, lanes)
+        return vain
+
+    def _events(self, warp, mine: WarpTrace, call, ins, lanes: int) -> None:
+        name, line, o = ins.name, ins.line, call.operands
+        trace = self.home[warp.cta]
+        add = mine.events.append
+        if name.startswith("mbarrier.init"):
+            for cta in warp.cta.cluster:
+                for offset, barrier in cta.barriers.items():
+                    if type(barrier) is Mbarrier:
+                        barrier.__class__ = self.barrier_type
+                        key = (cta.rank, offset)
+                        number = trace.barriers.setdefault(key, len(trace.barriers))
+                        if number == len(trace.names):
+                            trace.names.append(barrier.name.removeprefix("mbarrier "))
+                        self.known[barrier] = number
+                        add((line, INIT, number, barrier.expected, 0))
+            return
+        if self.passed is not None and name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            if self.passed in self.known:
+                add((line, WAIT, self.known[self.passed], self.passed.phase - 1, 0))
+            return
+        arrived: dict[int, list[int]] = {}
+        for what, barrier, amount, by in self.notes:
+            number = self.known.get(barrier)
+            if number is None or by is not None:
+                continue
+            entry = arrived.setdefault(number, [0, 0])
+            if what in ("arrive", "drop"):
+                entry[0] += amount
+            elif what == "expect_tx":
+                entry[1] += amount
+        for number, (count, tx) in arrived.items():
+            add((line, ARRIVE, number, count, tx))
+        if name.startswith("cp.async.bulk.commit_group"):
+            add((line, BULK_COMMIT, 0, 0, 0))
+        elif name.startswith("cp.async.bulk.wait_group"):
+            add((line, BULK_WAIT, int(o.newest or 0), int(bool(o.read)), 0))
+        elif name.startswith("cp.async.commit_group"):
+            add((line, CP_COMMIT, 0, 0, 0))
+        elif name.startswith(("cp.async.wait_group", "cp.async.wait_all")):
+            add((line, CP_WAIT, int(o.newest or 0), 0, 0))
+        elif name.startswith("cp.async.mbarrier.arrive"):
+            for what, barrier, amount, _ in self.notes:
+                if what == "arrive" and barrier in self.known:
+                    add((line, CP_ARRIVE, self.known[barrier], amount, 0))
+        elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
+            self._bar(warp, add, line, name, o, lanes)
+        elif name.startswith("barrier.cluster.arrive"):
+            add((line, CLUSTER_ARRIVE, 0, 0, 0))
+        elif name.startswith("barrier.cluster.wait"):
+            add((line, CLUSTER_WAIT, 0, 0, 0))
+        for op in self.ops:
+            self._operation(warp, trace, add, line, op, o, lanes)
+
+    def _bar(self, warp, add, line: int, name: str, o, lanes: int) -> None:
+        lane = (lanes & -lanes).bit_length() - 1
+        number = int(warp.R[o.number, lane])
+        threads = warp.cta.threads if o.count is None else int(warp.R[o.count, lane])
+        add((line, BAR, warp.cta.rank * 16 + number, -(-threads // 32), int(".arrive" not in name)))
+
+    def _operation(self, warp, trace: ClusterTrace, add, line: int, op, o, lanes: int) -> None:
+        kind = op.kind
+        if kind == "cp.async":
+            chosen = np.flatnonzero([lanes >> k & 1 for k in range(32)])
+            addresses = warp.Q[o.src, chosen].astype(np.uint64).astype(np.int64)
+            used = np.full(len(chosen), o.size) if o.used is None else warp.R[o.used, chosen].astype(np.int64)
+            addresses = addresses[used > 0]
+            sectors = len(np.unique(addresses >> 5)) if len(addresses) else 0
+            tensor = self._tensor(int(addresses[0])) if sectors else -1
+            if sectors:
+                trace.traffic[tensor, "read"] += 32 * sectors
+                if len(trace.starts[tensor]) < 4096:
+                    trace.starts[tensor].append(int(addresses[0]))
+            add((line, CP_ASYNC, tensor, 32 * sectors, o.size * len(chosen)))
+            return
+        barriers = [(b, amount) for what, b, amount, by in self.notes if by is op and what == "complete_tx"]
+        if kind.startswith(("TMA load", "bulk load")):
+            tensor, address, gathered = self._source(op.reads)
+            nbytes = barriers[0][1] if barriers else 0
+            trace.traffic[tensor, "read"] += nbytes
+            if len(trace.starts[tensor]) < 4096:
+                trace.starts[tensor].append(address)
+            for n, (barrier, amount) in enumerate(barriers):
+                if barrier in self.known:
+                    add((line, LOAD, self.known[barrier], amount, tensor if n == 0 else -2))
+        elif kind.endswith("to a peer") or kind.endswith(".async"):
+            for barrier, amount in barriers:
+                if barrier in self.known:
+                    add((line, LOAD, self.known[barrier], amount, -2))
+        elif kind.startswith(("TMA", "bulk")) and not kind.endswith("(read)"):
+            tensor, _, _ = self._source(op.writes)
+            first = next((x for x in self.ops if x.kind == f"{kind} (read)"), None)
+            nbytes = sum(r[3] - r[2] for r in first.reads if r[0] == "shared") if first is not None else 0
+            trace.traffic[tensor, "write"] += nbytes
+            add((line, STORE, tensor, nbytes, 0))
+        elif kind == "tcgen05.mma":
+            _, _, m, n, *_ = op.footprint.accumulator
+            text = warp.instruction().text
+            pair = int("cta_group::2" in text)
+            add((line, MMA, m, n, pair + 2 * int(bool(getattr(o, "a_tensor", False)))))
+        elif kind in ("tcgen05.cp", "tcgen05.shift"):
+            add((line, MMA, 64, 32, 0))
+        elif kind == "tcgen05.commit":
+            for what, barrier, _, by in self.notes:
+                if by is op and what == "arrive" and barrier in self.known:
+                    add((line, MMA_COMMIT, self.known[barrier], 1, 0))
+
+    def _source(self, regions) -> tuple[int, int, bool]:
+        for region in regions:
+            if region[0] == "tensor":
+                box = region[1]
+                coords = box.coords
+                address = box.map.base
+                for c, stride in zip(coords[1:], box.map.strides):
+                    address += c * stride
+                return (
+                    self._tensor(box.map.base),
+                    address + coords[0] * box.map.data_type.bits // 8,
+                    box.rows is not None,
+                )
+            if region[0] == "global":
+                return self._tensor(region[1]), region[1], False
+        return -1, 0, False
+
+    def run(self) -> None:
+        super().run()
+        for trace in self.traces:
+            trace.instructions = self.steps // max(1, len(self.traces))
+        self.timer.traced(
+            LaunchTrace(
+                self.kernel.name,
+                self.kernel.module.source,
+                self.kernel.tmem_columns,
+                self.arch,
+                self.grid,
+                self.block,
+                self.cluster_shape,
+                self.shared_limit,
+                self.block[0] * self.block[1] * self.block[2],
+                self.blocks,
+                self.traces,
+                self.access,
+                self.tensors,
+                self.samples,
+                self.total,
+            )
+        )

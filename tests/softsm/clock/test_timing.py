@@ -1,0 +1,75 @@
+"""softsm.timing(): predictions of small kernels whose limits are known."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.clock import parameters, report
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+STREAM = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 n)
+.reqntid 256, 1, 1
+{
+  .reg .b32 %r<8>, %f<8>; .reg .b64 %d<8>; .reg .pred %p<4>;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r3, [n]; mov.u32 %r1, %tid.x; mov.u32 %r2, 0; cvt.rn.f32.u32 %f1, %r1;
+  mov.b32 %f2, 0x3f000000; mov.b32 %f3, 0x3f800000;
+LOOP:
+%BODY%
+  add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, %r3; @%p1 bra LOOP;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; st.global.b32 [%d2], %f1; ret;
+}"""
+
+
+def predicted(body: str, rounds: int = 50, grid: int = 132):
+    x = np.zeros(1024, np.float32)
+    with softsm.timing("h200") as timer:
+        softsm.load(STREAM.replace("%BODY%", body)).launch(grid, 256, [x, rounds])
+    return timer.predictions[0]
+
+
+def test_a_chain_of_dependent_instructions_takes_their_latencies() -> None:
+    p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
+    chain = 50 * 16 * parameters.GPUS["h200"]["latency.mufu"]
+    assert chain < p.cycles < 1.25 * chain
+    assert p.clock == pytest.approx(1.98)
+
+
+def test_the_pipe_limits_independent_instructions() -> None:
+    body = "".join(
+        f"  ex2.approx.ftz.f32 %f{4 + i % 4}, %f1; add.f32 %f1, %f1, %f{4 + (i + 1) % 4};\n" for i in range(16)
+    )
+    slow, none = predicted(body), predicted("")
+    # two warps on a scheduler, 16 of these each, eight cycles of the pipe each
+    assert slow.cycles - none.cycles > 50 * 2 * 16 * 8 * 0.95
+
+
+def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
+    body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
+    one, two = predicted(body, 100), predicted(body, 200)
+    assert two.cycles / one.cycles == pytest.approx(2, rel=0.1)
+    many = predicted(body, 100, grid=132 * 8 * 3)
+    assert many.waves == pytest.approx(3) and many.cycles > 2.5 * one.cycles
+
+
+def test_words_say_gpu_clock_band_and_what_waits() -> None:
+    p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
+    text = report.text(p)
+    assert "us predicted on a H200 (" in text and "at 1.98 GHz" in text
+    assert "MUFU waits for its registers" in text
+    assert report.as_dict(p)["us_low"] < p.us < report.as_dict(p)["us_high"]
+
+
+def test_every_parameter_has_bounds_and_a_source() -> None:
+    for gpu in parameters.GPUS.values():
+        for name, p in gpu.values.items():
+            assert p.low <= p.value <= p.high and p.source and p.unit and p.confidence in "ABCD", name
+
+
+def test_a_gpu_of_another_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpu: got b200, which runs sm_100a; the program was compiled for sm_90a"):
+        parameters.gpu_for("b200", "sm_90a")
