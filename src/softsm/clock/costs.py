@@ -94,7 +94,7 @@ class Costs:
     extra: np.ndarray
     port: np.ndarray  # shared-memory cycles of a product
     tensor: np.ndarray
-    heavy: np.ndarray  # reads three registers: in the way of a product's accumulators
+    heavy: np.ndarray  # of the pipes that a product under way is slowed down by
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
@@ -151,8 +151,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
         interval[i] = gpu[f"interval.{name}"]
         latency[i] = latency_of(ins.opcode, gpu, name)
         op = ins.opcode
-        if name == "fma" and sum(r < 256 for r in ins.reads) >= 3:
-            heavy[i] = 1
+        heavy[i] = float(name in ("fma", "imad"))
         if op.startswith("HGMMA"):
             kind[i] = replay.PRODUCT
             units[i], port[i] = product(op, ins.text)

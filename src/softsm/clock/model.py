@@ -193,23 +193,17 @@ class Model:
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, np.ndarray, float]:
         """(cycles a byte, latencies) of each tensor on one multiprocessor; cycles a byte written."""
         g = self.gpu
-        read = sum(s.asked * s.device for s in self.sources)
-        written = sum(s.written for s in self.sources)
-        drained = self.drained(written)
-        share = read / (read + drained) if read else 1.0
         cost, delay = [], []
         for s in [*self.sources, Source("none", 0)]:
             per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
             if s.device:
-                per = max(per, s.device * active * clock / (g["hbm.rate"] * share))
+                per = max(per, s.device * active * clock / g["hbm.rate"])
             cost.append(per)
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
             far = min(1.0, s.device * self.together(s, active))
             ways = ("load", "tma", "queue")
             delay.append([clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways])
         write = active * clock / g["hbm.write"]
-        if drained:
-            write = max(write, active * clock / (g["hbm.write"] * (1 - share)) * drained / written)
         return np.array(cost), np.array(delay), max(write, 1 / g["sm.write"])
 
     def drained(self, written: float) -> float:

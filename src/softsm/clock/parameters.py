@@ -120,7 +120,7 @@ HOPPER = {
     "beside.mufu": _p(1.27, "times", OURS, "A"),
     "beside.memory": _p(1.35, "times", OURS, "A"),
     "beside.pack": _p(1.44, "times", OURS, "A"),
-    "fma.delay": _p(0.24, "cycles", OURS, "B", 0, 0.3),
+    "fma.delay": _p(0.22, "cycles", OURS, "B", 0.04, 0.24),
     "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
 }
 BLACKWELL = HOPPER | {
