@@ -61,7 +61,8 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
                 entry[0] += cycles / max(1, warps_of.get(block, 1))
     total = float(np.mean(run.end - run.start))
     out = [Stall(c, total, key[0], key[1], line, key[2], what) for key, (c, line, what) in found.items()]
-    return sorted(out, key=lambda s: -s.cycles)[:shown]
+    # Who waits from begin to end has nothing to do: warps of other roles, at the barrier where all part.
+    return sorted((s for s in out if s.cycles < 0.97 * total), key=lambda s: -s.cycles)[:shown]
 
 
 def _barriers(p: Prediction) -> dict[int, str]:
