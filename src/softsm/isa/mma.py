@@ -1,7 +1,7 @@
 """mma.sync: the warp's own matrix product, all operands in registers. Done at once, as the instruction is.
 
 Shapes and types: f16, bf16, tf32, e4m3/e5m2, f64, s8/u8, s4/u4, b1 (xor.popc, and.popc); accumulators f32, f16, s32,
-f64. Register maps are in isa/fragments.py.
+f64. Sparse products (mma.sp): f16 and bf16. Register maps are in isa/fragments.py, metadata in isa/mma_sparse.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import re
 
 import numpy as np
 
-from softsm.isa import fragments, tensor_core
+from softsm.isa import fragments, mma_sparse, tensor_core
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import take
+from softsm.ptx.ast import Imm
 
 # element type -> shapes (m, k); n is always 8
 SHAPES = {
@@ -33,8 +34,7 @@ TABLED = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # what the compiled kernel mul
 @lowers("mma")
 def lower(asm, ins) -> None:
     modifiers = list(ins.modifiers)
-    if "sp" in modifiers or any(x.startswith("sp::") for x in modifiers):
-        asm.refuse(ins, "sparse products are not implemented")
+    sparse = take(asm, ins, modifiers, "sp", "sp::ordered_metadata", optional=True)
     if any(x.startswith("kind::") or x == "block_scale" for x in modifiers):
         asm.refuse(ins, "block-scaled mma.sync belongs to sm_120")
     take(asm, ins, modifiers, "sync")
@@ -50,6 +50,8 @@ def lower(asm, ins) -> None:
     if (row, col) != ("row", "col") or size is None:
         asm.refuse(ins, "only .row.col products with n = 8 exist here")
     m, k = int(size[1]), int(size[2])
+    if sparse:
+        return lower_sparse(asm, ins, sparse == "sp::ordered_metadata", (m, k), (d, a, b, c))
     same = a == b or any({a, b} <= family for family in FAMILIES)
     results = RESULTS.get(a, ("s32",))
     if a not in SHAPES or not same or (m, k) not in SHAPES[a] or d not in results or c not in results:
@@ -76,6 +78,37 @@ def lower(asm, ins) -> None:
     else:
         asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,
                   saturate=saturate)  # fmt: skip
+
+
+def lower_sparse(asm, ins, ordered: bool, shape: tuple[int, int], types: tuple[str, str, str, str]) -> None:
+    m, k = shape
+    d, a, b, c = types
+    if m != 16 or k not in mma_sparse.SHAPES.get(a, ()) or a != b or d != c or d not in RESULTS[a]:
+        asm.refuse(ins, "no such combination of shape and types for a sparse product")
+    if len(ins.operands) != 6:
+        raise asm.error(f"expected 6 operands, got {len(ins.operands)}")
+    selector = ins.operands[5]
+    if not isinstance(selector, Imm) or selector.value not in range(4 if k == 16 else 2):
+        asm.refuse(ins, f"the sparsity selector is a constant below {4 if k == 16 else 2} for K = {k}")
+    operands = [asm.vector_rows(x, "u", write=i == 0) for i, x in enumerate(ins.operands[:4])]
+    result, left, right, _ = register_counts(m, k, d, a, c)
+    for name, rows, count in zip("DABC", operands, (result, left // 2, right, result)):
+        if len(rows) != count:
+            raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
+    d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
+    asm.macro(do_sparse, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, e=asm.src(ins.operands[4], "u"), k=k, m=m,
+              selector=int(selector.value), types=types, ordered=ordered, saturate=False)  # fmt: skip
+
+
+def do_sparse(w, mask, o):
+    places = mma_sparse.positions(w.R[o.e], o.selector, o.k)
+    first, second = places[..., 0], places[..., 1]
+    if (first == second).any() or (o.ordered and (first > second).any()):
+        row, chunk = np.argwhere(first >= second if o.ordered else first == second)[0]
+        raise w.fault("metadata", f"row {row}, columns {4 * chunk} to {4 * chunk + 3}: the positions are "
+                      f"{first[row, chunk]} and {second[row, chunk]}")  # fmt: skip
+    left = mma_sparse.expand(fragments.left(w.R[o.a], o.types[1], o.m), places)
+    add_product(w, o, fragments.right(w.R[o.b], o.types[2]) @ left.T)
 
 
 def register_counts(m: int, k: int, d: str, a: str, c: str) -> tuple[int, int, int, int]:
@@ -105,7 +138,7 @@ def do_float(w, mask, o):
 
 
 def do_any(w, mask, o):
-    d, a, b, c = o.types
+    _, a, b, _ = o.types
     if a == "f64":
         q = w.Q.view(np.float64)
         left = fragments.left_values(q[o.a][:, :, None], o.m)
@@ -117,6 +150,12 @@ def do_any(w, mask, o):
     product = right @ left.T  # [8, m]
     if o.bitwise == "xor":  # |a ^ b| = |a| + |b| - 2 |a & b|
         product = right.sum(1)[:, None] + left.sum(1)[None, :] - 2 * product
+    add_product(w, o, product)
+
+
+def add_product(w, o, product: np.ndarray) -> None:
+    """D = product + C; product: [8, m]."""
+    d, _, _, c = o.types
     old = fragments.accumulator(w.R[o.c], c, o.m)
     if d == c:
         fresh = tensor_core.accumulate(old, product, d, True, 0, o.saturate)

@@ -158,6 +158,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Use bits below the cluster size.",
     ),
     "copy-size": ("The size of a bulk copy is not possible.", "Sizes are multiples of 16 bytes."),
+    "metadata": (
+        "Metadata of a sparse product name one position twice, or with sp::ordered_metadata in falling order.",
+        "Two different positions of 0 to 3 for every four columns, the smaller one in the lower bits.",
+    ),
     # wgmma
     "wgmma-registers": (
         "Registers of a wgmma are used while it may still read or write them.",
