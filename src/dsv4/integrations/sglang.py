@@ -43,7 +43,7 @@ def register() -> None:
     if said not in ("0", "1", ""):
         raise SystemExit(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
     if said != "1":
-        logger.info("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
+        logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
         return
     if (found := metadata.version("sglang")) != TESTED:
         raise SystemExit(
@@ -56,7 +56,7 @@ def register() -> None:
     HookRegistry.register(f"{INTERFACE}.flash_mla_sparse_fwd", flash_mla_sparse_fwd, HookType.REPLACE)
     for target, what in BYPASSES.items():
         HookRegistry.register(target, _refusing(what), HookType.REPLACE)
-    logger.info("dsv4 is on: DeepSeek-V4 attention, decode and prefill")
+    logger.warning("dsv4 is on: DeepSeek-V4 attention, decode and prefill")
 
 
 def flash_mla_with_kvcache(

@@ -25,7 +25,7 @@ DENSE = "dsv4.integrations.vllm.dense.Backend"
 
 calls: Counter[str] = Counter()  # "decode", "prefill", "dense decode", "dense prefill": of this process
 
-# vLLM configures the loggers below its own name only.
+# vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.
 logger = logging.getLogger("vllm.dsv4")
 
 
@@ -41,13 +41,13 @@ def register() -> None:
     """What vLLM calls in each of its processes. Twice is once. Imports that may fail are in here: vLLM swallows
     errors of the entry point's import, but not of this call."""
     if not switched_on():
-        logger.info("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
+        logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
         return
     from dsv4.integrations.vllm import contract, install
 
     contract.check_version()
     install.everything()
-    logger.info("dsv4 is on: DeepSeek-V4 attention, and --attention-backend %s for dense models", BACKEND)
+    logger.warning("dsv4 is on: DeepSeek-V4 attention, and --attention-backend %s for dense models", BACKEND)
 
 
 def refuse(what: str, got: object, accepted: str) -> None:
