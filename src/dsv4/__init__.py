@@ -20,7 +20,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.v4.api import v4_attention
 
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
-    torch.serialization.add_safe_globals([Fp8Cache, Plan, CompressState])
+    torch.serialization.add_safe_globals([Fp8Cache, IndexCache, Plan, CompressState])
 
 __version__ = "0.1.0"
 __all__ = [

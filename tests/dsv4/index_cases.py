@@ -5,6 +5,7 @@ import torch
 import dsv4
 import softsm
 from dsv4.index import cpu as cpu_index
+from dsv4.index.cache import IndexCache, quantize_queries, unpacked
 
 NAN = float("nan")
 
@@ -94,3 +95,73 @@ def assert_select(arch, ordered_scores, topk):
     want, columns = cpu_index.lowest_index_topk(ordered_scores.float()[None], min(topk, len(k)))[::-1]
     assert torch.equal(got[0][0, : len(k)].long(), columns[0]), (got[0], columns)
     assert torch.equal(got[1][0, : len(k)], want[0])
+
+
+def fp8_ragged():
+    """As ragged, of FP8 keys; what nobody sees is e4m3's NaN with a NaN as its scale."""
+    plain, page = ragged(), 24
+    g = torch.Generator().manual_seed(7)
+    keys = torch.randint(-1, 2, (40 * page, 128), generator=g).float()
+    cache = IndexCache.pack(keys, rows_per_page=page)
+    unseen = torch.ones(40, page, dtype=torch.bool)
+    for r, rows in ((0, 200), (2, 260)):
+        for j in range(rows):
+            unseen[plain["block_table"][r, j // page], j % page] = False
+    cache.data_view()[unseen], cache.scale_view()[unseen] = 0x7F, 0xFF
+    q, w = quantize_queries(
+        torch.randint(-1, 2, (9, 12, 128), generator=g).float(), torch.randint(-2, 3, (9, 12), generator=g).float()
+    )
+    return plain | dict(q=q, k=cache, weights=w)
+
+
+def fp8_random(n, rows, heads, topk, lengths, requests=None, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    requests = n if requests is None else requests
+    pages = -(-rows // 64)
+    cache = IndexCache.pack(torch.randn(requests * pages * 64, 128, generator=g))
+    q, w = quantize_queries(torch.randn(n, heads, 128, generator=g), torch.randn(n, heads, generator=g))
+    table = torch.randperm(requests * pages, generator=g).int().view(requests, pages)
+    arguments = dict(q=q, k=cache, weights=w, topk=topk, lengths=torch.tensor(lengths), block_table=table)
+    if requests != n:
+        arguments["request_starts"] = torch.tensor([0, n], dtype=torch.int32)
+    return arguments
+
+
+def assert_fp8_best(got, *, q, k, weights, topk, lengths, block_table, request_starts=None):
+    """Every list has the best rows, up to scores that fp32 cannot tell apart: see assert_best."""
+    lists, scores = got
+    values, scales = unpacked(k.page_view())
+    for n, seen in enumerate(lengths.tolist()):
+        line = block_table[0 if request_starts is not None else n].long()
+        keys, scale = values[line].flatten(0, 1).double()[:seen], scales[line].flatten().double()[:seen]
+        full = (weights[n].double() @ torch.relu(q[n].double() @ keys.T)) * scale * 128**-0.5 * q.shape[1] ** -0.5
+        count = min(topk, seen)
+        assert (lists[n, count:] == -1).all() and (scores[n, count:] == -torch.inf).all()
+        if count:
+            page, place = lists[n, :count].long() // 64, lists[n, :count].long() % 64
+            rows = (line[None] == page[:, None]).int().argmax(1) * 64 + place
+            bound = 2 * (q.shape[1] * (128 + 2)) ** 0.5 * 2.0**-24 * full.abs().max()
+            assert len(rows.unique()) == count and (rows < seen).all()
+            assert (scores[n, :count].double() - full[rows]).abs().max() <= bound
+            assert (scores[n, 1:count] <= scores[n, : count - 1]).all()
+            assert (full[rows] >= full.topk(count).values[-1] - bound).all()
+
+
+def assert_fp8_select(arch, wanted, topk):
+    """The choice alone, of given scores: they are the scales of keys whose product with the queries is 1 or -1."""
+    keys = torch.zeros(len(wanted), 128)
+    keys[:, 0], keys[:, 1] = (wanted >= 0).float(), (wanted < 0).float()
+    cache = IndexCache.pack(keys)
+    scales = torch.zeros(cache.rows)
+    scales[: len(wanted)] = wanted.abs()
+    cache.scale_view().copy_(scales.view(cache.pages, 64, 1).view(torch.uint8))
+    value = float(unpacked(cache.page_view())[0].float().max())  # what 1 was stored as
+    q = torch.zeros(1, 2, 128)
+    q[0, 0, 0] = q[0, 1, 1] = 1
+    arguments = dict(q=q.to(torch.float8_e4m3fn), k=cache, weights=torch.tensor([[1 / value, -1 / value]]), topk=topk,
+                     scale=1.0, lengths=torch.tensor([len(wanted)]),
+                     block_table=torch.arange(cache.pages, dtype=torch.int32)[None])  # fmt: skip
+    got = kernel(arch, "eager", **arguments)
+    columns, values = cpu_index.lowest_index_topk(wanted[None] + 0.0, min(topk, len(wanted)))
+    assert torch.equal(got[0][0, : len(wanted)].long(), columns[0]), (got[0], columns)
+    assert torch.equal(got[1][0, : len(wanted)], values[0])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.index import problem
+from dsv4.index.cache import IndexCache
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
@@ -15,7 +16,7 @@ from dsv4.runtime.plan import Plan
 
 def index_topk(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | IndexCache,
     weights: Tensor,
     topk: int,
     *,
@@ -25,6 +26,7 @@ def index_topk(
     block_table: Tensor | None = None,
     request_starts: Tensor | None = None,
     scale: float | None = None,
+    request_rows: bool = False,
     return_scores: bool = False,
     out: Tensor | None = None,
     plan: Plan | None = None,
@@ -37,12 +39,17 @@ def index_topk(
         score(n, s) = scale * sum_h weights[n, h] * relu(q[n, h] . k[s])      s < visible(n)
         visible(n)  = floor((positions[n] + 1) / ratio)                       row s ends with token ratio * (s + 1) - 1
 
+    With FP8 keys q[n, h] . k[s] is the product of the e4m3 values, the scale of key s multiplies the sum, and the
+    scales of the queries are in the weights.
+
     The entries of a list fall in score; of equal scores (ReLU makes exact zeros) the lower row comes first, and only it
     is taken when there is room for one. A query that sees fewer than topk rows gets them all, then -1.
 
     Args:
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
             batch, which gives [B, T, topk]. RoPE is already applied. weights may be negative.
+            Or q e4m3 [N, H, 128] with k an :class:`dsv4.IndexCache`, block_table, and weights that hold the scales of
+            q: ``dsv4.index.cache.quantize_queries`` makes both.
         topk: width of the lists (512 for V4-Flash, 1024 for V4-Pro).
         positions: int32 or int64 [N] (or [B, T]), the token position of each query. Or
         lengths: int32 or int64 [N] (or [B, T]), the number of rows that each query sees, in place of positions.
@@ -53,6 +60,7 @@ def index_topk(
         request_starts: int32 [R + 1], as in v4_attention: queries starts[r] .. starts[r+1] - 1 belong to request r.
             Queries past the last one see nothing. Default: every query is its own request.
         scale: default D ** -0.5 * H ** -0.5, as in the model; it does not change the choice.
+        request_rows: with a block table, the lists name rows of the request (j above), as engines keep them.
         return_scores: also return the scores of the chosen rows, fp32 [N, topk], -inf where the index is -1.
         out: write the lists here (int32; the last stride is 1) and return it.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
@@ -61,14 +69,18 @@ def index_topk(
     Rows of k that no query sees may hold NaN or inf. Scores are computed in fp32 (fp64 for fp64 q, on a CPU); scores
     that differ by less than their rounding may come in either order. Memory is that of one block of queries.
     The kernels take bf16 and fp16 (q and k alike), up to 128 heads, head dims to 256 that are multiples of 8, and topk
-    up to 4096.
+    up to 4096; FP8 keys where pages begin at multiples of 16 bytes. Products of e4m3 are summed by the tensor cores of
+    Hopper with 14 bits or so, those of the CPU in fp32.
     """
+    if isinstance(k, IndexCache):
+        k = k.page_view()
     checks.flag("return_scores", return_scores)
     arguments: dict[str, Any] = dict(
         q=q, k=k, weights=weights, topk=checks.at_least(0, "topk", topk), positions=positions,
         ratio=checks.at_least(1, "ratio", ratio), lengths=lengths,
         block_table=block_table, request_starts=request_starts,
         scale=None if scale is None else checks.number("scale", scale),
+        request_rows=checks.flag("request_rows", request_rows),
     )  # fmt: skip
     required = ("q", "k", "weights")
     given = {name: arguments[name] for name in INDEX_TOPK.tensors}
@@ -80,7 +92,8 @@ def index_topk(
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor weights, SymInt topk, *, Tensor? positions=None, SymInt ratio=4, Tensor? lengths=None, "
-    "Tensor? block_table=None, Tensor? request_starts=None, float? scale=None"
+    "Tensor? block_table=None, Tensor? request_starts=None, float? scale=None, "
+    "bool request_rows=False"
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.index import cache
 from dsv4.index.problem import IndexProblem
 
 BLOCK_BYTES = 32 << 20  # scores held at once
@@ -40,7 +41,7 @@ def _forward(p: IndexProblem) -> None:
     compute = torch.float64 if p.q.dtype == torch.float64 else torch.float32
     step = max(1, BLOCK_BYTES // max(1, (h + 8) * m * 4))  # 8: sums, comparisons, counts
     visible = p.visible()
-    for begin, end, keys, names in _sequences(p, visible):
+    for begin, end, keys, key_scales, names in _sequences(p, visible):
         m = len(keys)
         keys = keys.to(compute).T  # [D, M]
         for first in range(begin, end if m and p.topk else begin, step):
@@ -50,7 +51,8 @@ def _forward(p: IndexProblem) -> None:
                 per_head = (p.q[some].to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
                 w = p.weights[some].to(compute)  # [t', H]
                 # The scale comes last, so that scores of whole numbers are exact up to one factor.
-                total = torch.bmm(w[:, None], per_head)[:, 0] * p.scale  # [t', M]
+                total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
+                total = total * (p.scale if key_scales is None else key_scales * p.scale)
             hidden = torch.arange(m, device=p.q.device) >= seen[:, None]
             # NaN, from a query that means nothing, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
@@ -64,8 +66,9 @@ def _forward(p: IndexProblem) -> None:
                 p.scores[some, : chosen.shape[1]] = score.float().masked_fill_(absent, float("-inf"))
 
 
-def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """(first query, past the last one, keys [M, D], what their rows are called) of each sequence that has queries."""
+def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor | None, Tensor | None]]:
+    """(first query, past the last one, keys [M, D], their scales, what their rows are called) of each sequence that has
+    queries."""
 
     def needed(begin: int, end: int, rows: int) -> int:  # a GPU would have to be waited for
         return rows if p.q.is_cuda or begin >= end else int(visible[begin:end].max())
@@ -73,7 +76,7 @@ def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Ten
     if p.block_table is None:
         for n, keys in enumerate(p.k):
             begin, end = n * p.tokens, (n + 1) * p.tokens
-            yield begin, end, keys[: needed(begin, end, len(keys))], None
+            yield begin, end, keys[: needed(begin, end, len(keys))], None, None
         return
     pages, page, _ = p.k.shape
     starts = list(range(p.batch + 1)) if p.request_starts is None else p.request_starts.tolist()
@@ -84,9 +87,14 @@ def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Ten
         line = line[: -(-needed(begin, end, p.max_seqlen_k) // page)]
         # A page that is not there, possible where values are not checked: its rows are NaN, chosen last and called -1.
         bad = ((line < 0) | (line >= pages)).repeat_interleave(page)
-        names = (line[:, None] * page + torch.arange(page, device=line.device)).flatten().masked_fill(bad, -1)
-        keys = p.k.flatten(0, 1)[names.clamp_min(0)] if p.k.numel() else p.k.new_zeros(len(names), p.head_dim)
-        yield begin, end, keys.masked_fill(bad[:, None], float("nan")), names
+        numbers = torch.arange(len(line), device=line.device) if p.request_rows else line
+        names = (numbers[:, None] * page + torch.arange(page, device=line.device)).flatten().masked_fill(bad, -1)
+        some = p.k[line.clamp(0, pages - 1)] if pages else p.k.new_zeros(len(line), page, p.k.shape[2])
+        scales = None
+        if p.fp8:
+            some, scales = cache.unpacked(some)
+            some, scales = some.float(), scales.flatten()
+        yield begin, end, some.flatten(0, 1).masked_fill(bad[:, None], float("nan")), scales, names
 
 
 def lowest_index_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.runtime import checks
 
+KEY_BYTES = 132  # of dsv4.IndexCache
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -43,6 +44,7 @@ class IndexProblem:
     request_starts: Tensor | None = None  # int32 [R + 1]; None = every query is its own request
     out: Tensor | None = None  # * int32 [N, topk]; set before a backend sees the problem
     scores: Tensor | None = None  # * fp32 [N, topk], or None when not wanted
+    request_rows: bool = False  # lists name rows of the request, not of the pool
     num_splits: int = 0  # from a plan; not looked at
     scratch: Tensor | None = None  # from a plan: flat fp32
 
@@ -52,6 +54,7 @@ class IndexProblem:
     kv_heads = property(lambda self: 1)
     head_dim = property(lambda self: self.q.shape[-1])
     max_seqlen_q = property(lambda self: 1)
+    fp8 = property(lambda self: self.k.dtype == torch.uint8)  # q is e4m3, k the pages of an IndexCache
 
     @property
     def max_seqlen_k(self) -> int:
@@ -88,17 +91,22 @@ class IndexProblem:
 
 
 def build(
-    q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None
-) -> IndexProblem:
+    q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None,
+    request_rows=False,
+) -> IndexProblem:  # fmt: skip
     """Check the arguments of dsv4.index_topk and give them their places."""
     if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
     like = ("q", q)
-    checks.tensor("q", q, tuple(q.shape), FLOATS, unit_last=False)
+    fp8 = checks.is_tensor(k) and k.dtype == torch.uint8
+    checks.tensor("q", q, tuple(q.shape), (torch.float8_e4m3fn,) if fp8 else FLOATS, unit_last=False)
     if d == 0:
         checks.fail("q", f"shape {list(q.shape)}", "a head dim of at least 1")
-    if block_table is None:
+    if fp8:
+        _check_pages(q, k, block_table)
+        _check_table(block_table, request_starts, q)
+    elif block_table is None:
         checks.tensor("k", k, (*lead[:-1], "M", d), FLOATS, like=like, unit_last=False)
         if request_starts is not None:
             checks.fail("request_starts", checks.describe(request_starts), "None without block_table")
@@ -112,6 +120,8 @@ def build(
     checks.tensor("weights", weights, (*lead, h), FLOATS, like=like, unit_last=False)
     checks.at_least(0, "topk", topk)
     checks.at_least(1, "ratio", ratio)
+    if checks.flag("request_rows", request_rows) and block_table is None:
+        checks.fail("request_rows", True, "False without block_table: the lists name rows of the sequence")
     if (positions is None) == (lengths is None):
         checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
     name, counts = ("positions", positions) if lengths is None else ("lengths", lengths)
@@ -127,7 +137,20 @@ def build(
         tokens=lead[-1],
         block_table=block_table,
         request_starts=request_starts,
+        request_rows=request_rows,
     )
+
+
+def _check_pages(q: Tensor, k: Tensor, block_table) -> None:
+    """Pages of an IndexCache: uint8 [pages, page, 132], the bytes of a page one after the other."""
+    if q.ndim != 3 or q.shape[2] != KEY_BYTES - 4:
+        checks.fail("q", f"shape {list(q.shape)}", f"shape [N, H, {KEY_BYTES - 4}] with an IndexCache")
+    checks.tensor("k", k, ("pages", "page", KEY_BYTES), (torch.uint8,), like=("q", q), unit_last=False)
+    if k.shape[1] == 0 or (k.stride(1), k.stride(2)) != (KEY_BYTES, 1):
+        got = f"shape {list(k.shape)}, strides {list(k.stride())}"
+        checks.fail("k", got, f"pages of at least one row of {KEY_BYTES} bytes, contiguous inside a page")
+    if block_table is None:
+        checks.fail("block_table", None, "int32 [R, pages] with an IndexCache")
 
 
 def _check_table(block_table, request_starts, q: Tensor) -> None:

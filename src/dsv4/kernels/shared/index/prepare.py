@@ -7,8 +7,17 @@ from typing import Any
 import torch
 
 from dsv4.index.problem import IndexProblem
-from dsv4.index.sizes import INDEX_PIECE, MAX_TOPK, index_block, index_words
+from dsv4.index.sizes import (
+    GROUP,
+    INDEX_PIECE,
+    MAX_TOPK,
+    MAX_TOPK_BY_GROUPS,
+    index_block,
+    index_line,
+    index_words,
+)
 from dsv4.kernels.shared.fmha.prepare import inverse_of, is_aligned
+from dsv4.kernels.shared.index.choose import index_choose
 from dsv4.kernels.shared.index.scores import BATCH, ONE, OWN, STARTS
 from dsv4.kernels.shared.index.select import index_select
 from dsv4.runtime.dispatch import Target
@@ -18,7 +27,10 @@ from dsv4.runtime.splits import choose_splits
 
 def supports(p: IndexProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
-    if p.q.dtype not in (torch.bfloat16, torch.float16) or p.k.dtype != p.q.dtype:
+    if p.fp8:
+        if p.k.stride(0) % 16 and p.k.shape[0] > 1 or p.k.data_ptr() % 16:
+            return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels take pages at multiples of 16 bytes"
+    elif p.q.dtype not in (torch.bfloat16, torch.float16) or p.k.dtype != p.q.dtype:
         return f"q {p.q.dtype} and k {p.k.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
     if p.head_dim > 256 or p.head_dim % 8:
         return f"head dim {p.head_dim}; the GPU kernels take multiples of 8 up to 256"
@@ -26,7 +38,7 @@ def supports(p: IndexProblem) -> str | None:
         return f"{p.q_heads} heads; the GPU kernels take up to 128"
     if p.topk > MAX_TOPK:
         return f"topk {p.topk}; the GPU kernels take up to {MAX_TOPK}"
-    if max(p.max_seqlen_k, p.k.numel() // p.head_dim) > 2**31 - 1 - INDEX_PIECE:
+    if max(p.max_seqlen_k, p.k.numel() // p.k.shape[-1]) > 2**31 - 1 - INDEX_PIECE:
         return f"{p.max_seqlen_k} rows; row numbers have 32 bits"
     return None
 
@@ -45,11 +57,15 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         scratch = program.room("scratch", (index_block(p.batch, p.max_seqlen_k, p.topk) * words,), torch.float32)
     step = scratch.numel() // words
     how, names = _how(p, program)
-    q, k = _rows_of_cells(program, p.q), _rows_of_cells(program, p.k)
+    q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
         _score(p, target, program, kernel, tiling, how, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
-        _select(p, program, how, names, scratch, first, count)
+        groups = index_line(p.max_seqlen_k) // GROUP
+        if "maxima_ptr" in kernel.arg_names and p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
+            _choose(p, program, how, names, scratch, first, count)
+        else:
+            _select(p, program, how, names, scratch, first, count)
     for given, written in ((out, p.out), (scores, p.scores)):
         if written is not None and written.index != given.index:
             program.copy(given, written)
@@ -105,7 +121,8 @@ def _score(
         weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
         queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0), row_stride=_cells(k, 1),
         page_inverse=inverse, page_shift=shift, stride_qn=_cells(q, 0), stride_qh=_cells(q, 1),
-        stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=p.max_seqlen_k,
+        stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=index_line(p.max_seqlen_k),
+        maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
     )  # fmt: skip
     program.launch(
         kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
@@ -113,11 +130,36 @@ def _score(
     )  # fmt: skip
 
 
+def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
+    """Behind the scores."""
+    line = index_line(p.max_seqlen_k)
+    return scratch.words(count * line, count * line // GROUP, torch.float32)
+
+
+def _choose(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+    """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
+    assert p.out is not None
+    line = index_line(p.max_seqlen_k)
+    kept = _power(min(p.topk, p.max_seqlen_k))
+    room, at = count * kept, count * (line + line // GROUP)
+    arguments = names | dict(
+        source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line, maxima_line=line // GROUP,
+        kept_ptr=scratch.words(at, room, torch.int32), kept_numbers_ptr=scratch.words(at + room, room, torch.int32),
+        out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
+        topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
+        want_scores=int(p.scores is not None), kept_size=kept,
+    )  # fmt: skip
+    program.launch(
+        index_choose, (count,), arguments, HOW=how, POOL=not p.request_rows, GROUPS=_power(line // GROUP), KEPT=kept,
+        WIDTH=max(kept, _power(p.topk)), num_warps=8,
+    )  # fmt: skip
+
+
 def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
     """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
     assert p.out is not None
-    items = line = p.max_seqlen_k
-    source, numbers, at = scratch, Null(torch.int32), count * p.max_seqlen_k
+    items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
+    source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
     kept = _power(min(p.topk, items))
     while True:
         size = max(kept, min(_power(items), INDEX_PIECE), 128)
@@ -135,8 +177,8 @@ def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
             kept_size=kept,
         )  # fmt: skip
         program.launch(
-            index_select, (count, pieces), arguments, HOW=how, FIRST=source is scratch, LAST=last, SIZE=size,
-            KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
+            index_select, (count, pieces), arguments, HOW=how, POOL=not p.request_rows, FIRST=source is scratch,
+            LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
         )  # fmt: skip
         if last:
             return
@@ -156,5 +198,5 @@ def _rows_of_cells(program: Program, x: Slot) -> Slot:
 
 
 def _cells(x: Slot, dim: int) -> int:
-    """A stride in units of 8 elements."""
-    return x.stride(dim) // 8 if x.shape[dim] > 1 else 0
+    """A stride in units of 16 bytes."""
+    return x.stride(dim) * x.element_size() // 16 if x.shape[dim] > 1 else 0

@@ -108,8 +108,9 @@ def falling(key, length, SIZE: gl.constexpr, L: gl.constexpr):
 ])  # fmt: skip
 def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr, out_ptr, scores_ptr, table_ptr,
                  starts_ptr, first_query, items, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line,
-                 source_line, out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, FIRST: gl.constexpr,
-                 LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+                 source_line, out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
+                 FIRST: gl.constexpr, LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr,
+                 WIDTH: gl.constexpr):  # fmt: skip
     """One program: the best of SIZE items of a query.
 
     source  FIRST: fp32 scores [queries, source_line], an item's number is its place. Else: ordered scores with
@@ -171,7 +172,9 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
         if HOW == OWN or HOW == STARTS:
             line = gl.minimum(sequence, requests - 1).to(gl.int64) * table_line
             page = gl.load(table_ptr + line + row // page_rows, mask=chosen, other=-1)
-            row = gl.where((page >= 0) & (page < pages), page * page_rows + row % page_rows, -1)
+            if POOL:
+                row = page * page_rows + row % page_rows
+            row = gl.where((page >= 0) & (page < pages), row, -1)
         row = gl.where(chosen, row, -1)
         list_ptr = out_ptr + query.to(gl.int64) * out_line
         score_ptr = scores_ptr + query.to(gl.int64) * scores_line

@@ -1,7 +1,8 @@
-"""index_topk on sm_90a: the scores by the kernel in index_scores.py, the choice by the shared one."""
+"""index_topk on sm_90a: the scores by the kernels in scores.py and fp8_scores.py, the choice by the shared ones."""
 
 from dsv4.index.problem import IndexProblem
 from dsv4.kernels.shared.index.prepare import prepare_topk, supports
+from dsv4.kernels.sm90.index.fp8_scores import index_scores_fp8_sm90
 from dsv4.kernels.sm90.index.scores import index_scores_sm90
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -12,7 +13,18 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
-    prepare_topk(p, target, program, index_scores_sm90, tiling)
+    if p.fp8:
+        prepare_topk(p, target, program, index_scores_fp8_sm90, fp8_tiling)
+    else:
+        prepare_topk(p, target, program, index_scores_sm90, tiling)
+
+
+def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """As below; half the bytes of a tile, so the same stages take half the room."""
+    together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
+    if heads > 64:
+        together, rows = 1, 128
+    return together, 2, dict(ROWS=rows, STAGES=4, num_warps=4)
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
