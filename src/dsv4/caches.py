@@ -243,14 +243,14 @@ class Fp8Cache:
 
 def pool_page(pool: torch.Tensor | Fp8Cache) -> int:
     """Rows per page."""
-    if isinstance(pool, Fp8Cache):
+    if not isinstance(pool, torch.Tensor):
         return pool.rows_per_page
     return pool.shape[1] if pool.ndim == 3 else 1
 
 
 def pool_size(pool: torch.Tensor | Fp8Cache) -> int:
     """Rows in all."""
-    if isinstance(pool, Fp8Cache):
+    if not isinstance(pool, torch.Tensor):  # an IndexCache too
         return pool.rows
     return pool.shape[0] * pool.shape[1] if pool.ndim == 3 else pool.shape[0]
 
@@ -269,7 +269,7 @@ def gather_rows(pool: torch.Tensor | Fp8Cache, rows: torch.Tensor, dtype: torch.
 
 def write_rows(pool: torch.Tensor | Fp8Cache, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Rows [n, D] to the row numbers slots [n]; a number out of range drops its row."""
-    if isinstance(pool, Fp8Cache):
+    if not isinstance(pool, torch.Tensor):
         pool.write(slots, rows)
         return
     there = (slots >= 0) & (slots < pool_size(pool))

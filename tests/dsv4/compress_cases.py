@@ -5,7 +5,7 @@ from compress_inputs import BOUND, KINDS, by_hand, inputs
 
 import dsv4
 import softsm
-from dsv4 import Fp8Cache
+from dsv4 import Fp8Cache, IndexCache
 from dsv4.kernels.shared.compress import prepare as compress_launch
 
 
@@ -53,6 +53,21 @@ def assert_into_pages(arch, page, stride):
     assert torch.equal(plain, by_rows)
 
 
+def assert_index_keys(arch, page, stride):
+    """The same into pages of 132-byte index keys."""
+    args = inputs("indexer", 21, dtype=torch.bfloat16, batch=(2,))
+    slots = torch.tensor([[5, -1, 0, 1, 2], [9, 3, 8, 7, 4]])
+    got, want, by_torch = (IndexCache.empty(12, page, page_stride=stride) for _ in "abc")
+    assert kernel(arch, **args, out=got, slots=slots)[0] is got
+    rows, _ = kernel(arch, **args)
+    want.write(slots.flatten(), rows.flatten(0, 1))
+    assert torch.equal(got.storage, want.storage) and want.scale_view().any()
+    assert dsv4.compress(**args, out=by_torch, slots=slots)[0] is by_torch
+    rows, _ = dsv4.compress(**args)
+    want.write(slots.flatten(), rows.flatten(0, 1))
+    assert torch.equal(by_torch.storage, want.storage)
+
+
 def assert_write(arch, page, stride):
     """Tiles of zeros, of tiny and of huge values, of powers of two and next to them; a NaN and an infinity."""
     rows = torch.randn(12, 512)
@@ -77,4 +92,4 @@ def assert_write(arch, page, stride):
     assert torch.equal(got.scale_view(), want.scale_view())
 
 
-__all__ = ["KINDS", "assert_any_steps", "assert_into_pages", "assert_write", "kernel"]
+__all__ = ["KINDS", "assert_any_steps", "assert_index_keys", "assert_into_pages", "assert_write", "kernel"]

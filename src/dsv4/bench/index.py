@@ -2,8 +2,9 @@
 
 The indexer has 64 heads of 128 dims; keys lie in pages of 64 rows, every request has its own, and all are seen. FLOP =
 2 x queries x keys x 64 x 128; bytes = keys, each read once. torch: bmm in bf16, relu, weights, sum, topk of contiguous
-keys. DeepGEMM gives scores of FP8 keys; with torch.topk behind it, it does what index_topk does. A list is right where
-no row outside it scores more than one inside it, but for the rounding of the scores.
+keys; with FP8 keys, of the same keys in bf16. DeepGEMM gives scores of FP8 keys; with torch.topk behind it, it does
+what index_topk does; its scores alone are shown beside it. A list is right where no row outside it scores more than one
+inside it, but for the rounding of the scores.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import dsv4
 from dsv4 import caches
 from dsv4.bench import peers
 from dsv4.compress import api as compressor
+from dsv4.index.cache import quantize_queries, unpacked
 from dsv4.reference import rope_table
 
 HEADS, DIMS, PAGE = 64, 128, 64
 # Of the largest score: what the sum over 64 heads in bf16 can move a score by, and the products of e4m3 on Hopper's
 # tensor cores, which keep 14 bits of a sum.
 ERROR = 1e-2
+SCORES_ALONE = "DeepGEMM, scores alone"
 
 
 def bf16(*shape: int) -> Tensor:
@@ -38,11 +41,13 @@ class IndexCase:
     each: int  # queries of a request
     keys: int
     topk: int
+    fp8: bool = False
 
     @property
     def name(self) -> str:
         kind = "prefill" if self.each > 16 else "decode"
-        return f"index {kind} bf16 {self.requests} x {self.each} queries x {self.keys} keys, topk {self.topk}"
+        dtype = "fp8" if self.fp8 else "bf16"
+        return f"index {kind} {dtype} {self.requests} x {self.each} queries x {self.keys} keys, topk {self.topk}"
 
     @property
     def flops(self) -> float:
@@ -50,7 +55,7 @@ class IndexCase:
 
     @property
     def bytes(self) -> float:
-        return 2.0 * self.requests * self.keys * DIMS
+        return float(self.requests * self.keys * (132 if self.fp8 else 2 * DIMS))
 
     def on_device(self, aot: Path | None = None) -> IndexContest:
         return IndexContest(self)
@@ -65,17 +70,37 @@ class IndexContest:
         self.table = torch.randperm(len(self.pool), device="cuda").int().view(case.requests, pages)
         self.lengths = torch.full((n,), case.keys, dtype=torch.int32, device="cuda")
         self.starts = torch.arange(0, n + 1, case.each, dtype=torch.int32, device="cuda") if case.each > 1 else None
+        if case.fp8:
+            self.cache = dsv4.IndexCache.pack(self.pool.flatten(0, 1), rows_per_page=PAGE)
+            self.q8, self.w8 = quantize_queries(self.q, self.weights)
 
     def contenders(self) -> peers.Calls:
         yield "dsv4", self._ours()
         yield "torch", self._torch()
+        if self.case.fp8:
+            yield from self._deep_gemm()
+
+    def _deep_gemm(self) -> peers.Calls:
+        case, gemm = self.case, peers.DeepGEMM()
+        if not gemm:
+            return
+        if case.each > 16:
+            line = self.table[0].long()
+            values, scales = unpacked(self.cache.page_view()[line])
+            scores = gemm.contiguous(self.q8, values.flatten(0, 1), scales.flatten(), self.w8, self.lengths)
+        else:
+            q, lengths = self.q8.view(case.requests, case.each, HEADS, DIMS), self.lengths.view(case.requests, -1)
+            scores = gemm.paged(q, self.cache.page_view(), self.w8, lengths, self.table)
+        yield "DeepGEMM + torch.topk", lambda: torch.topk(scores(), case.topk, -1).indices
+        yield SCORES_ALONE, scores
 
     def _ours(self) -> Callable[[], Tensor]:
         case, n = self.case, len(self.q)
         out = torch.empty(n, case.topk, dtype=torch.int32, device="cuda")
         plan = dsv4.plan(dsv4.index_topk, batch=n, q_heads=HEADS, kv_heads=1, head_dim=DIMS, max_seqlen_k=case.keys)
+        given = (self.q8, self.cache, self.w8) if case.fp8 else (self.q, self.pool, self.weights)
         return lambda: dsv4.index_topk(
-            self.q, self.pool, self.weights, case.topk, lengths=self.lengths, block_table=self.table,
+            *given, case.topk, lengths=self.lengths, block_table=self.table,
             request_starts=self.starts, out=out, plan=plan, backend="cuda",
         )  # fmt: skip
 
@@ -100,10 +125,16 @@ class IndexContest:
 
     def error(self, name: str, result: Any) -> float:
         """The most that a row outside the list of the last query scores above the least one in it, over the bound."""
+        if name == SCORES_ALONE:
+            return 0.0  # the lists made of them are checked
         last = len(self.q) - 1
         request = last // self.case.each
         products = (self.q[last].float() @ self.rows(request).float().T).relu()
         scores = self.weights[last].float() @ products  # [keys]
+        if self.case.fp8 and name != "torch":
+            values, scales = unpacked(self.cache.page_view()[self.table[request].long()])
+            products = (self.q8[last].float() @ values.float().flatten(0, 1).T).relu()
+            scores = self.w8[last] @ products * scales.flatten()
         places = self.places(name, result)
         if len(places.unique()) != self.case.topk:
             return float("inf")
@@ -178,7 +209,7 @@ SIZES = (
 )  # fmt: skip
 
 CASES: list[Any] = [
-    *(IndexCase(*sizes) for sizes in SIZES),
+    *(IndexCase(*sizes, fp8) for fp8 in (True, False) for sizes in SIZES),
     *(
         SmallCase(f"compress {kind} {tokens} tokens", lambda sizes=sizes, tokens=tokens: compressing(*sizes, tokens),
                   4.0 * tokens * sizes[0] * (1 + sizes[2]))

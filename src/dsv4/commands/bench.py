@@ -165,7 +165,9 @@ def ours(case: dict[str, Any], record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def best_peer(case: dict[str, Any]) -> str:
+    """The fastest that does the same; a name that ends with "alone" is of one that does less."""
     others = {who: us for who, us in case["microseconds"].items() if not who.startswith("dsv4")}
+    others = {who: us for who, us in others.items() if not who.endswith("alone")} or others
     return min(others, key=others.__getitem__)
 
 

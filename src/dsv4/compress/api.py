@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
+from dsv4.index.cache import DIMS, IndexCache
 from dsv4.runtime import checks, dispatch
 from dsv4.v4.problem import Pool
 
@@ -63,7 +64,7 @@ class CompressProblem:
     new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
     new_gate: Tensor
     rows: Tensor | None = None  # [B, windows, d], to be filled; or
-    pool: Pool | None = None  # written to, ...
+    pool: Pool | IndexCache | None = None  # written to, ...
     slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
 
     q = property(lambda self: self.kv)  # whose device counts
@@ -97,7 +98,7 @@ def compress(
     state: CompressState | None = None,
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
-    out: Pool | None = None,
+    out: Pool | IndexCache | None = None,
     slots: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Any, CompressState]:
@@ -116,9 +117,9 @@ def compress(
             None leaves RoPE to the caller.
         state: from the call before; None at the start of a sequence.
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
-        out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], or a :class:`dsv4.Fp8Cache` for d = 512)
-            and the row numbers int32 or int64 [..., n] in it that get the rows; -1 drops a row. Rows are rounded to
-            dtype first. What comes back in place of the rows is the pool.
+        out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], a :class:`dsv4.Fp8Cache` for d = 512, or
+            a :class:`dsv4.IndexCache` for d = 128) and the row numbers int32 or int64 [..., n] in it that get the rows;
+            -1 drops a row. Rows are rounded to dtype first. What comes back in place of the rows is the pool.
         backend: "auto" (a kernel where it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
     """
     d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state)
@@ -142,7 +143,10 @@ def compress(
     if out is None:
         return rows, after
     assert slots is not None
-    caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
+    if isinstance(out, IndexCache):
+        out.write(slots.flatten(), rows.flatten(0, -2))
+    else:
+        caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
     return out, after
 
 
@@ -174,7 +178,7 @@ def _reason(p: CompressProblem) -> str | None:
     return "there are none" if module is None else module.supports(p)
 
 
-def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
+def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | IndexCache | None) -> tuple[Any, CompressState]:
     if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
         with dispatch.entered(found, kv.device) as target:
             module = dispatch.kernel_module("compress", target.capability)
@@ -320,14 +324,16 @@ def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
     if out is None:
         return
     like = ("kv", kv)
-    if isinstance(out, Fp8Cache):
-        if d != caches.HEAD_DIM:
-            checks.fail("out", f"an Fp8Cache for rows of {d}", f"an Fp8Cache for rows of {caches.HEAD_DIM}")
+    if isinstance(out, (Fp8Cache, IndexCache)):
+        kind, width = ("an Fp8Cache", caches.HEAD_DIM) if isinstance(out, Fp8Cache) else ("an IndexCache", DIMS)
+        if d != width:
+            checks.fail("out", f"{kind} for rows of {d}", f"{kind} for rows of {width}")
         if out.device != kv.device:
-            checks.fail("out", f"an Fp8Cache on {out.device}", f"the device of kv, {kv.device}")
+            checks.fail("out", f"{kind} on {out.device}", f"the device of kv, {kv.device}")
     else:
         if not checks.is_tensor(out) or out.ndim not in (2, 3):
-            checks.fail("out", checks.describe(out), "None, a tensor [rows, d] or [pages, page, d], or an Fp8Cache")
+            accepted = "None, a tensor [rows, d] or [pages, page, d], an Fp8Cache or an IndexCache"
+            checks.fail("out", checks.describe(out), accepted)
         checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
         checks.dtype("out", out.dtype, FLOATS)
     checks.tensor("slots", slots, (*kv.shape[:-2], n), caches.ROW_NUMBERS, like=like, unit_last=False)

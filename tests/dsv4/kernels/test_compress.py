@@ -40,3 +40,8 @@ def test_a_batch_at_every_edge(arch, kind, tokens):
 def test_rows_into_pages(arch, page, stride):
     compress_cases.assert_into_pages(arch, page, stride)
     compress_cases.assert_write(arch, page, stride)
+
+
+@pytest.mark.parametrize("page, stride", [(64, None), (3, 401)])
+def test_index_keys_into_pages(arch, page, stride):
+    compress_cases.assert_index_keys(arch, page, stride)

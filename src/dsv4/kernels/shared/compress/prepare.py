@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4.caches import Fp8Cache
 from dsv4.compress.api import CompressProblem
-from dsv4.kernels.shared.compress.rows import FP8, POOL, ROWS, compress_rows
+from dsv4.kernels.shared.compress.rows import FP8, KEYS, POOL, ROWS, compress_rows
 from dsv4.kernels.shared.normed_rows import normed
 from dsv4.runtime import launch
 
@@ -57,8 +57,9 @@ def _target(p: CompressProblem) -> tuple[int, Tensor, Tensor, tuple[int, int, in
         return ROWS.value, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
     assert p.slots is not None
     slots = p.slots.contiguous()
-    if isinstance(p.pool, Fp8Cache):
-        return FP8.value, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
+    if not isinstance(p.pool, Tensor):
+        kind = FP8 if isinstance(p.pool, Fp8Cache) else KEYS
+        return kind.value, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
     pool = p.pool if p.pool.ndim == 3 else p.pool[:, None]
     return POOL.value, pool, slots, (pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
 

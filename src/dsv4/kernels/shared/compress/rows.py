@@ -7,9 +7,11 @@ depend on how the tokens were cut into calls.
 import triton
 import triton.language as tl
 
+from dsv4.kernels.shared.index.keys import store_keys
 from dsv4.kernels.shared.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
 
-ROWS, POOL, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what a finished row goes into
+# What a finished row goes into: lines, a pool, a pool of 584-byte rows, a pool of 132-byte index keys.
+ROWS, POOL, FP8, KEYS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
@@ -114,6 +116,10 @@ def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr,
                 store_packed(target_ptr, tl.reshape(row.to(tl.float32), [1, D]), page + place * DATA_BYTES,
                              page + page_rows * DATA_BYTES + place * SCALE_BYTES, column, (one >= 0) & (one < rows),
                              D, 1)  # fmt: skip
+            elif TARGET == KEYS:
+                one = tl.zeros([1], tl.int64) + slot
+                store_keys(target_ptr, tl.reshape(row.to(tl.float32), [1, D]), one, rows, page_rows, page_stride,
+                           column)  # fmt: skip
             else:
                 store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, d)
     else:
