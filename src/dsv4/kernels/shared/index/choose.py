@@ -11,11 +11,9 @@ and of the other scores nothing is read. select.py does without maxima what this
 Scores are fp32 without NaN and -0, compared as ordered bits, int32; ABSENT is below all.
 """
 
-import triton.language as tl
 
-from dsv4.index import sizes
 from dsv4.kernels.compat import barrier, gl, gluon
-from dsv4.kernels.shared.index.scores import FOREVER, OWN, STARTS, owner, rows_seen
+from dsv4.kernels.shared.index.scores import FOREVER, GROUP, OWN, STARTS, owner, rows_seen
 from dsv4.kernels.shared.index.select import (
     ABSENT,
     count_of,
@@ -26,8 +24,6 @@ from dsv4.kernels.shared.index.select import (
     threshold,
     value_of,
 )
-
-GROUP = tl.constexpr(sizes.GROUP)
 
 
 @gluon.jit

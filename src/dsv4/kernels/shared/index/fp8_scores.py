@@ -9,8 +9,7 @@ rows, for choose.py. In the product, keys are the rows and heads the columns, as
 import triton
 import triton.language as tl
 
-from dsv4.kernels.shared.index.choose import GROUP
-from dsv4.kernels.shared.index.scores import owner, relu, rows_seen
+from dsv4.kernels.shared.index.scores import GROUP, owner, relu, rows_seen
 
 DIMS = tl.constexpr(128)
 

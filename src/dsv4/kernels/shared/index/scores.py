@@ -1,6 +1,8 @@
 """Index scores in Triton itself, for every architecture; and what all kernels of the indexer share.
 
-    score(n, s) = factor * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, capacity]
+    score(n, s) = factor * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, scores_line]
+
+and, beside the scores, the greatest one of every GROUP of neighbouring rows, for choose.py.
 
 In the product, keys are the rows and heads the columns: the sum over heads stays within few lanes of a warp.
 """
@@ -8,10 +10,13 @@ In the product, keys are the rows and heads the columns: the sum over heads stay
 import triton
 import triton.language as tl
 
+from dsv4.index import sizes
+
 # Whose keys a query reads: there is one sequence; a batch of sequences with so many tokens each; pages by block table,
 # with a line for every query; pages by block table, with a line for every request (starts).
 ONE, BATCH, OWN, STARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FOREVER = tl.constexpr(2**31 - 1)
+GROUP = tl.constexpr(sizes.GROUP)
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def owner(query, starts_ptr, requests, tokens, HOW: tl.constexpr):
 
 @triton.jit
 def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split, splits, k_ptr, table_ptr, scores_ptr,
-               dims, pages, page_rows, page_stride, row_stride, table_line, scores_line,
+               maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride, table_line, scores_line,
                HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
                WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
@@ -83,19 +88,26 @@ def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split,
         k = tl.load(k_ptr + at[:, None] * 8 + column[None, :], mask=here, other=0.0)
         each_head = relu(tl.dot(k, q)) * w[None, :]
         total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2)  # [ROWS, QUERIES]
-        total = tl.where(there[:, None], total * factor, -float("inf"))
-        to = scores_ptr + (query - at_once).to(tl.int64)[None, :] * scores_line + row[:, None]
-        tl.store(to, total, mask=row[:, None] < seen[None, :])
+        total *= factor
+        total = tl.where(there[:, None] & (total == total), total, -float("inf")) + 0.0
+        here = row[:, None] < seen[None, :]
+        line = (query - at_once).to(tl.int64)[None, :]
+        tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=here)
+        greatest = tl.reshape(tl.where(here, total, -float("inf")), [ROWS // GROUP, GROUP, QUERIES])
+        group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
+        tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < seen[None, :])
 
 
 @triton.jit(do_not_specialize=[
     "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
     "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn", "stride_wh", "scores_line",
+    "maxima_line",
 ])  # fmt: skip
-def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, factor, first_query, queries,
-                 heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_stride, row_stride, table_line,
-                 stride_qn, stride_qh, stride_wn, stride_wh, scores_line, HOW: tl.constexpr, QUERIES: tl.constexpr,
-                 HEADS: tl.constexpr, DIMS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
+                 first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_stride,
+                 row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh, scores_line, maxima_line,
+                 HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+                 WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One program: QUERIES neighbouring queries and a share of the rows that they see.
 
     Strides of q and k are in units of 8 elements. Line n of the scores is that of query first_query + n; only what a
@@ -122,8 +134,8 @@ def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, sc
         sequence, end = owner(begin, starts_ptr, requests, tokens, HOW)
         if (sequence < requests) & (begin < stop):
             score_rows(begin, stop, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
-                       table_ptr, scores_ptr, dims, pages, page_rows, page_stride, row_stride, table_line, scores_line,
-                       HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+                       table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride,
+                       table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
     else:
         first = begin
         while first < stop:  # a block may lie across sequences
@@ -131,6 +143,6 @@ def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, sc
             last = tl.minimum(end, stop)
             if sequence < requests:
                 score_rows(first, last, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
-                           table_ptr, scores_ptr, dims, pages, page_rows, page_stride, row_stride, table_line,
-                           scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+                           table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride,
+                           row_stride, table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
             first = last

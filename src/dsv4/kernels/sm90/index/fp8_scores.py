@@ -25,8 +25,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared.index.choose import GROUP
-from dsv4.kernels.shared.index.scores import owner, relu, rows_seen
+from dsv4.kernels.shared.index.scores import GROUP, owner, relu, rows_seen
 
 DIMS = gl.constexpr(128)
 
