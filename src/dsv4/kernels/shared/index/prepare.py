@@ -63,7 +63,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         _score(p, target, program, kernel, tiling, how, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
         groups = index_line(p.max_seqlen_k) // GROUP
         if "maxima_ptr" in kernel.arg_names and p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
-            _choose(p, program, how, names, scratch, first, count)
+            _choose(p, target, program, how, names, scratch, first, count)
         else:
             _select(p, program, how, names, scratch, first, count)
     for given, written in ((out, p.out), (scores, p.scores)):
@@ -75,7 +75,10 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
     """Queries of a batch one after the other; k [sequences or pages, rows, D]."""
     changes: dict[str, Any] = {} if p.k.ndim == 3 else {"k": p.k.unsqueeze(0)}
     if p.q.ndim == 4:
-        changes |= {name: program.flattened(getattr(p, name)) for name in ("q", "weights", "counts")}
+        # What has to be copied is copied before its dimensions become one: a copy is one of a whole tensor.
+        q, counts = _rows_of_cells(program, p.q), p.counts if p.counts.is_contiguous() else program.copied(p.counts)
+        changes |= {"q": program.flattened(q), "weights": program.flattened(p.weights)}
+        changes |= {"counts": program.flattened(counts)}
         for name in ("out", "scores"):
             x = getattr(p, name)
             if x is not None:
@@ -136,7 +139,9 @@ def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
     return scratch.words(count * line, count * line // GROUP, torch.float32)
 
 
-def _choose(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+def _choose(
+    p: IndexProblem, target: Target, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int
+) -> None:
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
     assert p.out is not None
     line = index_line(p.max_seqlen_k)
@@ -151,7 +156,8 @@ def _choose(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
     )  # fmt: skip
     program.launch(
         index_choose, (count,), arguments, HOW=how, POOL=not p.request_rows, GROUPS=_power(line // GROUP), KEPT=kept,
-        WIDTH=max(kept, _power(p.topk)), num_warps=8,
+        # Few queries: the time of one counts. Many: more of them on a multiprocessor.
+        WIDTH=max(kept, _power(p.topk)), num_warps=8 if count < 4 * target.multiprocessors else 4,
     )  # fmt: skip
 
 
