@@ -21,26 +21,21 @@ from dsv4.kernels.shared.index.select import (
     first_ones,
     ordered_of,
     so_far,
-    threshold,
+    threshold_between,
     value_of,
 )
 
 
 @gluon.jit
-def best_of(ordered, number, topk):
-    """(which of the items are the topk best, how many those are); of equal ones the lower numbers."""
-    present = count_of(ordered != ABSENT)
-    wanted = gl.minimum(present, topk)
-    low = gl.to_tensor(ABSENT + 1)  # all that are there
-    if present > wanted:
-        low = threshold(ordered, wanted, present)
-    greater = ordered > low
-    equal = ordered == low
-    room = wanted - count_of(greater)
-    highest = gl.to_tensor(FOREVER)
-    if count_of(equal) > room:
-        highest = first_ones(equal, number, room)
-    return greater | (equal & (number <= highest)), wanted
+def best_of(ordered, number, wanted, low, high, at_least):
+    """Which of the items are the `wanted` best; of equal ones the lower numbers. at_least >= wanted of them are >= low,
+    none is >= high."""
+    if at_least > wanted:
+        low, at_least = threshold_between(ordered, wanted, low, high, at_least)
+    highest = gl.to_tensor(FOREVER)  # of those equal to the threshold the first ones, as many as there is room for
+    if at_least > wanted:
+        highest = first_ones(ordered == low, number, wanted - count_of(ordered > low))
+    return (ordered > low) | ((ordered == low) & (number <= highest)), low
 
 
 @gluon.jit
@@ -77,20 +72,25 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, kept_ptr, kept_numbers_ptr, 
     seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
     keep = n.to(gl.int64) * KEPT
     column = gl.arange(0, THREADS, layout=gl.SliceLayout(0, L))[None, :]
+    held = (seen + GROUP - 1) // GROUP  # groups that are looked into
+    low = gl.to_tensor(ABSENT + 1)
+    high = gl.to_tensor(FOREVER)
     if GROUPS > TAKEN:
         HIGH: gl.constexpr = max(GROUPS // THREADS, 1)
         group = gl.arange(0, HIGH, layout=gl.SliceLayout(1, L))[:, None] * THREADS + column
         there = group * GROUP < seen
         greatest = gl.load(maxima_ptr + n.to(gl.int64) * maxima_line + group, mask=there, other=0.0)
-        taken, _ = best_of(gl.where(there, ordered_of(greatest), ABSENT), group, gl.to_tensor(TAKEN))
+        ordered = gl.where(there, ordered_of(greatest), ABSENT)
+        least = gl.min(gl.min(gl.where(there, ordered, FOREVER), 0), 0)
+        high = gl.max(gl.max(ordered, 0), 0) + 1
+        taken, low = best_of(ordered, group, gl.minimum(held, TAKEN), least, high, held)
+        held = gl.minimum(held, TAKEN)
         gl.store(kept_numbers_ptr + keep + places_of(taken, L, LINE), group, mask=taken)
         barrier()  # the same CTA reads what it wrote
     # Item (i, t) is row t % GROUP of group i * (THREADS / GROUP) + t / GROUP: a warp reads whole groups.
     EACH: gl.constexpr = max(TAKEN * GROUP // THREADS, 1)
     at = gl.arange(0, EACH, layout=gl.SliceLayout(1, L))[:, None] * (THREADS // GROUP) + column // GROUP
     if GROUPS > TAKEN:
-        # Groups that are there but fewer than TAKEN: the rest of the list was not written.
-        held = gl.minimum((seen + GROUP - 1) // GROUP, TAKEN)
         group = gl.load(kept_numbers_ptr + keep + at, mask=at < held, other=FOREVER // GROUP)
         barrier()  # read before it is overwritten
     else:
@@ -98,7 +98,18 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, kept_ptr, kept_numbers_ptr, 
     row = group * GROUP + column % GROUP
     x = gl.load(source_ptr + n.to(gl.int64) * source_line + row, mask=row < seen, other=0.0)
     ordered = gl.where(row < seen, ordered_of(x), ABSENT)
-    taken, wanted = best_of(ordered, row, topk)
+    wanted = gl.minimum(seen, topk)
+    at_least = wanted
+    if seen > wanted:
+        # Every group that was taken has a row that is not below the least of their maxima.
+        at_least = count_of(ordered >= low)
+        if (GROUPS <= TAKEN) | (at_least < wanted):  # all groups were, and there may be fewer of them than wanted rows
+            low = gl.min(gl.min(gl.where(ordered == ABSENT, FOREVER, ordered), 0), 0)
+            high = gl.max(gl.max(ordered, 0), 0) + 1
+            at_least = count_of(ordered != ABSENT)
+    else:
+        low = gl.to_tensor(ABSENT + 1)
+    taken, low = best_of(ordered, row, wanted, low, high, at_least)
     to = places_of(taken, L, LINE)
     gl.store(kept_ptr + keep + to, ordered, mask=taken)
     gl.store(kept_numbers_ptr + keep + to, row, mask=taken)

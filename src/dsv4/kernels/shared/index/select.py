@@ -36,15 +36,21 @@ def count_of(x):
 
 @triton.jit
 def threshold(ordered, wanted, present):
-    """The least value that is chosen, of more than `wanted` values; of those equal to it there may be too many.
+    """The least value that is chosen, of more than `wanted` values; of those equal to it there may be too many."""
+    low = tl.min(tl.min(tl.where(ordered == ABSENT, FOREVER, ordered), 0), 0)
+    high = tl.max(tl.max(ordered, 0), 0) + 1
+    low, at_least = threshold_between(ordered, wanted, low, high, present)
+    return low
+
+
+@triton.jit
+def threshold_between(ordered, wanted, low, high, at_least):
+    """(the same, how many values are not less), where at_least >= wanted values are >= low, and fewer are >= high.
 
     By cutting the interval of the values into three, at first as numbers, which ends sooner for what scores are like,
     then as bits, which ends for all. Both cuts are counted in one sum: a piece has less than 2^16 items. Every eighth
     time the ends move to values that there are. It is over as soon as a cut parts exactly `wanted` from the rest.
     """
-    low = tl.min(tl.min(tl.where(ordered == ABSENT, FOREVER, ordered), 0), 0)
-    high = tl.max(tl.max(ordered, 0), 0) + 1
-    at_least = present  # values >= low; there are fewer than `wanted` values >= high
     step = 0
     while (at_least != wanted) & (low + 1 != high):
         if step % 8 == 7:
@@ -62,7 +68,7 @@ def threshold(ordered, wanted, present):
         low = tl.where(above >= wanted, second, tl.where(between >= wanted, first, low))
         at_least = tl.where(above >= wanted, above, tl.where(between >= wanted, between, at_least))
         step += 1
-    return low
+    return low, at_least
 
 
 @triton.jit
