@@ -45,6 +45,7 @@ class Addresses:
     def __init__(self, program):
         self.program = program
         self.definitions: dict[str, list[Instruction]] = defaultdict(list)
+        self.known: dict[str, tuple[int | None, int, bool]] = {}
         for ins in {id(x): x for x in program.instructions if x is not None}.values():
             if ins.operands and isinstance(ins.operands[0], Reg):
                 self.definitions[ins.operands[0].name].append(ins)
@@ -63,8 +64,12 @@ class Addresses:
             return add(self.of(operand.base, depth + 1), (None, operand.offset, False))
         if not isinstance(operand, Reg):
             return unknown
-        found = {self.result(ins, depth + 1) for ins in self.definitions[operand.name]}
-        return found.pop() if len(found) == 1 else unknown
+        if operand.name not in self.known:
+            self.known[operand.name] = unknown  # also for one that depends on itself
+            definitions = self.definitions[operand.name]
+            if len(definitions) == 1:
+                self.known[operand.name] = self.result(definitions[0], depth + 1)
+        return self.known[operand.name]
 
     def result(self, ins: Instruction, depth: int) -> tuple[int | None, int, bool]:
         sources = ins.operands[1:]

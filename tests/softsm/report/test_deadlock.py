@@ -45,6 +45,14 @@ def test_who_has_never_arrived_is_found_in_the_text():
     assert "arrivals at mbarrier done" in text
 
 
+def test_registers_that_are_used_again_and_again_are_not_followed_along_every_way():
+    """Two registers that are each other's sum forty times over: 2^40 ways, and pytest's time limit."""
+    again = "mov.u32 %r40, 1;\nmov.u32 %r41, 1;\n" + "add.u32 %r40, %r41, %r40;\nadd.u32 %r41, %r40, %r41;\n" * 40
+    never = "setp.ne.u32 %p4, %r40, %r40;\n@%p4 " + t.arrive("%r40")
+    text = stuck(again + t.init("ping") + never + t.wait("ping", 0))
+    assert "no instruction is known to arrive there" in text
+
+
 def test_a_barrier_at_which_nothing_arrives_is_said():
     text = stuck(t.init("ping") + t.wait("ping", 0))
     assert "no instruction is known to arrive there" in text and "they wait for each other" not in text
