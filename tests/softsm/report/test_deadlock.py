@@ -62,3 +62,10 @@ def test_missing_bytes_are_counted():
     body = t.init("ping") + "@%p0 " + t.expect("ping", 64) + t.wait("ping", 0)
     text = stuck(body)
     assert "missing 64 byte(s)" in text and "warps 0, 1 of CTA" in text
+
+
+def test_an_address_that_is_counted_up_in_many_places_is_read_in_time():
+    """Each definition of the register names it again: followed one by one they would be without number."""
+    count = "mov.u32 %r40, pong;\n" + "add.u32 %r40, %r40, 8;\n" * 40
+    text = stuck(t.init("ping") + count + t.wait("ping", 0) + t.arrive("%r40"))
+    assert "mbarrier ping" in text
