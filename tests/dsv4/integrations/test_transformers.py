@@ -88,8 +88,10 @@ def test_one_shot_with_as_many_heads_dims_as_v4(ids):
         same(logits(model, "dsv4", ids[:, :70]), logits(model, "eager", ids[:, :70]))
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
-@pytest.mark.parametrize("prefill", [1, 14, 30, 55])
+@pytest.mark.parametrize("prefill, step", [
+    pytest.param(prefill, step, marks=[pytest.mark.slow] * ((n + step) % 2))
+    for n, prefill in enumerate((1, 14, 30, 55)) for step in (1, 2, 3, 4)
+])  # fmt: skip
 def test_cached_steps_of_1_to_4_tokens(model, ids, eager, prefill, step):
     """From each prefill the steps cross boundaries of the window, of CSA and of HCA, at every phase."""
     steps = [prefill] + [step] * (20 // step)
@@ -102,7 +104,7 @@ def test_mixed_steps_and_chunked_prefill(model, ids):
     same(cached(model, "dsv4", ids, steps), cached(model, "eager", ids, steps))
 
 
-@pytest.mark.parametrize("prompt", [1, 15, 50])
+@pytest.mark.parametrize("prompt", [15, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 50))])
 def test_greedy_generate(model, ids, prompt):
     said = {}
     for implementation in ("eager", "dsv4"):
