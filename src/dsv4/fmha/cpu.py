@@ -53,7 +53,8 @@ def forward(p: FmhaProblem) -> None:
 
 
 def _forward(p: FmhaProblem) -> None:
-    work = p.q.dtype if native(p.q.dtype) else torch.float32
+    # an fp32 output of 16-bit inputs is a partial result, which is to be rounded once, after it is merged
+    work = p.q.dtype if native(p.q.dtype) and p.out.dtype == p.q.dtype else torch.float32
     if p.kind == "varlen":
         p.out.zero_()  # rows of no sequence
         if p.lse is not None:

@@ -221,6 +221,8 @@ def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:
     """[b, s_q, topk] -> [b * s_q, topk]; v4_attention looks at the rest."""
     if not checks.is_tensor(x) or x.ndim != 3 or x.shape[:2] != (b, s_q):
         checks.fail(name, checks.describe(x), f"int32 [{b}, {s_q}, topk]")
+    if x.layout != torch.strided:
+        checks.fail(name, f"layout {x.layout}", "a dense strided tensor")
     return x.flatten(0, 1)
 
 

@@ -1,5 +1,7 @@
 """dsv4.fmha on the cpu backend against the oracle: masks, sinks, heads, dtypes, strides, sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from agreement import assert_agrees, assert_lse, qkv
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 import dsv4
 from dsv4 import reference
-from dsv4.fmha import cpu
+from dsv4.fmha import cpu, problem
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -141,3 +143,13 @@ def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
     """More queries than one masked block, so that the flash kernel's own causality is used."""
     q, k, v = (torch.randn(1, 150, 2, 64) for _ in "qkv")
     check(q, k, v, causal=True, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp32_output_of_16_bit_inputs_is_not_rounded(dtype):
+    """Partial results that are merged afterwards are then rounded once."""
+    q, k, v = qkv(2, 5, 70, 4, 2, 64, dtype)
+    p = problem.dense(q, k, v, causal=True)
+    p = replace(p, out=torch.full(q.shape, float("nan")), lse=torch.empty(p.lse_shape))
+    cpu.forward(p)
+    assert_agrees((p.out, p.lse), reference.fmha, q, k, v, causal=True)

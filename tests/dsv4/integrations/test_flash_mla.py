@@ -229,6 +229,7 @@ def test_what_it_cannot_do_it_says():
         "k_cache: .*is_fp8_kvcache=True": dict(is_fp8_kvcache=False),
         "indices: got values from 16 to 16": dict(indices=indices + 16),
         "indices: got dtype int64": dict(indices=indices.long()),
+        "indices: got layout torch.sparse_coo": dict(indices=indices.to_sparse()),
         "indices: got int32 .1, 1, 4.": dict(indices=indices[:1]),
         "topk_length: got values from 5 to 5": dict(topk_length=torch.full((2,), 5).int()),
         "topk_length: got shape": dict(topk_length=torch.zeros(1).int()),
