@@ -55,7 +55,7 @@ test-triton: $(VENVT)/.installed
 test-engines: $(VENVE)/.installed
 	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines
 
-# Mutated kernels under the checkers; make test runs 12 s of it. FUZZ: seconds and seed.
+# Mutated kernels under the checkers; make test runs 60 of them. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0
 fuzz: setup
 	$(VENV)/bin/python tests/softsm/fuzz/mutants.py $(FUZZ) --record tests/softsm/fuzz/record.json

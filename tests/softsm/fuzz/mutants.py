@@ -28,7 +28,7 @@ import numpy as np
 import typer
 
 BUDGET = 300_000  # warp instructions; the subjects need a few thousand
-PATIENCE = 60  # seconds for one mutant, with compilation of the engine behind it
+PATIENCE = 60  # seconds of CPU time for one mutant, with compilation of the engine behind it
 
 WAITS = re.compile(
     r"(?:@!?%p\d+ )?(bar\.sync|barrier\.sync|barrier\.cluster\.wait|tcgen05\.wait|tcgen05\.fence|fence\.|"
@@ -203,20 +203,21 @@ def _too_long(signum, frame):
     raise TimeoutError(f"a mutant ran for more than {PATIENCE} s")
 
 
-def fuzz(seconds: float, seed: int, only: str = "") -> dict:
-    """Runs mutants until the time is over. A crash of the process leaves the mutant's number on the last line."""
+def fuzz(seconds: float, seed: int, only: str = "", most: int = 0) -> dict:
+    """Runs mutants until the time is over, or, whatever the time, so many. A crash of the process leaves the mutant's
+    number on the last line."""
     rng = random.Random(seed)
     programs = subjects()
     counts: dict[str, Counter] = defaultdict(Counter)
     problems: list[str] = []
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGVTALRM, _too_long)
     for number, program in programs.items():
         first = outcome(program, program.text)
         if first != "no effect":
             problems.append(f"exhibit {number} unchanged: {first}")
     end = time.monotonic() + seconds
     done = 0
-    while time.monotonic() < end:
+    while done < most if most else time.monotonic() < end:
         mutant_seed = rng.randrange(1 << 30)
         own = random.Random(mutant_seed)
         name = only or own.choice(list(MUTATORS))
@@ -226,14 +227,14 @@ def fuzz(seconds: float, seed: int, only: str = "") -> dict:
         if text is None or text == program.text:
             continue
         sys.stderr.write(f"\r{done} {name}, exhibit {number}, seed {mutant_seed}    ")
-        signal.alarm(PATIENCE)
+        signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)
         try:
             counts[name][outcome(program, text)] += 1
         except Exception as error:  # noqa: BLE001 - every other exception is what is looked for
             problems.append(f"{name}, exhibit {number}, seed {mutant_seed}: {type(error).__name__}: {error}")
             counts[name]["problem"] += 1
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         done += 1
     sys.stderr.write("\n")
     return {"seed": seed, "seconds": seconds, "subjects": len(programs), "mutants": done, "problems": problems,
@@ -257,14 +258,16 @@ def one(seed: int) -> None:
     print(f"{name}: {outcome(program, text)}")
 
 
-def main(seconds: float = 300, seed: int = 0, only: str = "", record: Path | None = None, mutant: int = -1) -> None:
+def main(
+    seconds: float = 300, seed: int = 0, only: str = "", record: Path | None = None, mutant: int = -1, most: int = 0
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     faulthandler.enable()
     if mutant >= 0:
         return one(mutant)
-    result = fuzz(seconds, seed, only)
+    result = fuzz(seconds, seed, only, most)
     title = f"{result['mutants']} mutants of {result['subjects']} kernels, seed {seed}"
     table = Table(title=title, title_justify="left")
     for column in ("mutation", "mutants", "named", "wrong values", "no effect", "share named"):
