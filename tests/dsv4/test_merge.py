@@ -90,3 +90,27 @@ def test_flash_mla_marks_empty_rows_with_plus_infinity(merge):
     assert bool((merged == 1).all()) and bool((merged_lse == 0).all())
     merged, merged_lse = merge([junk], [empty], sink=torch.zeros(3))
     assert bool((merged == 0).all()) and bool((merged_lse == -INF).all())
+
+
+@pytest.mark.parametrize("operation", ["fmha", "v4_attention"])
+def test_fp32_partials_of_bf16_inputs_are_rounded_once(operation):
+    """Three parts: as near to fp64 as one softmax in fp32 whose result is rounded, and nearer than bf16 partials."""
+    if operation == "fmha":
+        q, k, v = qkv(2, 6, 60, 4, 2, 64, torch.bfloat16)
+        want, _ = reference.fmha(q, k, v)
+        calls = [(dsv4.fmha, (q, k[:, n : n + 20], v[:, n : n + 20])) for n in (0, 20, 40)]
+    else:
+        q, rows = torch.randn(6, 4, 64).bfloat16(), torch.randn(60, 64).bfloat16()
+        lists = torch.arange(60).int().expand(6, 60).contiguous()
+        want, _ = reference.v4_attention(q, rows, lists)
+        calls = [(dsv4.v4_attention, (q, rows, lists[:, n : n + 20].contiguous())) for n in (0, 20, 40)]
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [f(*args, return_lse=True, out=torch.empty(q.shape, dtype=dtype)) for f, args in calls]
+        out, _ = dsv4.merge_states([out for out, _ in parts], [lse for _, lse in parts])
+        assert out.dtype == dtype
+        errors[dtype] = (out.bfloat16().double() - want).norm()
+    once = (want.bfloat16().double() - want).norm()
+    assert errors[torch.float32] <= 1.01 * once < errors[torch.bfloat16]
+    with pytest.raises(ValueError, match="^out: got dtype float16; accepted: bfloat16"):
+        calls[0][0](*calls[0][1], out=torch.empty(q.shape, dtype=torch.float16))
