@@ -209,7 +209,7 @@ BAD = {
     "scale nan": (dict(softmax_scale=float("nan")), "softmax_scale"),
     "scale type": (dict(softmax_scale="1"), "softmax_scale"),
     "out shape": (dict(out=torch.empty(N, H, 256, dtype=BF16)), "out"),
-    "out dtype": (dict(out=torch.empty(N, H, 512)), "out"),
+    "out dtype": (dict(out=torch.empty(N, H, 512, dtype=torch.float16)), "out"),
     "out type": (dict(out=1), "out"),
     "out shares elements": (dict(out=torch.empty(1, H, 512, dtype=BF16).expand(N, H, 512)), "out"),
     "out is q": (dict(out=GOOD["q"], q=GOOD["q"]), "out"),
