@@ -59,7 +59,8 @@ def index_topk(
             are not read.
         request_starts: int32 [R + 1], as in v4_attention: queries starts[r] .. starts[r+1] - 1 belong to request r.
             Queries past the last one see nothing. Default: every query is its own request.
-        scale: default D ** -0.5 * H ** -0.5, as in the model; it does not change the choice.
+        scale: default D ** -0.5 * H ** -0.5, as in the model. Any positive scale makes the same choice; 0 makes all
+            scores equal, and a negative one chooses the lowest.
         request_rows: with a block table, the lists name rows of the request (j above), as engines keep them.
         return_scores: also return the scores of the chosen rows, fp32 [N, topk], -inf where the index is -1.
         out: write the lists here (int32; the last stride is 1) and return it.
