@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import torch
 
+    import dsv4.fmha.training
+    import dsv4.v4.training  # noqa: F401  these two register operators
     from dsv4.caches import Fp8Cache
     from dsv4.compress.api import CompressState, compress
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen

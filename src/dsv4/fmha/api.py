@@ -29,7 +29,8 @@ RULES = """
         sink: fp32 [Hq] logit with value 0; -inf = none, +inf = out 0.
         A query that sees no key gives out 0 and lse -inf, whatever the sink.
         Rows of k and v that no query of the sequence sees may hold NaN or inf; rows that are seen must be finite.
-        Forward only: an input that requires grad raises under grad mode.
+        fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode); out=,
+        plan= and paged keys have none: there an input that requires grad raises under grad mode.
 
     Args:
         causal, window: see above; both count from the bottom right corner.

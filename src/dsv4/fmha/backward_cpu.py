@@ -1,4 +1,6 @@
-"""The gradients of fmha on a CPU: blocks of queries times blocks of keys, products in fp32 by the BLAS.
+"""The gradients of fmha in torch: blocks of queries times blocks of keys, products in fp32 by the BLAS.
+
+The CPU backend, and what a GPU runs where there is no kernel for a problem.
 
 The formulas are those of reference_backward.py. Extra memory is one block of scores and, for the KV heads that are
 worked on at once, dK and dV of one sequence in fp32: no matrix of queries times keys.
@@ -21,7 +23,7 @@ SUM_BYTES = 32 << 20  # of dK and dV of the KV heads that are worked on at once,
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     p = b.forward
-    dsink = None if b.dsink is None else torch.zeros(b.dsink.shape, dtype=torch.float64)
+    dsink = None if b.dsink is None else torch.zeros(b.dsink.shape, dtype=torch.float64, device=b.dsink.device)
     if p.kind == "varlen":
         for x in (b.dq, b.dk, b.dv):
             if x is not None:
@@ -109,8 +111,9 @@ def _sequence(
     (t, heads, d), (s, kv_heads) = q.shape, k.shape[:2]
     group, offset = heads // kv_heads, s - t
     block = max(16, min(QUERY_BLOCK, SCORE_BYTES // (4 * heads * KEY_BLOCK)))
-    sums = {name: torch.zeros(kv_heads, s, d, dtype=compute) for name, x in (("k", dk), ("v", dv)) if x is not None}
-    dsink = torch.zeros(heads, dtype=torch.float64)
+    wanted = [name for name, x in (("k", dk), ("v", dv)) if x is not None]
+    sums = {name: torch.zeros(kv_heads, s, d, dtype=compute, device=q.device) for name in wanted}
+    dsink = torch.zeros(heads, dtype=torch.float64, device=q.device)
 
     def packed(x: Tensor) -> Tensor:
         """[tokens, h * G, D] -> [h, G * tokens, D]"""
@@ -139,7 +142,7 @@ def _sequence(
             keys = slice(at, min(at + KEY_BLOCK, last))
             k1, v1 = (x[keys].to(compute).transpose(0, 1) for x in (k, v))  # [h, keys, D]
             score = torch.bmm(q1, k1.mT)
-            hidden = _hidden(begin + offset, tokens, keys, p.left, p.right, group)
+            hidden = _hidden(begin + offset, tokens, keys, p.left, p.right, group, q.device)
             if hidden is not None:
                 score.masked_fill_(hidden, NEG_INF)
             prob = (score - whole).exp_()
@@ -163,13 +166,15 @@ def _sequence(
     return dsink
 
 
-def _hidden(position: int, tokens: int, keys: slice, left: int, right: int, group: int) -> Tensor | None:
+def _hidden(
+    position: int, tokens: int, keys: slice, left: int, right: int, group: int, device: torch.device
+) -> Tensor | None:
     """[1, G * tokens, keys] bool: which keys are not seen; the first query stands at `position`. None: all are seen."""
     if (left < 0 or keys.start >= position + tokens - 1 - left) and (right < 0 or keys.stop - 1 <= position + right):
         return None
-    i = torch.arange(position, position + tokens)[:, None]
-    j = torch.arange(keys.start, keys.stop)[None, :]
-    hidden = torch.zeros(tokens, keys.stop - keys.start, dtype=torch.bool)
+    i = torch.arange(position, position + tokens, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    hidden = torch.zeros(tokens, keys.stop - keys.start, dtype=torch.bool, device=device)
     if left >= 0:
         hidden |= j < i - left
     if right >= 0:

@@ -192,17 +192,23 @@ def derivatives() -> bool:
 
 
 def forward_only(**tensors: Tensor | None) -> None:
-    """There are no derivatives, so an input that wants one is refused instead of silently cut off."""
+    """What has no derivative refuses an input that wants one, instead of cutting it off in silence."""
     if not derivatives():
         return
-    gradients = torch.is_grad_enabled()
-    tangents = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                accepted = "tensors without grad, or a call under torch.no_grad(); this call has no gradient"
+                fail(name, "a tensor that requires grad", accepted)
+    no_tangents(**tensors)
+
+
+def no_tangents(**tensors: Tensor | None) -> None:
+    """There are no forward-mode derivatives; torch would drop them in silence."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            continue
-        if gradients and x.requires_grad:
-            fail(name, "a tensor that requires grad", "tensors without grad, or a call under torch.no_grad()")
-        if tangents and forward_ad.unpack_dual(x).tangent is not None:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             fail(name, "a tensor with a tangent (forward-mode derivative)", "tensors without one")
 
 

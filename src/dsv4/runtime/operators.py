@@ -5,7 +5,8 @@ For each public function X of calls.Operation there are two operators::
     torch.ops.dsv4.X(..., return_lse) -> (Tensor out, Tensor lse)       lse has size 0 when return_lse is False
     torch.ops.dsv4.X_out(..., scratch, capacities, out, lse) -> ()      writes out, and lse unless its size is 0
 
-Both are `calls.run`. Forward only: an input that requires grad raises under grad mode.
+Every call of X goes through one of them: the second with out= or plan=. Neither has a gradient: where one will be asked
+for, `call` takes the training operators instead (gradients.py), and what has none refuses inputs that require grad.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
+# Operations with gradients -> the arguments that have one, and call(arguments, return_lse) through operators that do.
+TRAINING: dict[str, tuple[tuple[str, ...], Callable]] = {}
 
 
 def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
@@ -113,6 +116,14 @@ def call(
         scratch, capacities = plan.scratch, plan.capacities
     tensors = [arguments[name] for name in op.tensors]
     if checks.derivatives():
+        differentiable, training = TRAINING.get(op.name, ((), None))
+        wanted = torch.is_grad_enabled() and any(
+            isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in differentiable
+        )
+        if training is not None and wanted and out is None and plan is None:
+            checks.no_tangents(**arguments)
+            checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
+            return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
     if not _observed() and all(map(_plain, tensors)) and (out is None or _plain(out)):
         given = Given(arguments, want_second, out, None, scratch, capacities)

@@ -124,7 +124,8 @@ def v4_attention(
         dimension has stride 1, all other strides are honoured as they are. out has q's dtype.
         A query that lists no row gives out 0 and lse -inf, whatever the sink.
         Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
-        Forward only: an input that requires grad raises under grad mode.
+        Gradients exist with respect to q, the rows of both pools (not of an Fp8Cache), sink and lse (first order,
+        reverse mode); with out= or plan= an input that requires grad raises under grad mode.
 
     Raises:
         ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on

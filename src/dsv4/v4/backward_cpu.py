@@ -1,4 +1,6 @@
-"""The gradients of v4_attention on a CPU: blocks of queries, blocks of their rows, products in fp32 by the BLAS.
+"""The gradients of v4_attention in torch: blocks of queries, blocks of their rows, products in fp32 by the BLAS.
+
+The CPU backend, and what a GPU runs where there is no kernel for a problem.
 
 The formulas are those of reference_backward.py. Extra memory is that of one block and, where a pool is not in fp32, the
 sum of its gradient in fp32. Rows are added in the order of the lists: the same bits on every run.
@@ -24,8 +26,9 @@ def backward(b: V4Backward) -> None:
     for name, x in (("window", b.dwindow), ("compressed", b.dcompressed)):
         if x is not None:
             here = x.dtype == compute and x.is_contiguous()
-            sums[name] = (x.zero_() if here else torch.zeros(x.shape, dtype=compute)).view(-1, x.shape[-1])
-    dsink = torch.zeros(p.q_heads, dtype=torch.float64)
+            total = x.zero_() if here else torch.zeros(x.shape, dtype=compute, device=x.device)
+            sums[name] = total.view(-1, x.shape[-1])
+    dsink = torch.zeros(p.q_heads, dtype=torch.float64, device=p.q.device)
     rows = min(max(p.window_indices.shape[1], p.compressed_capacity, 1), cpu.ROW_BLOCK)
     per_query = 2 * rows * p.head_dim + p.q_heads * (3 * rows + 4 * p.head_dim)
     block = max(1, BLOCK_BYTES // (4 * per_query))
@@ -48,7 +51,7 @@ def _query_block(
     dout = b.dout[queries].to(compute)
     lse = p.lse[queries].to(compute)  # [b, H]
     delta = (dout * p.out[queries].to(compute)).sum(-1)
-    dsink = torch.zeros(p.q_heads, dtype=torch.float64)
+    dsink = torch.zeros(p.q_heads, dtype=torch.float64, device=p.q.device)
     if p.sink is not None:
         dsink = sink_terms(lse.T, p.sink, delta.T)
     alone, whole = (x.T[..., None] for x in softmax_terms(lse.T, p.sink))

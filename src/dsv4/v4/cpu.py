@@ -93,14 +93,14 @@ def row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[t
         page = caches.pool_page(p.compressed)
         longest = int(lengths.max())
         for start in range(0, longest, ROW_BLOCK):
-            j = torch.arange(start, min(start + ROW_BLOCK, longest))
+            j = torch.arange(start, min(start + ROW_BLOCK, longest), device=lengths.device)
             rows = p.block_table[line, j // page].long() * page + j % page
             yield p.compressed, rows.masked_fill_(j >= lengths[:, None], -1)
 
 
 def _listed(pool: Pool, indices: Tensor, lengths: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
     if lengths is not None:
-        indices = indices.masked_fill(torch.arange(indices.shape[1]) >= lengths[:, None], -1)
+        indices = indices.masked_fill(torch.arange(indices.shape[1], device=indices.device) >= lengths[:, None], -1)
     used = (indices >= 0).any(0).nonzero()  # columns that some query of the block uses
     if used.numel():
         indices = indices[:, int(used[0]) : int(used[-1]) + 1]  # short lists come padded with -1

@@ -10,15 +10,17 @@ Varlen batches go sequence by sequence, which reads cu_seqlens on the host.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.backward_rows import backward_rows
-from dsv4.kernels.shared.fmha.prepare import is_aligned, multiprocessors, no_sink, row_strides
+from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.sm90.fmha.backward_scores import backward_scores
@@ -95,7 +97,7 @@ def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
     out, dout = (x if is_aligned(x) and x.stride(-1) == 1 else x.contiguous() for x in (p.out, b.dout))
     rows = p.batch * p.max_seqlen_q * p.q_heads
     lse2, delta, plain = torch.empty(3, p.batch, p.kv_heads, p.max_seqlen_q * p.group, device=p.q.device).unbind(0)
-    sink = p.sink if p.sink is not None else no_sink(p.q_heads, p.q.device)
+    sink = p.lse if p.sink is None else p.sink  # or unread
     dlse = p.lse if b.dlse is None else b.dlse
     arguments = [
         out, dout, p.lse, dlse, sink, lse2, delta, plain, rows, p.max_seqlen_q, p.q_heads, p.group,
@@ -268,6 +270,19 @@ class Chain:
         longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (self.dout, self.v)]
         most = 2 * longest[0] * longest[1]
         return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU, or of what plays it."""
+    if device.type == "cuda":
+        return _of_gpu(device)
+    active = driver.active
+    return active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
+
+
+@cache
+def _of_gpu(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _ranges(size: int, piece: int) -> list[tuple[int, int]]:

@@ -1,0 +1,101 @@
+"""Operators with gradients: how a forward operator, its backward operator and autograd are tied together.
+
+Inference does not come here. A public function that sees grad mode and an input that requires grad calls
+
+    torch.ops.dsv4.X_training(...)   the forward pass, with what backward needs as outputs
+    torch.ops.dsv4.X_backward(...)   the gradients, called by autograd
+
+Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. The gradient of
+a gradient is refused by name, and so are tangents (forward mode), which torch would drop in silence.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import dispatch
+from dsv4.runtime.operators import LIBRARY
+
+
+def define(
+    name: str,
+    arguments: str,
+    outputs: str,
+    forward: tuple[Callable, Callable],
+    backward_arguments: str,
+    backward_outputs: str,
+    backward: tuple[Callable, Callable],
+    save: Callable,
+    gradients: Callable,
+) -> None:
+    """Register X_training and X_backward. forward, backward: (kernel, fake kernel); save(ctx, inputs, output)."""
+    for suffix, schema, (kernel, fake) in (
+        ("training", f"({arguments}) -> {outputs}", forward),
+        ("backward", f"({backward_arguments}) -> {backward_outputs}", backward),
+    ):
+        LIBRARY.define(f"{name}_{suffix}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(f"{name}_{suffix}", kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dsv4::{name}_{suffix}", fake, lib=LIBRARY)
+
+    def no_second(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"dsv4.{name}: the gradient of its gradient (double backward) does not exist")
+
+    torch.library.register_autograd(f"dsv4::{name}_training", gradients, setup_context=save, lib=LIBRARY)
+    torch.library.register_autograd(f"dsv4::{name}_backward", no_second, lib=LIBRARY)
+
+
+def run(request: Any, device: torch.device, backend: str, torch_module: str) -> None:
+    """Fill the gradients of a request: by the kernels of the backend, or by torch where there are none.
+
+    Kernels are in ``dsv4.kernels.<arch>.<operation>.backward``: ``supports(request)``, ``backward(request)``.
+    """
+    found = dispatch.resolve(backend, device)
+    kernels = None if found == "cpu" else _kernels(request, device, found)
+    if isinstance(kernels, str) and backend != "auto":
+        raise ValueError(f"backend: {backend!r} cannot compute these gradients: {kernels}")
+    with torch.autocast(device.type, enabled=False):
+        if kernels is None or isinstance(kernels, str):
+            importlib.import_module(torch_module).backward(request)
+        elif found == "cuda":
+            with torch.cuda.device(device):
+                kernels.backward(request)
+        else:
+            import softsm
+
+            with softsm.use(dispatch.softsm_arch()):
+                kernels.backward(request)
+
+
+def _kernels(request: Any, device: torch.device, found: str) -> Any:
+    """The module, or why there is none for this request."""
+    if found == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    else:
+        arch = dispatch.softsm_arch()
+        capability = next((c for c, entry in dispatch.ARCHITECTURES.items() if entry[1] == arch), (0, 0))
+    if capability not in dispatch.ARCHITECTURES:
+        return "there are no kernels for this GPU"
+    package, arch, oldest = dispatch.ARCHITECTURES[capability]
+    name = f"dsv4.kernels.{package}.{request.operation}.backward"
+    if importlib.util.find_spec(name) is None:
+        return f"there are no such kernels for {arch} yet"
+    version = dispatch.triton_version()
+    if version is None or version < oldest:
+        return f"they need triton >= {oldest[0]}.{oldest[1]}"
+    module = importlib.import_module(name)
+    return module.supports(request) or module
+
+
+def gradient_like(x: Tensor | None, want: bool) -> Tensor:
+    """Room for the gradient of x; size 0 where nobody asks, because an operator returns tensors."""
+    if x is None or not want:
+        return torch.empty(0, device=None if x is None else x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def or_none(x: Tensor, want: bool) -> Tensor | None:
+    return x if want else None

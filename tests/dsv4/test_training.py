@@ -1,0 +1,222 @@
+"""Gradients through the public functions: against the formulas, and what torch asks of an operator."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import dsv4
+from dsv4 import reference, reference_backward
+
+D = 64
+FP32 = 3e-6  # a few roundings of fp32 in sums of up to 64 terms of one size, relative to the whole tensor
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def leaves(*tensors):
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+def agree(got, want, bound=FP32):
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype != torch.float64 and a.shape == b.shape
+        assert float((a.double() - b).norm()) <= bound * max(float(b.norm()), 1e-30)
+
+
+def dense(t=19, s=23, heads=(4, 2), dtype=torch.float32):
+    q, k, v = draw(2, t, heads[0], D, dtype=dtype), *(draw(2, s, heads[1], D, seed=n, dtype=dtype) for n in (1, 2))
+    return leaves(q, k, v, draw(heads[0]))
+
+
+OPTIONS = [dict(), dict(causal=True), dict(window=(5, 2)), dict(window=(3, 0), softmax_scale=0.2)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("t, s", [(19, 23), (23, 19)])
+def test_fmha(t, s, options):
+    """out and lse both used; GQA, sink, windows, rows that see nothing."""
+    q, k, v, sink = dense(t, s)
+    out, lse = dsv4.fmha(q, k, v, sink=sink, return_lse=True, **options)
+    dout, dlse = draw(*out.shape, seed=7), draw(*lse.shape, seed=8)
+    got = torch.autograd.grad((out, lse), (q, k, v, sink), (dout, dlse))
+    args = [x.detach() for x in (q, k, v)]
+    agree(got, reference_backward.fmha(*args, dout, dlse, sink=sink.detach(), **options))
+
+
+def test_varlen():
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 9, 9, 20], [0, 4, 12, 30]))
+    q, k, v, sink = leaves(draw(22, 4, D), draw(31, 2, D), draw(31, 2, D, seed=1), draw(4))
+    out = dsv4.fmha_varlen(q, k, v, cu_q, cu_k, causal=True, sink=sink, max_seqlen_q=11, max_seqlen_k=18)
+    dout = draw(*out.shape, seed=3)
+    got = torch.autograd.grad(out, (q, k, v, sink), dout)
+    args = [x.detach() for x in (q, k, v)]
+    agree(got, reference_backward.fmha_varlen(*args, cu_q, cu_k, dout, causal=True, sink=sink.detach()))
+
+
+def v4_inputs(n=7, heads=3, dtype=torch.float32):
+    window_indices = torch.tensor([[i, max(i - 1, 0), -1, i] for i in range(n)], dtype=torch.int32)  # i stands twice
+    window_indices[3] = -1
+    compressed_indices = torch.tensor([[4, -1], [0, 0], [2, 3], [-1, -1], [1, 2], [5, 4], [3, 3]], dtype=torch.int32)
+    tensors = leaves(*(draw(*shape, dtype=dtype) for shape in ((n, heads, D), (9, D), (6, D))), draw(heads))
+    rope = (reference.rope_table(20, 16), torch.arange(n) * 2)
+    return tensors, window_indices, compressed_indices, rope
+
+
+def v4(q, window, compressed, sink, window_indices, compressed_indices, rope, **options):
+    return dsv4.v4_attention(
+        q, window, window_indices, compressed, compressed_indices, inverse_rope=rope, sink=sink, **options
+    )
+
+
+def test_v4():
+    tensors, *rest = v4_inputs()
+    out, lse = v4(*tensors, *rest, return_lse=True)
+    dout, dlse = draw(*out.shape, seed=7), draw(*lse.shape, seed=8)
+    got = torch.autograd.grad((out, lse), tensors, (dout, dlse))
+    q, window, compressed, sink = (x.detach() for x in tensors)
+    want = reference_backward.v4_attention(
+        q, window, rest[0], compressed, rest[1], dout=dout, dlse=dlse, sink=sink, inverse_rope=rest[2]
+    )
+    agree(got, want)
+
+
+def test_v4_rows_in_fp8_leave_the_gradient_of_q():
+    cache = dsv4.Fp8Cache.empty(2, 64)
+    cache.write(torch.arange(128, dtype=torch.int32), draw(128, 512, dtype=torch.bfloat16))
+    q, sink = leaves(draw(3, 4, 512, dtype=torch.bfloat16), draw(4))
+    lists = torch.arange(30, dtype=torch.int32).view(3, 10)
+    out = dsv4.v4_attention(q, cache, lists, sink=sink)
+    dout = draw(*out.shape, seed=3, dtype=torch.bfloat16)
+    got = torch.autograd.grad(out, (q, sink), dout)
+    rows, args = cache.unpack(), dict(dout=dout, sink=sink.detach())
+    want = reference_backward.v4_attention(q.detach(), rows, lists, **args)
+    low = reference_backward.v4_attention(q.detach(), rows, lists, p_dtype=torch.bfloat16, **args)
+    agree(got[:1], [want.q], 1.5 * float((low.q.bfloat16().double() - want.q).norm() / want.q.norm()))
+    agree(got[1:], [want.sink], 1e-2)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)])
+def test_any_subset(wanted):
+    """Others are neither asked for nor computed; what is computed does not change."""
+    for tensors, call in ((dense(), dsv4.fmha), (v4_inputs()[0], None)):
+        rest = v4_inputs()[1:]
+
+        def loss(*x, call=call, rest=rest):
+            return (dsv4.fmha(*x[:3], sink=x[3]) if call else v4(*x, *rest)).square().sum()
+
+        whole = torch.autograd.grad(loss(*tensors), tensors)
+        only = [x if n in wanted else x.detach() for n, x in enumerate(tensors)]
+        got = torch.autograd.grad(loss(*only), [only[n] for n in wanted])
+        assert all(torch.equal(a, whole[n]) for a, n in zip(got, wanted))
+
+
+def test_only_the_lse_is_used():
+    q, k, v, sink = dense()
+    _, lse = dsv4.fmha(q, k, v, return_lse=True)
+    got = torch.autograd.grad(lse.sum(), (q, k, v))
+    want = reference_backward.fmha(*(x.detach() for x in (q, k, v)), torch.zeros_like(q), torch.ones_like(lse))
+    agree(got, want[:3])
+    assert not got[2].any()
+
+
+def test_strides_of_the_output_gradient():
+    """sum() hands over zeros of stride 0; a transposed output comes back transposed."""
+    q, k, v, sink = dense()
+    ones = torch.autograd.grad(dsv4.fmha(q, k, v).sum(), (q, k, v))
+    agree(ones, reference_backward.fmha(*(x.detach() for x in (q, k, v)), torch.ones(q.shape))[:3])
+    turned = torch.autograd.grad((dsv4.fmha(q, k, v).transpose(1, 3) * draw(2, D, 4, 19)).sum(), (q,))
+    plain = torch.autograd.grad((dsv4.fmha(q, k, v) * draw(2, D, 4, 19).transpose(1, 3)).sum(), (q,))
+    assert torch.equal(turned[0], plain[0])
+
+
+def test_one_tensor_as_keys_and_values():
+    q, k, _, _ = dense(heads=(4, 1))
+    (got,) = torch.autograd.grad(dsv4.fmha(q, k, k).sum(), (k,))
+    want = reference_backward.fmha(q.detach(), k.detach(), k.detach(), torch.ones(q.shape))
+    agree([got], [want.k + want.v])
+
+
+def test_gradients_have_the_dtype_of_their_inputs():
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v, sink = dense(dtype=dtype)
+        dout = draw(*q.shape, seed=5, dtype=dtype)
+        got = torch.autograd.grad(dsv4.fmha(q, k, v, sink=sink, causal=True), (q, k, v, sink), dout)
+        assert [x.dtype for x in got] == [dtype] * 3 + [torch.float32]
+        args = (*(x.detach() for x in (q, k, v)), dout)
+        want = reference_backward.fmha(*args, causal=True, sink=sink.detach())
+        low = reference_backward.fmha(*args, causal=True, sink=sink.detach(), p_dtype=dtype)
+        for a, ref, rounded in zip(got[:3], want, low):
+            agree([a], [ref], 1.5 * float((rounded.to(dtype).double() - ref).norm() / ref.norm()))
+
+
+def losses():
+    tensors = dense()
+    yield tensors, lambda *x: dsv4.fmha(*x[:3], sink=x[3], causal=True).square().sum()
+    tensors, *rest = v4_inputs()
+    yield tensors, lambda *x: v4(*x, *rest).square().sum()
+
+
+def test_checkpointing_recomputes_the_same():
+    for tensors, loss in losses():
+        want = torch.autograd.grad(loss(*tensors), tensors)
+        got = torch.autograd.grad(checkpoint(loss, *tensors, use_reentrant=False), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_compile_sees_forward_and_backward():
+    """One graph each, no break; the backend that runs the traced graphs as they are."""
+    for tensors, loss in losses():
+        want = torch.autograd.grad(loss(*tensors), tensors)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        got = torch.autograd.grad(compiled(*tensors), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_operators_keep_torchs_rules():
+    q, k, v, sink = dense(5, 6)
+    given = (q, k, v, sink, None, None, None, None, -1, 0, None, False, "auto")
+    torch.library.opcheck(torch.ops.dsv4.fmha_training.default, given)
+
+
+def test_the_second_derivative_and_tangents_are_refused_by_name():
+    for tensors, loss in losses():
+        first = torch.autograd.grad(loss(*tensors), tensors[:1], create_graph=True)
+        with pytest.raises(NotImplementedError, match="dsv4.*double backward"):
+            first[0].sum().backward()
+    q, k, v, _ = (x.detach() for x in dense())
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="q: got a tensor with a tangent"):
+        dsv4.fmha(forward_ad.make_dual(q, q), k.requires_grad_(), v)
+
+
+def test_what_has_no_gradient_says_so():
+    q, k, v, sink = dense()
+    with pytest.raises(ValueError, match="q: got a tensor that requires grad.*no gradient"):
+        dsv4.fmha(q, k, v, out=torch.empty(q.shape))
+    pages = k.detach().reshape(-1, 1, 2, D)
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="q: got a tensor that requires grad"):
+        dsv4.fmha_paged(q, pages, pages, table, lengths)
+    with torch.no_grad():
+        dsv4.fmha_paged(q, pages, pages, table, lengths)
+
+
+def test_inference_saves_nothing():
+    """Without a gradient in sight the training operators are not called."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v, sink = dense()
+    with Seen() as seen, torch.no_grad():
+        assert not dsv4.fmha(q, k, v, sink=sink).requires_grad
+    with seen:
+        dsv4.fmha(q.detach(), k.detach(), v.detach())
+    assert seen.names and not any("training" in name or "backward" in name for name in seen.names)
