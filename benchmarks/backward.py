@@ -19,10 +19,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dsv4
-from dsv4 import reference_backward
+from dsv4 import reference, reference_backward
 from dsv4.fmha import problem
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.kernels.sm90.fmha import backward as hopper
+from dsv4.kernels.sm90.v4 import backward as hopper_v4
+from dsv4.v4 import problem as v4_problem
+from dsv4.v4.backward import V4Backward
 
 CASES = [  # batch, heads, tokens, head dim
     (4, 16, 4096, 512), (1, 16, 16384, 512), (4, 16, 4096, 256), (4, 16, 4096, 128), (4, 16, 4096, 64),
@@ -116,6 +119,51 @@ def ours(case, causal: bool) -> dict:
     return row
 
 
+def v4(queries: int, heads: int, window: int, listed: int) -> dict:
+    """Every query sees `window` rows before it and `listed` of the compressed ones; random lists, all full."""
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    q, dout, rows = draw(queries, heads, 512), draw(queries, heads, 512), draw(queries + window, 512)
+    position = torch.arange(queries, device="cuda", dtype=torch.int32)
+    window_indices = position[:, None] + torch.arange(window, device="cuda", dtype=torch.int32)
+    compressed = draw(max(queries // 4, listed, 1), 512)
+    indices = torch.rand(queries, compressed.shape[0], device="cuda").argsort(1)[:, :listed].int().contiguous()
+    sink = torch.randn(heads, device="cuda")
+    rope = (reference.rope_table(queries, 64, device="cuda"), position)
+    given = dict(compressed=compressed, compressed_indices=indices) if listed else {}
+    arguments = dict(q=q, window=rows, window_indices=window_indices, **given, sink=sink, inverse_rope=rope)
+    out, lse = dsv4.v4_attention(**arguments, return_lse=True)
+    p = replace(v4_problem.build(**arguments), out=out, lse=lse)
+    empty = [torch.full_like(x, float("nan")) for x in ((q, rows, compressed) if listed else (q, rows))]
+    request = V4Backward(p, dout, None, *empty, *([] if listed else [None]), torch.empty_like(sink))
+    flops = 10.0 * queries * heads * (window + listed) * 512
+    row = {"case": f"V4 {queries} x {heads} x {window} + {listed}"}
+    for name, one in (("ms", request), ("deterministic ms", replace(request, deterministic=True))):
+        row[name] = milliseconds(lambda: hopper_v4.backward(one))  # noqa: B023
+    row["TFLOP/s"] = flops / row["ms"] / 1e9
+    lse2, delta, _ = hopper_v4._rows(request)
+    row["rows ms"] = milliseconds(lambda: hopper_v4._rows(request))
+    row["lists ms"] = milliseconds(lambda: hopper_v4._listed(p))
+    row["rotation ms"] = milliseconds(lambda: hopper_v4._turned(request))
+    few = slice(0, 8)
+    small = dict(arguments, q=q[few], window_indices=window_indices[few], inverse_rope=(rope[0], position[few]))
+    small.update({"compressed_indices": indices[few]} if listed else {})
+    want = reference_backward.v4_attention(**small, dout=dout[few])
+    row["dq error of 8 queries"] = float((request.dq[few].double() - want.q).norm() / want.q.norm())
+    again = [x.clone() for x in empty]
+    hopper_v4.backward(replace(request, deterministic=True))
+    kept = [x.clone() for x in empty]
+    row["deterministic against atomics"] = max(
+        float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(kept, again))
+    hopper_v4.backward(replace(request, deterministic=True))
+    row["same bits"] = all(torch.equal(a, b) for a, b in zip(kept, empty))
+    return row
+
+
+V4_CASES = [(4096, 64, 128, 512), (4096, 128, 128, 1024), (4096, 64, 128, 0), (4096, 64, 128, 32)]
+
+
 def slots() -> list[dict]:
     """The score kernel alone with fewer slots, and slabs of other sizes."""
     rows = []
@@ -140,7 +188,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150)
     options = parser.parse_args()
     torch.manual_seed(0)
-    started, rows = time.monotonic(), errors()
+    started, rows = time.monotonic(), []
+    for sizes in V4_CASES:
+        rows.append(v4(*sizes))
+        print(rows[-1], flush=True)
+        torch.cuda.empty_cache()
+    rows += errors()
     for case in CASES:
         for causal in (False, True):
             if time.monotonic() - started < options.seconds:

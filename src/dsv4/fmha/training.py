@@ -77,8 +77,8 @@ def _backward(dout, dlse, q, k, v, sink, cu_q, cu_k, out, lse, *rest: Any) -> tu
         for x in made:
             x.zero_()
     else:
-        into = (gradients.or_none(x, want) for x, want in zip(made, asked))
-        request = FmhaBackward(p, dout, dlse, *into, deterministic=deterministic)
+        dq, dk, dv, dsink = (gradients.or_none(x, want) for x, want in zip(made, asked))
+        request = FmhaBackward(p, dout, dlse, dq, dk, dv, dsink, deterministic)
         gradients.run(request, q.device, backend, "dsv4.fmha.backward_cpu")
     return tuple(made)
 

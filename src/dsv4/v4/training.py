@@ -97,8 +97,8 @@ def _backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Ten
         for x in made:
             x.zero_()
     else:
-        into = (gradients.or_none(x, want) for x, want in zip(made, asked))
-        request = V4Backward(p, dout, dlse, *into, deterministic=given["deterministic"])
+        dq, dwindow, dcompressed, dsink = (gradients.or_none(x, want) for x, want in zip(made, asked))
+        request = V4Backward(p, dout, dlse, dq, dwindow, dcompressed, dsink, given["deterministic"])
         gradients.run(request, q.device, given["backend"], "dsv4.v4.backward_cpu")
     return tuple(made)
 
