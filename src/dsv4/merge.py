@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.runtime import checks
+from dsv4.runtime import checks, gradients
 
 
 def merge_states(
@@ -20,7 +20,7 @@ def merge_states(
     sink: fp32 [H]. Merges in fp32; out has the dtype of outs[0]; lse leaves the sink out, so it merges again.
     Partials in bf16 are rounded before and after; fp32 ones (an fp32 ``out=``, on the cpu backend) once, by the caller.
     A partial with lse -inf takes no part, whatever its out holds; nor one with +inf, FlashMLA's mark of a row that saw
-    nothing. Where all are empty: out 0, lse -inf.
+    nothing. Where all are empty: out 0, lse -inf. Gradients exist with respect to outs, lses and sink.
     """
     x: Any
     for name, x in (("outs", outs), ("lses", lses)):
@@ -42,19 +42,96 @@ def merge_states(
             f"lses[{n}]", lse, tuple(lse_shape), (torch.float32,), like=("outs[0]", first), unit_last=False
         )
     checks.sink(sink, heads, ("outs[0]", first))
-    checks.forward_only(sink=sink, **{f"outs[{n}]": x for n, x in enumerate(outs)},
-                        **{f"lses[{n}]": x for n, x in enumerate(lses)})  # fmt: skip
+    tensors = {"sink": sink} | {f"outs[{n}]": x for n, x in enumerate(outs)}
+    tensors |= {f"lses[{n}]": x for n, x in enumerate(lses)}
+    checks.no_tangents(**tensors)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values()):
+        return torch.ops.dsv4.merge_states_training(list(outs), list(lses), sink)
+    return _merged(list(outs), list(lses), sink)
 
-    parts = torch.stack(list(lses))  # [n, *lse]
+
+def _weights(lses: list[Tensor], sink: Tensor | None, four: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it [*lse])."""
+    parts = torch.stack(lses)
     parts = torch.where(parts == float("inf"), float("-inf"), parts)
     lse = parts.logsumexp(0)
-    weights = torch.where(parts == float("-inf"), 0, (parts - lse).exp())
+    empty = lse == float("-inf")
+    shares = torch.where(parts == float("-inf"), 0, (parts - torch.where(empty, 0, lse)).exp())
+    keep = torch.ones_like(lse)
     if sink is not None:
-        logit = sink[:, None] if first.ndim == 4 else sink
-        weights = weights * torch.sigmoid(lse - torch.where(lse == float("-inf"), float("inf"), logit))
+        keep = torch.sigmoid(lse - torch.where(empty, float("inf"), sink[:, None] if four else sink))
+    return lse, shares, keep
+
+
+def _merged(outs: list[Tensor], lses: list[Tensor], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    first = outs[0]
+    lse, shares, keep = _weights(lses, sink, first.ndim == 4)
+    weights = shares * keep
     weights = (weights.transpose(2, 3) if first.ndim == 4 else weights)[..., None]  # [n, *out[:-1], 1]
     total = torch.zeros(first.shape, dtype=torch.float32, device=first.device)
     for weight, out in zip(weights, outs, strict=True):
         # where, not a product: a partial without weight may hold NaN
         total += torch.where(weight == 0, 0, weight * out.float())
     return total.to(first.dtype), lse
+
+
+# The operators with gradients; reference_backward.py has the formulas.
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    outs, lses, sink = inputs
+    ctx.count = len(outs)
+    ctx.save_for_backward(*outs, *lses, sink)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    n = ctx.count
+    if dout is None and dlse is None:
+        return [None] * n, [None] * n, None
+    saved = ctx.saved_tensors
+    outs, lses, sink = list(saved[:n]), list(saved[n : 2 * n]), saved[2 * n]
+    grads = torch.ops.dsv4.merge_states_backward(dout, dlse, outs, lses, sink)
+    return grads[:n], grads[n : 2 * n], grads[2 * n] if sink is not None else None
+
+
+def _backward(dout, dlse, outs, lses, sink) -> list[Tensor]:
+    four, first = outs[0].ndim == 4, outs[0]
+    lse, shares, keep = _weights(lses, sink, four)
+    keep = torch.where(lse == float("-inf"), 0, keep)
+    dout = torch.zeros_like(first) if dout is None else dout
+    dots, douts = [], []
+    for out, share in zip(outs, shares, strict=True):
+        weight = ((share * keep).transpose(1, 2) if four else share * keep)[..., None]
+        nothing = ((share == 0).transpose(1, 2) if four else share == 0)[..., None]
+        douts.append((dout.float() * weight).to(out.dtype))
+        dot = (torch.where(nothing, 0, out.float()) * dout.float()).sum(-1)
+        dots.append(dot.transpose(1, 2) if four else dot)
+    g = torch.stack(dots)
+    mean = (shares * g).sum(0)
+    per_lse = keep * (g - mean) + keep * (1 - keep) * mean
+    if dlse is not None:
+        per_lse = per_lse + torch.where(lse == float("-inf"), 0, dlse)
+    grads = [*douts, *(shares * per_lse).unbind(0)]
+    if sink is not None:
+        of_sink = -(keep * (1 - keep) * mean)
+        grads.append((of_sink.transpose(1, 2) if four else of_sink).flatten(0, -2).sum(0))
+    return [x.contiguous() for x in grads]
+
+
+def _fake_backward(dout, dlse, outs, lses, sink) -> list[Tensor]:
+    given = [*outs, *lses, *([] if sink is None else [sink])]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+
+
+gradients.define(
+    "merge_states",
+    "Tensor[] outs, Tensor[] lses, Tensor? sink",
+    "(Tensor, Tensor)",
+    (_merged, _merged),
+    "Tensor? dout, Tensor? dlse, Tensor[] outs, Tensor[] lses, Tensor? sink",
+    "Tensor[]",
+    (_backward, _fake_backward),
+    _save,
+    _gradients,
+)

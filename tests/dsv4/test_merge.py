@@ -73,7 +73,6 @@ def test_stacked_tensors_are_taken_too():
         ([torch.zeros(4, 2, 64)], [torch.zeros(4, 2).double()], None, "lses[0]"),
         ([torch.zeros(4, 2, 64), torch.zeros(3, 2, 64)], [torch.zeros(4, 2)] * 2, None, "outs[1]"),
         ([torch.zeros(4, 2, 64)], [torch.zeros(4, 2)], torch.zeros(3), "sink"),
-        ([torch.zeros(4, 2, 64, requires_grad=True)], [torch.zeros(4, 2)], None, "outs[0]"),
     ],
 )
 def test_bad_input(outs, lses, sink, argument):

@@ -220,3 +220,57 @@ def test_inference_saves_nothing():
     with seen:
         dsv4.fmha(q.detach(), k.detach(), v.detach())
     assert seen.names and not any("training" in name or "backward" in name for name in seen.names)
+
+
+@pytest.mark.parametrize("width", [6, 12])
+@pytest.mark.parametrize("batched", [False, True])
+def test_compress(width, batched, monkeypatch):
+    """HCA and CSA, in fp64, one window at a time; the tokens of an unfinished window have no gradient."""
+    from dsv4.compress import training
+
+    monkeypatch.setattr(training, "BLOCK_BYTES", 0)
+    shape = (2, 14, width) if batched else (14, width)
+    kv, gate, bias, weight = leaves(*(draw(*x).double() for x in (shape, shape, (4, width), (6,))))
+    tables = reference.rope_table(20, 4).double()
+    rows, state = dsv4.compress(kv, gate, bias, weight, cos_sin=tables)
+    assert rows.requires_grad and not state.kv.requires_grad and state.tokens == 14
+    drows = draw(*rows.shape, seed=5).double()
+    got = torch.autograd.grad(rows, (kv, gate, bias, weight), drows)
+    args = [x.detach() for x in (kv, gate)]
+    if not batched:
+        args, drows = [x[None] for x in args], drows[None]
+    want = reference_backward.compress(*args, bias.detach(), weight.detach(), drows, cos_sin=tables)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b.view(a.shape), rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(dsv4.compress(kv, gate, bias, weight, cos_sin=tables)[0], rows)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, D), (7, 3, D)])
+def test_merge_states(shape):
+    """With a place where one partial is empty, its out NaN, and one where all are; then the same compiled."""
+    lse_shape = shape[:2] if len(shape) == 3 else (shape[0], shape[2], shape[1])
+    outs, lses = leaves(*(draw(*shape, seed=n) for n in range(3))), [draw(*lse_shape, seed=n) for n in range(3)]
+    lses[1].view(-1)[3] = float("-inf")
+    for x in lses:
+        x.view(-1)[0] = float("-inf")
+    lses, (sink,) = leaves(*lses), leaves(draw(3))
+    out, lse = dsv4.merge_states(outs, lses, sink)
+    dout, dlse = draw(*shape, seed=8), draw(*lse_shape, seed=9)
+    got = torch.autograd.grad((out, lse), (*outs, *lses, sink), (dout, dlse))
+    args = [x.detach() for x in outs], [x.detach() for x in lses], sink.detach()
+    douts, dlses, dsink = reference_backward.merge_states(*args, dout, dlse)
+    agree(got, [*douts, *dlses, dsink])
+    loss = lambda *x: dsv4.merge_states(x[:3], x[3:6], x[6])[0].sum()  # noqa: E731
+    everything = (*outs, *lses, sink)
+    want = torch.autograd.grad(loss(*everything), everything)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(compiled(*everything), everything), want))
+
+
+def test_attention_in_two_parts_and_merged_has_the_gradient_of_the_whole():
+    q, k, v, sink = dense(heads=(4, 2))
+    whole = torch.autograd.grad(dsv4.fmha(q, k, v, sink=sink).square().sum(), (q, k, v, sink))
+    parts = [dsv4.fmha(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 9), slice(9, None))]
+    out, _ = dsv4.merge_states(*zip(*parts), sink)
+    agree(torch.autograd.grad(out.square().sum(), (q, k, v, sink)), [x.double() for x in whole], 2 * FP32)

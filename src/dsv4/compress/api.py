@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
+from dsv4.compress import training
 from dsv4.index.cache import DIMS, IndexCache
 from dsv4.runtime import checks, dispatch
 from dsv4.v4.problem import Pool
@@ -121,8 +122,14 @@ def compress(
             a :class:`dsv4.IndexCache` for d = 128) and the row numbers int32 or int64 [..., n] in it that get the rows;
             -1 drops a row. Rows are rounded to dtype first. What comes back in place of the rows is the pool.
         backend: "auto" (a kernel where it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
+
+    Gradients exist with respect to kv, gate, position_bias and norm_weight for a whole sequence at once: with state= or
+    out= an input that requires grad raises under grad mode, and the state that comes back is cut off.
     """
-    d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state)
+    learning = torch.is_grad_enabled() and state is None and out is None and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (kv, gate, position_bias, norm_weight)
+    )
+    d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning)
     if dtype is not None:
         checks.dtype("dtype", dtype, FLOATS)
     eps = checks.number("eps", eps, "a finite number >= 0")
@@ -132,6 +139,11 @@ def compress(
     seen = 0 if state is None else state.tokens
     n = windows_of(seen, kv.shape[-2], m)
     _check_target(out, slots, kv, d, n)
+    if learning:
+        rows, new_kv, new_gate = training.call(
+            kv, gate, position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, backend
+        )
+        return rows, CompressState(new_kv, new_gate, kv.shape[-2])
     found = dispatch.resolve(backend, kv.device)
     given = (position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
     # What torch.compile traces stays torch code.
@@ -275,7 +287,7 @@ def _rope(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([rows[..., :-r], turned], -1)
 
 
-def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, int]:
+def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False) -> tuple[int, int]:
     """(d, m), after looking at everything but values."""
     if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")
@@ -293,9 +305,9 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state) -> tuple[int, i
     m = position_bias.shape[0]
     if m == 0:
         checks.fail("position_bias", "shape [0, ...]", f"shape [m, {width}], m >= 1")
-    checks.forward_only(
-        kv=kv, gate=gate, position_bias=position_bias, norm_weight=norm_weight, cos_sin=cos_sin
-    )
+    given = dict(kv=kv, gate=gate, position_bias=position_bias, norm_weight=norm_weight)
+    (checks.no_tangents if learning else checks.forward_only)(**given)
+    checks.forward_only(cos_sin=cos_sin)
     seen = 0
     if state is not None:
         if not isinstance(state, CompressState):

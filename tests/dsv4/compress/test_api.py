@@ -185,7 +185,9 @@ BAD = {
     "out width": ({"out": torch.zeros(9, 7), "slots": torch.arange(3)}, "out"),
     "an Fp8Cache for other rows": ({"out": dsv4.Fp8Cache.empty(1, 9), "slots": torch.arange(3)}, "out"),
     "backend": ({"backend": "gpu"}, "backend"),
-    "grad": ({"kv": torch.zeros(10, 12, requires_grad=True)}, "kv"),
+    "grad with a pool": (
+        {"kv": torch.zeros(10, 12, requires_grad=True), "out": torch.zeros(9, 6), "slots": torch.arange(3)}, "kv"
+    ),
     "grad of a state": ({"state": STATE._replace(gate=STATE.gate.clone().requires_grad_())}, "state.gate"),
     "eps below 0": ({"eps": -5}, "eps"),
 }

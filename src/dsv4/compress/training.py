@@ -1,0 +1,150 @@
+"""compress with gradients: its training operators, for whole sequences (no state before, none differentiated after).
+
+Per row: w = softmax over its slots, y = sum w c, then RMSNorm and RoPE. With dn the row's gradient rotated back::
+
+    dweight = sum dn y / rms        dy = (weight dn - yhat mean(weight dn yhat)) / rms        yhat = y / rms
+    dc_j    = w_j dy                dgate_j = w_j (c_j - y) dy                                dbias = sums of dgate
+
+A token's a-half feeds only the next window and its b-half only its own, so every dc and dgate is written once. Torch
+code, on any device, in blocks of windows: what is saved are the inputs alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import gradients
+
+BLOCK_BYTES = 64 << 20  # of one tensor of slots, in fp32
+
+ARGUMENTS = "Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor? cos_sin, float eps"
+
+
+def call(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+    """-> rows, and kv and gate of the state after them, which have no gradient."""
+    return torch.ops.dsv4.compress_training(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend)
+
+
+def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+    from dsv4.compress.api import compress
+
+    with torch.no_grad():
+        rows, state = compress(
+            kv, gate, position_bias, norm_weight, cos_sin=cos_sin, eps=eps, dtype=dtype, backend=backend
+        )
+    return rows, state.kv, state.gate
+
+
+def _fake_forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+    from dsv4.compress.api import state_size
+
+    d, m, tokens = norm_weight.shape[0], position_bias.shape[0], kv.shape[-2]
+    kept = (*kv.shape[:-2], state_size(tokens, m, kv.shape[-1] == 2 * d), kv.shape[-1])
+    compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
+    new_kv, new_gate = (torch.empty(kept, dtype=compute, device=kv.device) for _ in "kg")
+    return torch.empty(*kv.shape[:-2], tokens // m, d, dtype=dtype, device=kv.device), new_kv, new_gate
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:5])
+    ctx.eps = inputs[5]
+
+
+def _gradients(ctx: Any, drows: Tensor | None, *_: Any) -> tuple:
+    if drows is None:
+        return (None,) * 8
+    asked = list(ctx.needs_input_grad[:4])
+    grads = torch.ops.dsv4.compress_backward(drows, *ctx.saved_tensors, ctx.eps, asked)
+    return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), None, None, None, None
+
+
+def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, asked) -> tuple[Tensor, ...]:
+    compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
+    d, m = norm_weight.shape[0], position_bias.shape[0]
+    overlap, windows = kv.shape[-1] == 2 * d, kv.shape[-2] // m
+    dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (position_bias, norm_weight))
+    dkv, dgate = (torch.zeros_like(x) for x in (kv, gate))
+    slots = 2 * m if overlap else m
+    block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv[..., 0, 0].numel(), 1), 1))
+    for begin in range(0, windows, block):
+        end = min(begin + block, windows)
+        _windows(
+            drows, kv, gate, position_bias, norm_weight, cos_sin, eps, begin, end, dkv, dgate, dbias, dweight, compute
+        )
+    made = (dkv, dgate, dbias.to(position_bias.dtype), dweight.to(norm_weight.dtype))
+    return tuple(x if want else gradients.gradient_like(x, False) for x, want in zip(made, asked))
+
+
+def _windows(
+    drows, kv, gate, position_bias, norm_weight, cos_sin, eps, begin, end, dkv, dgate, dbias, dweight, compute
+) -> None:
+    """Windows begin .. end: their share of dkv and dgate is written, of dbias and dweight added."""
+    d, m = norm_weight.shape[0], position_bias.shape[0]
+    overlap = kv.shape[-1] == 2 * d
+    bias, weight = position_bias.to(compute), norm_weight.to(compute)
+
+    def own(x: Tensor, first: int, last: int, half: slice) -> Tensor:
+        return x[..., first * m : last * m, half].unflatten(-2, (last - first, m))
+
+    halves = [(begin, end, slice(d, 2 * d) if overlap else slice(0, d), 0)]
+    if overlap:  # the a-half of the window before; window 0 has none
+        halves.insert(0, (max(begin - 1, 0), end - 1, slice(0, d), int(begin == 0)))
+    values, logits = [], []
+    for first, last, half, missing in halves:
+        value = own(kv, first, last, half).to(compute)
+        logit = own(gate, first, last, half).to(compute) + bias[:, half]
+        if missing:
+            shape = (*value.shape[:-3], 1, m, d)
+            value = torch.cat([value.new_zeros(shape), value], -3)
+            logit = torch.cat([logit.new_full(shape, float("-inf")), logit], -3)
+        values.append(value)
+        logits.append(logit)
+    c = torch.cat(values, -2)  # [..., windows, slots, d]
+    share = torch.cat(logits, -2).softmax(-2)
+    y = (share * c).sum(-2)
+    rms = (y.square().mean(-1, keepdim=True) + eps).sqrt()
+    yhat = y / rms
+    dn = drows[..., begin:end, :].to(compute)
+    if cos_sin is not None:
+        dn = _turned_back(dn, cos_sin, torch.arange(begin, end, device=kv.device) * m)
+    dweight += (dn * yhat).flatten(0, -2).sum(0)
+    scaled = weight * dn
+    dy = ((scaled - yhat * (scaled * yhat).mean(-1, keepdim=True)) / rms).unsqueeze(-2)
+    of_value = share * dy
+    of_gate = of_value * (c - y.unsqueeze(-2))
+    at = 0
+    for first, last, half, missing in halves:
+        for whole, x in ((dkv, of_value), (dgate, of_gate)):
+            part = x[..., missing:, at : at + m, :]
+            whole[..., first * m : last * m, half] = part.flatten(-3, -2).to(whole.dtype)
+        dbias[:, half] += of_gate[..., missing:, at : at + m, :].flatten(0, -3).sum(0)
+        at += m
+
+
+def _turned_back(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    r = cos_sin.shape[1]
+    cos, sin = cos_sin[positions].to(rows.dtype).chunk(2, -1)
+    even, odd = rows[..., -r::2], rows[..., rows.shape[-1] - r + 1 :: 2]
+    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2)
+    return torch.cat([rows[..., :-r], turned], -1)
+
+
+def _fake_backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, asked) -> tuple[Tensor, ...]:
+    given = (kv, gate, position_bias, norm_weight)
+    return tuple(gradients.gradient_like(x, want) for x, want in zip(given, asked))
+
+
+gradients.define(
+    "compress",
+    f"{ARGUMENTS}, ScalarType dtype, str backend",
+    "(Tensor, Tensor, Tensor)",
+    (_forward, _fake_forward),
+    f"Tensor drows, {ARGUMENTS}, bool[] asked",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    (_backward, _fake_backward),
+    _save,
+    _gradients,
+)
