@@ -5,8 +5,8 @@ For each public function X of calls.Operation there are two operators::
     torch.ops.dsv4.X(..., return_lse) -> (Tensor out, Tensor lse)       lse has size 0 when return_lse is False
     torch.ops.dsv4.X_out(..., scratch, capacities, out, lse) -> ()      writes out, and lse unless its size is 0
 
-Every call of X goes through one of them: the second with out= or plan=. Neither has a gradient: where one will be asked
-for, `call` takes the training operators instead (gradients.py), and what has none refuses inputs that require grad.
+Both are `calls.run`. Neither has a gradient: where one will be asked for, `call` takes the training operators instead
+(gradients.py), and what has none refuses inputs that require grad.
 """
 
 from collections.abc import Callable

@@ -67,7 +67,8 @@ def locate(item, sizes, tiles):
     row_tiles, key_tiles, items = tiles
     line = item // key_tiles
     pair = line // row_tiles
-    return pair, (line - pair * row_tiles) * 128, (item - line * key_tiles) * 128
+    # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
+    return pair, (line - pair * row_tiles) * 128, (item + 5 * line) % key_tiles * 128
 
 
 @gluon.jit
