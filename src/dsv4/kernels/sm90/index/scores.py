@@ -6,6 +6,8 @@ One CTA: QUERIES neighbouring queries, and a share of the rows that they see, RO
     product   S_j = K_i Q_j^T, wgmma, one per query   | keys are its rows, heads its columns
     sum       relu, times weights, over the heads     | of S_j while the tensor core makes S_j+1
 
+and, beside the scores, the greatest one of every GROUP of neighbouring rows, for choose.py.
+
 Shared memory: Q [QUERIES][HEADS, DIMS], ring of K [STAGES][ROWS, DIMS], both bf16 (fp16) with the 128-byte swizzle.
 A tile is complete when every thread has waited for its own copies, made them visible to the tensor core (fence), and
 the CTA has met at a barrier; the same barrier says that the products of the tile before are done, so its slot is free.
@@ -24,7 +26,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared.index.scores import BATCH, ONE, owner, relu, rows_seen
+from dsv4.kernels.shared.index.scores import BATCH, GROUP, ONE, owner, relu, rows_seen
 
 
 @aggregate
@@ -42,12 +44,14 @@ class Keys:
 
 @aggregate
 class Lines:
-    """The block table and the scores: pointer, and from a line to the next."""
+    """The block table, the scores and their maxima: pointer, and from a line to the next."""
 
     table_ptr: Value
     table_line: Value
     scores_ptr: Value
     scores_line: Value
+    maxima_ptr: Value
+    maxima_line: Value
 
 
 @gluon.constexpr_function
@@ -142,9 +146,15 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
             product = warpgroup_mma_wait(num_outstanding=QUERIES - 1 - j, deps=(products[j],))
             total = gl.sum(relu(product) * w[j][None, :], 1) * factor
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+            total = gl.where(total == total, total, -float("inf")) + 0.0
             mine = (begin + j >= first) & (begin + j < last)
-            line = lines.scores_ptr + (begin - base + j).to(gl.int64) * lines.scores_line
-            gl.store(line + row, total, mask=(row < seen[j]) & mine)
+            here = (row < seen[j]) & mine
+            line = (begin - base + j).to(gl.int64)
+            gl.store(lines.scores_ptr + line * lines.scores_line + row, total, mask=here)
+            greatest = gl.max(gl.reshape(gl.where(here, total, -float("inf")), [ROWS // GROUP, GROUP]), 1)
+            group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=greatest.type.layout)
+            gl.store(lines.maxima_ptr + line * lines.maxima_line + group, greatest,
+                     mask=(group * GROUP < seen[j]) & mine)  # fmt: skip
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
     barrier()
@@ -153,17 +163,18 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
 @gluon.jit(do_not_specialize=[
     "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
     "page_inverse", "page_shift", "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn",
-    "stride_wh", "scores_line",
+    "stride_wh", "scores_line", "maxima_line",
 ])  # fmt: skip
-def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, factor, first_query,
-                      queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_inverse,
-                      page_shift, page_stride, row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh,
-                      scores_line, HOW: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr,
-                      ROWS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
+def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
+                      first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows,
+                      page_inverse, page_shift, page_stride, row_stride, table_line, stride_qn, stride_qh, stride_wn,
+                      stride_wh, scores_line, maxima_line, HOW: gl.constexpr, QUERIES: gl.constexpr,
+                      HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+                      WHOLE: gl.constexpr):  # fmt: skip
     """Strides of q and k are in units of 8 elements. Line n of the scores is that of query first_query + n; only what a
     query sees is written."""
     keys = Keys(k_ptr, pages, page_rows, page_stride, row_stride, page_inverse, page_shift)
-    lines = Lines(table_ptr, table_line, scores_ptr, scores_line)
+    lines = Lines(table_ptr, table_line, scores_ptr, scores_line, maxima_ptr, maxima_line)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HEADS, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = lanes(gl.num_warps())
