@@ -31,7 +31,8 @@ HEAD = """\
 Made by `dsv4 kernels --write docs/kernels.md`, on any machine: the compiler and the assembler come with Triton. The
 kernels, in `src/dsv4/kernels/sm100`, are `forward.py` and, for pairs of CTAs, `forward_pair.py` (FMHA), `listed.py` and
 `listed_pair.py` (V4 attention); their first pages, and that of `pair_roles.py`, have the roles, the memory maps and the
-barriers. None of them has run on a Blackwell GPU.
+barriers. None of them has run on a Blackwell GPU;
+[timing.md](timing.md) has the times that softsm's model predicts.
 """
 
 FIGURES = """\

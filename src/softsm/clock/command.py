@@ -40,13 +40,26 @@ def shown(timers: list[Timer], as_json: bool) -> str:
 
 
 def timelines(timer: Timer, folder: Path) -> list[Path]:
+    """For each launch the page and the trace of `softsm trace`, with the model's times in nanoseconds."""
     from softsm.clock.timeline import recorded
-    from softsm.report.timeline import perfetto_trace
+    from softsm.report.diagnostics import Report
+    from softsm.report.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     out = []
     for n, p in enumerate(timer.predictions):
-        path = folder / f"{n}-{p.kernel}.perfetto-trace"
-        path.write_bytes(perfetto_trace(recorded(p)))
+        recorder = recorded(p)
+        path = folder / f"{n}-{p.kernel}.html"
+        title = f"{p.kernel}: predicted {p.us:.4g} us on a {p.gpu.name}, in nanoseconds"
+        path.write_text(page(recorder, Report(), title))
+        out.append(path)
+        try:
+            from softsm.report.timeline import perfetto_trace
+        except ImportError:  # the package perfetto is missing: pip install dsv4[trace]
+            continue
+        if not recorder.slices:  # nothing waits for a barrier, a copy or a product
+            continue
+        path = path.with_suffix(".perfetto-trace")
+        path.write_bytes(perfetto_trace(recorder))
         out.append(path)
     return out
