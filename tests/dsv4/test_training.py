@@ -274,3 +274,16 @@ def test_attention_in_two_parts_and_merged_has_the_gradient_of_the_whole():
     parts = [dsv4.fmha(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 9), slice(9, None))]
     out, _ = dsv4.merge_states(*zip(*parts), sink)
     agree(torch.autograd.grad(out.square().sum(), (q, k, v, sink)), [x.double() for x in whole], 2 * FP32)
+
+
+@pytest.mark.parametrize("d", [64, 80])
+def test_flash_attn_func_has_the_same_gradients(d):
+    """Also at a head dim that is padded."""
+    from dsv4.integrations.flash_attn import flash_attn_func
+
+    q, k, v = leaves(*(draw(2, n, 4, d, seed=n) for n in (9, 11, 12)))
+    v = v[:, :11]
+    out = flash_attn_func(q, k, v, causal=True)
+    dout = draw(*out.shape, seed=3)
+    got = torch.autograd.grad(out, (q, k), dout)
+    agree(got, reference_backward.fmha(*(x.detach() for x in (q, k, v)), dout, causal=True)[:2])

@@ -1,4 +1,4 @@
-"""The calls of flash-attn on dsv4: forward only, head dims to 512, on every device that dsv4 has.
+"""The calls of flash-attn on dsv4: head dims to 512, on every device that dsv4 has; no gradients through the kv cache.
 
     from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 

@@ -26,7 +26,9 @@ from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.sm90.fmha.backward_scores import backward_scores
 
 SLAB_BYTES = 1 << 30  # of P and dS together
-PIECES = 8  # of rows and of keys, where not everything is seen: 1/8 too much is multiplied
+# Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At small head dims the
+# products of so many pieces are over before the next can be launched.
+PIECES = {64: 2, 128: 2, 256: 4, 512: 8}
 TILE = 128
 # P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
 FP16_P_SCALE = 2.0**14
@@ -188,7 +190,7 @@ class Chain:
 
     def _pieces(self, size: int) -> int:
         """Rows, or keys, of a piece."""
-        return size if not self.masked else max(-(-size // PIECES // TILE) * TILE, 4 * TILE)
+        return size if not self.masked else max(-(-size // PIECES[self.width] // TILE) * TILE, 4 * TILE)
 
     def _scores(self, slab: Slab, p_slab: Tensor, ds_slab: Tensor) -> None:
         p, rows = self.p, slab.rows.stop - slab.rows.start
