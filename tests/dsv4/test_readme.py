@@ -69,7 +69,7 @@ def test_file_named_in_the_readme_exists(name: str) -> None:
 def test_links_lead_somewhere(document: str) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
     for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+        assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
 
 
 def test_commands_in_the_readme_exist() -> None:

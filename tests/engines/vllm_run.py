@@ -1,7 +1,8 @@
 """One engine of vLLM on a CPU, in a process of its own: python vllm_run.py CHECKPOINT REQUESTS.json RESULT.json
 
 REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool}]}.
-RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..]}], "calls": {dsv4's}, "operators": {stand-ins'}}.
+RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..]}], "calls": {dsv4's}, "operators": {stand-ins'},
+"errors": [of every call of dsv4.v4_attention against the oracle in fp64, relative to the largest value]}.
 DSV4_VLLM in the environment says whether the plug-in is on; vLLM finds it through its entry point.
 DSV4_RECORD=FILE: shapes and layouts of every call of dsv4.v4_attention, as JSON.
 """
@@ -72,6 +73,23 @@ def record(path: str) -> None:
     dsv4.v4_attention = noted
 
 
+def compare() -> list[float]:
+    """Every call of dsv4.v4_attention also goes to the oracle -> the errors, as they come."""
+    import dsv4
+    from dsv4 import reference
+
+    attention, errors = dsv4.v4_attention, []
+
+    def compared(*arguments, out, **options):
+        result = attention(*arguments, out=out, **options)
+        wanted, _ = reference.v4_attention(*arguments, **options)
+        errors.append(float((out - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)))
+        return result
+
+    dsv4.v4_attention = compared
+    return errors
+
+
 def main(checkpoint: str, requests: str, result: str) -> None:
     import triton.backends
 
@@ -91,6 +109,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         current_platform.import_kernels()
         counts = vllm_cpu_operators.define()
         missing_schedule_keys()
+        errors = compare()
         if os.environ.get("DSV4_RECORD"):
             record(os.environ["DSV4_RECORD"])
         engine = LLM(
@@ -113,7 +132,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
                     [line[t].logprob for line, t in zip(o.prompt_logprobs[1:], p[1:])] for o, p in zip(outs, prompts)
                 ]
             batches.append(got)
-            done = dict(batches=batches, calls=dict(plugin.calls), operators=dict(counts))
+            done = dict(batches=batches, calls=dict(plugin.calls), operators=dict(counts), errors=errors)
             Path(result).write_text(json.dumps(done))
 
 
