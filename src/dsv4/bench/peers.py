@@ -9,7 +9,7 @@ Nothing of theirs is part of this package. To bring one to a GPU machine, unpack
 | peer | wheel on PyPI | module | what it computes |
 |---|---|---|---|
 | FlashMLA | sgl-flash-mla (abi3), or its own build | flash_mla | V4 attention, sparse decode and prefill; Hopper |
-| DeepGEMM | sgl-deep-gemm 0.1.4 (compiles at run time: needs nvcc or NVRTC) | deep_gemm | index scores of FP8 keys |
+| DeepGEMM | sgl-deep-gemm 0.1.4, apache-tvm-ffi (compiles at run time) | deep_gemm | index scores of FP8 keys |
 | FFPA | ffpa-attn, quack-kernels, nvidia-cutlass-dsl[cu13], apache-tvm-ffi, einops | ffpa_attn | dense, head dim 512 |
 | flash-attn | flash-attn, flash-attn-3 (built) | flash_attn, flash_attn_interface | dense, head dims to 256 |
 """
