@@ -193,12 +193,7 @@ def _call(
     name: str, tensors: dict[str, Any], bounds: dict[str, Any], causal, window, sink, softmax_scale, return_lse,
     out, plan, deterministic, backend,
 ) -> Result:  # fmt: skip
-    """Python types are checked here, where the dispatcher would answer in its own words; the rest in the operator."""
-    for key, x in tensors.items():
-        if not checks.is_tensor(x):
-            checks.fail(key, checks.describe(x), "a tensor")
-    if sink is not None and not checks.is_tensor(sink):
-        checks.fail("sink", checks.describe(sink), "None or a tensor")
+    """Numbers and flags are checked here; the tensors where the call is prepared."""
     left, right = checks.window(window, checks.flag("causal", causal))
     arguments = dict(
         tensors,
@@ -211,7 +206,15 @@ def _call(
         deterministic=checks.flag("deterministic", deterministic),
     )
     checks.flag("return_lse", return_lse)
-    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend))
+
+    def refuse() -> None:
+        for key, x in tensors.items():
+            if not checks.is_tensor(x):
+                checks.fail(key, checks.describe(x), "a tensor")
+        if sink is not None and not checks.is_tensor(sink):
+            checks.fail("sink", checks.describe(sink), "None or a tensor")
+
+    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend), refuse)
 
 
 OPTIONS = (
@@ -241,15 +244,15 @@ OPERATIONS = {
     op.name: op
     for op in (
         Operation(
-            "fmha", "fmha", ("q", *KV, "sink"), NUMBERS, (4,), _outputs, _from_operator(problem.dense),
+            "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, (4,), _outputs, _from_operator(problem.dense),
             problem.check_values, same=KV,
         ),
         Operation(
-            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), (*NUMBERS, *BOUNDS), (3,),
+            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS), (3,),
             _outputs, _from_operator(problem.varlen), problem.check_values, same=KV,
         ),
         Operation(
-            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), NUMBERS, (4,), _outputs,
+            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, (4,), _outputs,
             _from_operator(problem.paged), problem.check_values, same=PAGES,
         ),
     )

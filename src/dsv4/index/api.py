@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +84,8 @@ def index_topk(
         scale=None if scale is None else checks.number("scale", scale),
         request_rows=checks.flag("request_rows", request_rows),
     )  # fmt: skip
-    required = ("q", "k", "weights")
-    given = {name: arguments[name] for name in INDEX_TOPK.tensors}
-    if not all(checks.is_tensor(x) or x is None and name not in required for name, x in given.items()):
-        # The dispatcher would answer a wrong type in its own words: the problem names the argument.
-        problem.build(**arguments)
-    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend))
+    refuse = partial(problem.build, **arguments)
+    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend), refuse)
 
 
 ARGUMENTS = (
@@ -107,7 +104,8 @@ INDEX_TOPK = Operation(
     "index_topk",
     "index",
     ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
-    ("topk", "ratio", "scale"),
+    3,
+    ("topk", "ratio", "scale", "request_rows"),
     (3, 4),
     _outputs,
     problem.build,

@@ -377,9 +377,11 @@ class Decoder:
             self._logits()
         torch.cuda.current_stream().wait_stream(stream)
         self.weights = self._weights()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=self.owner.graph_memory):
+        # The graph before it goes when this one is there: a pool that no graph uses is no pool any more.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.owner.graph_memory):
             self.logits = self._logits()
+        self.graph = graph
 
 
 def _graphs(graphs: bool | None, device: torch.device, config: Any) -> bool:

@@ -35,7 +35,8 @@ class Operation:
 
     name: str  # of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.kernels.<arch>.<folder>.entry
-    tensors: tuple[str, ...]  # its arguments that are tensors
+    tensors: tuple[str, ...]  # its arguments that are tensors, ...
+    required: int  # ... of which the first so many must be there
     options: tuple[str, ...]  # the others
     ranks: tuple[int, ...]  # of q
     outputs: Callable[[dict[str, Any]], Outputs]  # (arguments) -> shapes of the outputs, for a q of such a rank

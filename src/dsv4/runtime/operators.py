@@ -91,17 +91,21 @@ def define_operation(op: Operation, arguments: str) -> None:
     define(f"{op.name}({inputs}, bool {flag}=False) -> (Tensor, Tensor)", kernel, fake)
     schema = getattr(torch.ops.dsv4, op.name).default._schema
     defaults.update({a.name: a.default_value for a in schema.arguments if a.name not in ("backend", flag)})
+    # The key of a call is made of these: one that is missing would let different calls share their launches.
+    assert set(defaults) == {*op.tensors, *op.options}, f"{op.name}: {set(defaults) ^ {*op.tensors, *op.options}}"
     more = f"Tensor(c!)? scratch=None, SymInt[]? capacities=None, Tensor(a!) out, Tensor(b!) {op.second}"
     define(f"{op.name}_out({inputs}, {more}) -> ()", kernel_out, fake_out)
 
 
 def call(
-    op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str
-) -> Any:
-    """The public function, after its checks of Python types -> out, or (out, second output).
+    op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str,
+    refuse: Callable[[], Any],
+) -> Any:  # fmt: skip
+    """The public function, after its checks of numbers and flags -> out, or (out, second output).
 
-    arguments: all of the operator's but backend. A call of plain tensors that nobody else has to see goes on at once;
-    others go through the operator, whose kernel is the same `calls.run`.
+    arguments: all of the operator's but backend; refuse(): ValueError if one that should be a tensor is none. A call of
+    plain tensors that nobody else has to see goes on at once; others go through the operator, whose kernel is the same
+    `calls.run`.
     """
     if out is not None:
         if not checks.is_tensor(out):
@@ -115,6 +119,9 @@ def call(
             checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
         scratch, capacities = plan.scratch, plan.capacities
     tensors = [arguments[name] for name in op.tensors]
+    plain = all(map(_plain, tensors)) and all(x is not None for x in tensors[: op.required])
+    if not plain:
+        refuse()
     if checks.derivatives():
         differentiable, training = TRAINING.get(op.name, ((), None))
         wanted = torch.is_grad_enabled() and any(
@@ -125,7 +132,7 @@ def call(
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
             return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    if not _observed() and all(map(_plain, tensors)) and (out is None or _plain(out)):
+    if plain and _plain(out) and not _observed():
         given = Given(arguments, want_second, out, None, scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
@@ -142,9 +149,12 @@ def call(
     return (made, second) if want_second else made
 
 
-def _plain(x: Tensor | None) -> bool:
-    """No subclass, no lazy view, and it has memory: the dispatcher would only hand it on."""
-    return x is None or type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() and not x.is_meta
+def _plain(x: Any) -> bool:
+    """None, or a tensor that is no subclass, no lazy view, not nested, and has memory."""
+    return x is None or type(x) in TENSORS and not (x.is_neg() or x.is_meta or x.is_nested)
+
+
+TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _observed() -> bool:

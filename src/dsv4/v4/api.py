@@ -135,12 +135,20 @@ def v4_attention(
     cos_sin, positions = None, None
     if isinstance(inverse_rope, (tuple, list)) and len(inverse_rope) == 2:
         cos_sin, positions = inverse_rope
-    tensors = dict(
+    elif inverse_rope is not None:
+        checks.fail("inverse_rope", checks.describe(inverse_rope), "None or (cos_sin, positions)")
+    rows, window_page, window_stride = _travelling(window)
+    more_rows, compressed_page, compressed_stride = _travelling(compressed)
+    arguments = dict(
         q=q,
-        window=_rows(window),
+        window=rows,
         window_indices=window_indices,
-        compressed=_rows(compressed),
+        compressed=more_rows,
         compressed_indices=compressed_indices,
+        window_rows_per_page=window_page,
+        window_page_stride=window_stride,
+        compressed_rows_per_page=compressed_page,
+        compressed_page_stride=compressed_stride,
         window_lengths=window_lengths,
         compressed_lengths=compressed_lengths,
         compressed_block_table=compressed_block_table,
@@ -148,28 +156,18 @@ def v4_attention(
         cos_sin=cos_sin,
         positions=positions,
         sink=sink,
+        softmax_scale=checks.scale(softmax_scale),
+        deterministic=checks.flag("deterministic", deterministic),
     )
-    options = dict(
-        softmax_scale=checks.scale(softmax_scale), deterministic=checks.flag("deterministic", deterministic)
-    )
-    if not _tensors(tensors) or (inverse_rope is None) != (cos_sin is None):
-        # The dispatcher would answer a wrong type in its own words: the problem names the argument.
+
+    def refuse() -> None:
         problem.build(
             q, window, window_indices, compressed, compressed_indices, window_lengths=window_lengths,
             compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
-            request_starts=request_starts, inverse_rope=inverse_rope, sink=sink, **options,
+            request_starts=request_starts, inverse_rope=inverse_rope, sink=sink,
         )  # fmt: skip
-    arguments = tensors | _paging("window", window) | _paging("compressed", compressed) | options
-    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend))
 
-
-def _tensors(tensors: dict[str, Any]) -> bool:
-    """Whether all are tensors, where one may be absent."""
-    required = ("q", "window", "window_indices")
-    for name, x in tensors.items():
-        if not checks.is_tensor(x) and (x is not None or name in required):
-            return False
-    return True
+    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend), refuse)
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
@@ -184,13 +182,11 @@ ARGUMENTS = (
 )
 
 
-def _rows(pool: Any) -> Any:
-    return pool.storage if isinstance(pool, Fp8Cache) else pool
-
-
-def _paging(name: str, pool: Any) -> dict[str, int]:
-    rows, stride = (pool.rows_per_page, pool.page_stride) if isinstance(pool, Fp8Cache) else (0, 0)
-    return {f"{name}_rows_per_page": rows, f"{name}_page_stride": stride}
+def _travelling(pool: Any) -> tuple[Any, int, int]:
+    """(tensor, rows per page, page stride)."""
+    if isinstance(pool, Fp8Cache):
+        return pool.storage, pool.rows_per_page, pool.page_stride
+    return pool, 0, 0
 
 
 def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Tensor | Fp8Cache | None:
@@ -225,6 +221,7 @@ V4_ATTENTION = Operation(
         "q", "window", "window_indices", "compressed", "compressed_indices", "window_lengths", "compressed_lengths",
         "compressed_block_table", "request_starts", "cos_sin", "positions", "sink",
     ),
+    3,
     (
         "window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride",
         "softmax_scale", "deterministic",
