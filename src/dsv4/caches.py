@@ -250,7 +250,7 @@ def pool_page(pool: torch.Tensor | Fp8Cache) -> int:
 
 def pool_size(pool: torch.Tensor | Fp8Cache) -> int:
     """Rows in all."""
-    if not isinstance(pool, torch.Tensor):  # an IndexCache too
+    if hasattr(pool, "rows_per_page"):  # an Fp8Cache or an IndexCache; a program's slot is like a tensor
         return pool.rows
     return pool.shape[0] * pool.shape[1] if pool.ndim == 3 else pool.shape[0]
 

@@ -119,7 +119,7 @@ def call(
             checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
         scratch, capacities = plan.scratch, plan.capacities
     tensors = [arguments[name] for name in op.tensors]
-    plain = all(map(_plain, tensors)) and all(x is not None for x in tensors[: op.required])
+    plain = not _observed() and all(map(_plain, tensors)) and all(x is not None for x in tensors[: op.required])
     if not plain:
         refuse()
     if checks.derivatives():
@@ -132,7 +132,7 @@ def call(
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
             return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    if plain and _plain(out) and not _observed():
+    if plain and _plain(out):
         given = Given(arguments, want_second, out, None, scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
