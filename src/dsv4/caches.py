@@ -241,16 +241,16 @@ class Fp8Cache:
 # r % page of page r // page; a plain [rows, D] has pages of one row.
 
 
-def pool_page(pool: torch.Tensor | Fp8Cache) -> int:
+def pool_page(pool: Any) -> int:
     """Rows per page."""
-    if not isinstance(pool, torch.Tensor):
+    if hasattr(pool, "rows_per_page"):  # an Fp8Cache or an IndexCache; a program's slot is like a tensor
         return pool.rows_per_page
     return pool.shape[1] if pool.ndim == 3 else 1
 
 
-def pool_size(pool: torch.Tensor | Fp8Cache) -> int:
+def pool_size(pool: Any) -> int:
     """Rows in all."""
-    if hasattr(pool, "rows_per_page"):  # an Fp8Cache or an IndexCache; a program's slot is like a tensor
+    if hasattr(pool, "rows_per_page"):
         return pool.rows
     return pool.shape[0] * pool.shape[1] if pool.ndim == 3 else pool.shape[0]
 
