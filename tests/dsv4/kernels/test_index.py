@@ -58,6 +58,7 @@ def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
     """Pieces of 256 items: 900 rows take two rounds, more for wide lists."""
     monkeypatch.setattr(sizes, "INDEX_PIECE", 256)
     monkeypatch.setattr("dsv4.kernels.shared.index.prepare.INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.kernels.shared.index.prepare.MAX_TOPK_BY_GROUPS", 0)  # not by groups
     g = torch.Generator().manual_seed(topk)
     scores = {
         "random": torch.randn(900, generator=g),
