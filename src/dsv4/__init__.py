@@ -16,6 +16,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
     from dsv4.index.api import index_topk
     from dsv4.index.cache import IndexCache
+    from dsv4.index.loss import index_loss
     from dsv4.merge import merge_states
     from dsv4.runtime.plan import Plan, plan
     from dsv4.runtime.warmup import warmup
@@ -33,6 +34,7 @@ __all__ = [
     "fmha",
     "fmha_paged",
     "fmha_varlen",
+    "index_loss",
     "index_topk",
     "merge_states",
     "plan",

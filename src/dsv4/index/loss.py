@@ -1,0 +1,143 @@
+"""The training loss of the lightning indexer: its scores shall follow the attention's own weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime import checks, gradients
+
+BLOCK_BYTES = 32 << 20  # gathered rows and scores (fp32) of one block of queries
+
+
+def index_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    attention_q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    *,
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """mean over the queries of KL(p || softmax of the index scores), over the listed rows -> a scalar, fp32.
+
+    ::
+
+        p(n, s)     = sum_h e^(softmax_scale * attention_q[n, h] . rows[s] - L'[n, h]), divided by its sum over the list
+        score(n, s) = scale * sum_h weights[n, h] * relu(q[n, h] . k[s])                as in dsv4.index_topk
+
+    L' is log(e^lse + e^sink) of the whole attention, window rows included: lse as dsv4.v4_attention returns it.
+
+    Args:
+        q [N, H, D], k [M, D], weights [N, H]: of the indexer; they get gradients.
+        indices: int32 [N, K], row numbers of k and of rows, -1 = nothing there: those chosen, or all that are visible.
+            A query without rows counts in the mean with 0.
+        attention_q [N, heads, E], rows [M, E], lse [N, heads], sink [heads]: of the attention; no gradient.
+        softmax_scale, scale: default E ** -0.5, and D ** -0.5 * H ** -0.5.
+
+    Works in blocks of queries, forward and backward: no score matrix over the sequence is in memory.
+    """
+    n, h, d = checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS).shape
+    like = ("q", q)
+    m = checks.tensor("k", k, ("M", d), checks.FLOATS, like=like).shape[0]
+    checks.tensor("weights", weights, (n, h), checks.FLOATS, like=like, unit_last=False)
+    checks.int32("indices", indices, (n, "K"), like)
+    shape = checks.tensor("attention_q", attention_q, (n, "heads", "E"), checks.FLOATS, like=like).shape
+    checks.tensor("rows", rows, (m, shape[2]), checks.FLOATS, like=like)
+    checks.tensor("lse", lse, (n, shape[1]), (torch.float32,), like=like, unit_last=False)
+    checks.sink(sink, shape[1], like)
+    if checks.values_checked(q):
+        checks.in_range("indices", indices, -1, m - 1)
+    checks.no_tangents(q=q, k=k, weights=weights)
+    softmax_scale = shape[2] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
+    scale = d**-0.5 * h**-0.5 if scale is None else checks.number("scale", scale)
+    fixed = (x if x is None else x.detach() for x in (attention_q, rows, lse, sink))
+    return torch.ops.dsv4.index_loss_training(q, k, weights, indices, *fixed, softmax_scale, scale)
+
+
+def _blocks(q, indices, attention_q):
+    per_query = indices.shape[1] * (q.shape[2] + attention_q.shape[2] + 3 * q.shape[1] + attention_q.shape[1])
+    step = max(1, BLOCK_BYTES // max(4 * per_query, 1))
+    return (slice(i, i + step) for i in range(0, q.shape[0] if indices.shape[1] else 0, step))
+
+
+def _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale):
+    """(row numbers, which are there, keys, products with them, log softmax of the scores, p) of a block of queries."""
+    there = (indices[some] >= 0) & (indices[some] < k.shape[0])
+    number = indices[some].long().masked_fill(~there, 0)
+    # A row that is not there stands for row 0, which may hold anything.
+    latent, keys = (x[number].float().masked_fill_(~there[..., None], 0) for x in (rows, k))
+    whole = lse[some] if sink is None else torch.logaddexp(lse[some], sink)
+    whole = torch.where(lse[some] == float("-inf"), float("inf"), whole)
+    p = (torch.bmm(attention_q[some].float(), latent.mT) * softmax_scale - whole[..., None]).exp_().sum(1)
+    p = p.masked_fill_(~there, 0)
+    total = p.sum(1, keepdim=True)
+    p = p / torch.where(total == 0, 1, total)
+    dots = torch.bmm(q[some].float(), keys.mT)  # [b, H, K]
+    score = scale * torch.bmm(weights[some].float()[:, None], dots.relu())[:, 0]
+    score = score.masked_fill(~there, float("-inf"))
+    log = torch.where(there & (total > 0), score.log_softmax(1), 0)
+    return number, there & (total > 0), keys, dots, log, p
+
+
+def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale) -> Tensor:
+    loss = torch.zeros((), dtype=torch.float32, device=q.device)
+    for some in _blocks(q, indices, attention_q):
+        *_, log, p = _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale)
+        loss += (torch.xlogy(p, p) - p * log).sum()
+    return loss / max(q.shape[0], 1)
+
+
+def _fake_forward(q, *rest) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=q.device)
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.scales = inputs[8:]
+
+
+def _gradients(ctx: Any, dloss: Tensor) -> tuple:
+    grads = torch.ops.dsv4.index_loss_backward(dloss, *ctx.saved_tensors, *ctx.scales)
+    asked = ctx.needs_input_grad
+    return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *(None,) * 7
+
+
+def _backward(dloss, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale):
+    dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+    for some in _blocks(q, indices, attention_q):
+        number, there, keys, dots, log, p = _block(
+            some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale
+        )
+        ds = torch.where(there, log.exp() - p, 0) * (scale * dloss / q.shape[0])  # [b, K]
+        dweights[some] = torch.bmm(dots.relu(), ds[..., None])[..., 0].to(dweights.dtype)
+        ddots = torch.where(dots > 0, weights[some].float()[..., None] * ds[:, None], 0)
+        dq[some] = torch.bmm(ddots, keys).to(dq.dtype)
+        dk.index_add_(0, number.flatten(), torch.bmm(ddots.mT, q[some].float()).flatten(0, 1))
+    return dq, dk.to(k.dtype), dweights
+
+
+def _fake_backward(dloss, q, k, weights, *rest):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, weights))
+
+
+TENSORS = (
+    "Tensor q, Tensor k, Tensor weights, Tensor indices, Tensor attention_q, Tensor rows, Tensor lse, Tensor? sink, "
+    "float softmax_scale, float scale"
+)
+gradients.define(
+    "index_loss",
+    TENSORS,
+    "Tensor",
+    (_forward, _fake_forward),
+    f"Tensor dloss, {TENSORS}",
+    "(Tensor, Tensor, Tensor)",
+    (_backward, _fake_backward),
+    _save,
+    _gradients,
+)

@@ -1,0 +1,49 @@
+"""The indexer's loss and its gradients against the formulas, with a target made from the attention itself."""
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import reference_backward
+from dsv4.index import loss as module
+
+N, H, D, M, E, HEADS = 6, 3, 16, 9, 64, 4
+
+
+def draw(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(sink):
+    """The attention sees two window rows beside the compressed ones: its LSE is over all of them."""
+    indices = torch.randint(-1, M, (N, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    indices[2] = -1
+    q, rows, window = draw(N, HEADS, E, seed=2), draw(M, E, seed=3), draw(4, E, seed=4)
+    lists = torch.tensor([[0, 1]] * N, dtype=torch.int32)
+    sink = draw(HEADS, seed=5) if sink else None
+    _, lse = dsv4.v4_attention(q, window, lists, rows, indices, sink=sink, return_lse=True)
+    whole = lse.double() if sink is None else torch.logaddexp(lse.double(), sink.double())
+    weight = (torch.einsum("nhe,me->nhm", q.double(), rows.double()) * E**-0.5 - whole[..., None]).exp().sum(1)
+    target = weight.gather(1, indices.long().clamp_min(0))
+    learnt = [x.requires_grad_() for x in (draw(N, H, D, seed=6), draw(M, D, seed=7), draw(N, H, seed=8))]
+    return learnt, indices, (q, rows, lse), sink, target
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("block", [0, 1 << 20])
+def test_loss_and_gradients(sink, block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    learnt, indices, attention, sink, target = inputs(sink)
+    loss = dsv4.index_loss(*learnt, indices, *attention, sink=sink)
+    want, *grads = reference_backward.index_loss(*(x.detach() for x in learnt), indices, target)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
+    for got, ref in zip(torch.autograd.grad(3 * loss, learnt), grads):
+        torch.testing.assert_close(got.double(), 3 * ref, rtol=1e-4, atol=1e-6)
+
+
+def test_wrong_arguments_are_named():
+    learnt, indices, attention, _, _ = inputs(False)
+    with pytest.raises(ValueError, match="indices: got dtype int64"):
+        dsv4.index_loss(*learnt, indices.long(), *attention)
+    with pytest.raises(ValueError, match="indices: got values from"):
+        dsv4.index_loss(*learnt, indices + 9, *attention)
