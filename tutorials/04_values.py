@@ -14,9 +14,12 @@ proxy*, the tensor core reads through the *async proxy*, and the two do not see 
 store and the product in one piece of code. Between warps of different roles (chapter 10) it does not, and in PTX
 nobody does.
 
-Both forms may follow Q K^T in one kernel, in any order; a kernel that crashes when they are mixed has a wrong
-descriptor or ends before its products do. V needs no transposing pass: its tile is [keys, D], read as a right operand
-whose columns run fastest, which is what the descriptor's major-ness bit is for.
+Both forms may follow Q K^T in one kernel, in any order: PTX allows the mix, and the kernel below does it. Where mixing
+seems to crash a kernel, look first at the descriptor of A, which only the SS form uses, and at whether the kernel ends
+before its products do; softsm names both (exhibits 5 and 6).
+
+V needs no transposing pass: its tile is [keys, D], read as a right operand whose columns run fastest, which is what the
+descriptor's major-ness bit is for.
 
 Museum: exhibits 4 (fp32 cells read as bf16), 5 (SS after TS), 17 (P read from S's columns), 25 (missing proxy fence).
 """

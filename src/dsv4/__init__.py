@@ -25,7 +25,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
     torch.serialization.add_safe_globals([Fp8Cache, IndexCache, Plan, CompressState])
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Fp8Cache",
     "IndexCache",

@@ -20,7 +20,7 @@ in_use = pytest.StashKey()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("softsm")
-    what = "run Triton kernels in softsm and check every launch; fail a test on any diagnostic"
+    what = "run Triton kernels in softsm and check every launch of a test's body; fail a test on any diagnostic"
     which = f"target: SOFTSM, else {DEFAULT}; or --softsm=ARCH"
     group.addoption("--softsm", action="store_const", const=DEFAULT, default="", help=f"{what} ({which})")
     for arch in ARCHITECTURES:  # options of their own: `--softsm tests` must not take the folder for an architecture
