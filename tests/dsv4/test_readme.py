@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,20 @@ from softsm.cli import app as softsm_app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
-EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python"]
+PAGES = "".join(
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "softsm", "benchmarks", "checks")
+)
+CHECKED = "# count.py\n"  # the program that the README gives to softsm check
+EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python" and CHECKED not in code]
 EXAMPLES += [
     (document, code)
-    for document in ("CONTRIBUTING.md", "docs/integrations.md", "docs/distributed.md")
+    for document in (
+        "CONTRIBUTING.md",
+        "docs/attention.md",
+        "docs/softsm.md",
+        "docs/integrations.md",
+        "docs/distributed.md",
+    )
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]
 SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
@@ -31,6 +43,21 @@ def test_example_runs(number: int, tmp_path: Path) -> None:
     file = tmp_path / f"{Path(document).stem.lower()}_{number}.py"
     file.write_text(code)
     runpy.run_path(str(file))
+
+
+def test_softsm_check_prints_the_report_of_the_readme(tmp_path: Path) -> None:
+    """Every line but the addresses, which differ from run to run."""
+    (tmp_path / "count.py").write_text(next(code for _, code in BLOCKS if code.startswith(CHECKED)))
+    command = [sys.executable, "-m", "softsm", "check", "--arch", "sm_90a", "count.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+
+    def lines(text: str) -> list[str]:
+        return re.sub(r"0x[0-9a-f]+", "ADDRESS", text).splitlines()
+
+    (shown,) = (code for language, code in BLOCKS if language == "text")
+    missing = set(lines(shown)) - set(lines(done.stdout)) - {"..."}
+    assert not missing, done.stdout
 
 
 def test_there_are_examples() -> None:
@@ -59,13 +86,15 @@ def test_support_prints_one_row_per_head_dim() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"`((?:src|docs|tests|tutorials|benchmarks)/[\w./-]+)`", README)))
+    "name", sorted(set(re.findall(r"`((?:src|docs|tests|tutorials|benchmarks)/[\w./-]+)`", PAGES)))
 )
-def test_file_named_in_the_readme_exists(name: str) -> None:
+def test_file_named_in_a_page_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-@pytest.mark.parametrize("document", sorted({name for name, _ in EXAMPLES} | {"DESIGN.md"}))
+@pytest.mark.parametrize(
+    "document", sorted({name for name, _ in EXAMPLES} | {"DESIGN.md", "CHANGELOG.md", "docs/benchmarks.md"})
+)
 def test_links_lead_somewhere(document: str) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
     for target in re.findall(r"\]\(([^)#]+)\)", text):

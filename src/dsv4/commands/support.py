@@ -1,4 +1,4 @@
-"""`dsv4 support`: which backend runs what, asked of the code itself; the table in the README is its output.
+"""`dsv4 support`: which backend runs what, generated from the code; the table in the README is its output.
 
 Each feature is a small problem, built by the same functions as a user's call. A kernel package answers for itself
 through its `supports(problem)`; where there is no such module the cell says "not yet".
@@ -36,7 +36,11 @@ class Column:
     package: str | None
 
 
-COLUMNS = (Column("CPU", None), Column("Hopper, sm_90a", "sm90"), Column("Blackwell, sm_100a", "sm100"))
+COLUMNS = (
+    Column("CPU", None),
+    Column("Hopper, sm_90a", "sm90"),
+    Column("Blackwell, sm_100a: proven in emulation, never run on silicon", "sm100"),
+)
 
 
 @cache
@@ -172,7 +176,7 @@ def replaced(text: str) -> str:
 def support(
     write: Annotated[Path | None, typer.Option(help="put the table between the marks in this file")] = None,
 ) -> None:
-    """Print which backend runs what, as a Markdown table asked of the code itself."""
+    """Print which backend runs what, as a Markdown table generated from the code."""
     if write is None:
         print(matrix())
         return
