@@ -16,8 +16,8 @@ Where the versions of flash-attn differ from each other, or from dsv4:
 * Any page size. ``num_splits`` is dsv4's own choice and the argument only a hint that is not taken. Every result is the
   same on every run with ``deterministic=True`` (in flash-attn it is about the backward pass, so it is off by default).
 
-Refused by name, because dsv4 does not have them: dropout_p, softcap, alibi_slopes, cache_leftpad, and tensors that
-require grad.
+Refused by name, because dsv4 does not have them: dropout_p, softcap, alibi_slopes, cache_leftpad, and gradients through
+flash_attn_with_kvcache.
 """
 
 import numbers
