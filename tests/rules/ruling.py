@@ -1,4 +1,5 @@
-"""Runs a small kernel under the checkers. `silent_with` and `reported_without` are the two halves of every rule."""
+"""Runs a small kernel under the checkers. `holds` tests both halves of a rule: silent with the synchronisation,
+reported without it. `findings` gives the report of one launch."""
 
 import numpy as np
 
