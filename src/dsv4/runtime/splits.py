@@ -3,18 +3,23 @@
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
 STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
 MAX_SPLITS = 256
+WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
 
 
-def choose_splits(tiles: int, multiprocessors: int, keys: int) -> int:
+def choose_splits(tiles: int, multiprocessors: int, keys: int, merged: bool = True) -> int:
     """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
 
     Time in units of STEP keys: tiles * n blocks run in rounds, each block costs its steps and one more to start and
-    finish; merging costs one, and a little per split.
+    finish; merging costs one, and a little per split. Where the tiles alone fill the multiprocessors WHOLE times and
+    more, the last round is a small part of all, and partial results of every row would be a large one: no splits.
+    merged: whether there are partial results.
     """
+    if merged and tiles >= WHOLE * multiprocessors:
+        return 1
     steps = -(-keys // STEP)
 
     def cost(n: int) -> float:

@@ -167,6 +167,8 @@ def v4_attention(
             request_starts=request_starts, inverse_rope=inverse_rope, sink=sink,
         )  # fmt: skip
 
+    if inverse_rope is not None and (cos_sin is None or positions is None):
+        refuse()
     return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend), refuse)
 
 

@@ -9,6 +9,7 @@ from agreement import qkv
 
 import dsv4
 from dsv4.runtime.plan import _splits, deterministic_cut
+from dsv4.runtime.splits import choose_splits
 
 CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
 
@@ -148,3 +149,10 @@ def test_deterministic_cuts_depend_on_the_sequence_alone(rows, step):
 
 def test_many_rows_are_never_split_when_deterministic():
     assert deterministic_cut(1024, 1 << 20) == (0, 0)
+
+
+def test_long_prompts_are_not_split_for_the_sake_of_the_last_round():
+    """16 heads of 16384 rows fill 132 multiprocessors 31 times; partial results would be a gigabyte."""
+    assert choose_splits(16 * 256, 132, 16384) == 1
+    assert choose_splits(16 * 256, 132, 16384, merged=False) > 1  # no partial results: the last round counts
+    assert choose_splits(8, 132, 16384) > 8

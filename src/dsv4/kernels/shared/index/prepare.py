@@ -118,7 +118,7 @@ def _score(
     heads, dims = max(16, _power(p.q_heads)), max(64, _power(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
-    splits = choose_splits(blocks, residents * target.multiprocessors, p.max_seqlen_k)
+    splits = choose_splits(blocks, residents * target.multiprocessors, p.max_seqlen_k, merged=False)
     inverse, shift = inverse_of(p.k.shape[1])
     arguments = names | dict(
         weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
