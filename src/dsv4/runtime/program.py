@@ -96,10 +96,13 @@ class Null:
 @dataclass(frozen=True)
 class Copy:
     to: int
-    source: int
+    source: Slot
 
     def run(self, memory: list) -> None:
-        memory[self.to].copy_(memory[self.source])
+        x, slot = memory[self.source.index], self.source
+        if tuple(x.shape) != slot.shape or x.stride() != slot.strides or slot.offset:  # a part of it
+            x = x.as_strided(slot.shape, slot.strides, x.storage_offset() + slot.offset // x.element_size())
+        memory[self.to].copy_(x)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Program:
         return x.view((a * b, *rest), (inner if b > 1 else outer, *strides))
 
     def copy(self, to: Slot, source: Slot) -> None:
-        self.steps.append(Copy(to.index, source.index))
+        self.steps.append(Copy(to.index, source))
 
     def fill(self, to: Slot, value: float) -> None:
         self.steps.append(Fill(to.index, value))
