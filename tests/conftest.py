@@ -60,6 +60,16 @@ def _nothing_prepared() -> None:
     calls.forget()
 
 
+MKLDNN = torch.backends.mkldnn.enabled
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """torch turns oneDNN off for the rest of the process after a bf16 product that this CPU cannot do, and products
+    without it round differently. Before any fixture of a test it is as it was."""
+    torch.backends.mkldnn.set_flags(MKLDNN)
+
+
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws without a seed of its own depends on its name, not on the tests before it."""
