@@ -110,9 +110,16 @@ $(VENVGPU)/.installed: pyproject.toml
 	   exit 1; }
 
 # vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another torch.
+# torch comes first and alone: the index of its CPU builds is asked only where the usual one has none.
 $(VENVE)/.installed: tests/engines/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "$(PYTHON) is not Python 3.11, for which $< is made; set PYTHON="; exit 1; }
 	test -x $(VENVE)/bin/python || $(PYTHON) -m venv $(VENVE)
-	$(VENVE)/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) --extra-index-url $(CPU_TORCH_INDEX) -r $<
-	$(VENVE)/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
-	$(VENVE)/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e .
+	@set -e; pip="$(VENVE)/bin/python -m pip --disable-pip-version-check -q"; install="$$pip install --no-compile $(INDEX_OPTION)"; \
+	 torch="$$(grep ^torch== $<)"; echo "installing $$torch, vLLM and SGLang into $(VENVE)"; \
+	 $$install "$$torch" 2>$(VENVE)/pip.log \
+	   || $$install --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) "$$torch" 2>>$(VENVE)/pip.log \
+	   || { echo "$$torch is not available here, see $(VENVE)/pip.log: the engines were not tested"; exit 1; }; \
+	 $$install -r $<; $$pip uninstall -y torchvision torchaudio torchcodec; \
+	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e .
 	@touch $@

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dsv4.runtime import dispatch
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
 
 FORMAT = 3
@@ -121,8 +122,12 @@ def _triton_version() -> str:
 
 
 def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], target: Target) -> Loaded | None:
-    """The compiled variant of a launch on the current device, if the target's directory has it."""
+    """The compiled variant of a launch on the current device, if the target's directory has it. RuntimeError where it
+    has not and nothing else can be launched."""
+    refused = dispatch.too_old(target.capability)
     if target.aot is None:
+        if refused:
+            raise RuntimeError(refused)
         return None
     import torch
 
@@ -131,6 +136,8 @@ def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], targe
         return loaded(str(target.aot), name, torch.cuda.current_device())
     if target.aot_only:
         raise RuntimeError(f"{target.aot}: has no {name}, and nothing else may be launched")
+    if refused:
+        raise RuntimeError(f"{target.aot}: has no {name}, and it cannot be compiled here: {refused}")
     return None
 
 

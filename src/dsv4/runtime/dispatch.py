@@ -124,15 +124,27 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
         raise RuntimeError(
             f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; there are for {have}"
         )
-    package, arch, oldest = ARCHITECTURES[capability]
-    version = triton_version()
-    if version is None or version < oldest:
-        found = "none is installed" if version is None else f"found {version[0]}.{version[1]}"
-        raise RuntimeError(f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}")
+    package, arch, _ = ARCHITECTURES[capability]
+    refused = too_old(capability)
+    if refused and (_aot[0] is None or triton_version() is None):
+        raise RuntimeError(refused)
     folder = f"dsv4.kernels.{package}.{operation}"
     if importlib.util.find_spec(folder) is None:
         raise RuntimeError(f"dsv4 has no {operation} kernel for {arch} yet; backend='cpu' runs it on a CPU")
     return importlib.import_module(f"{folder}.entry")
+
+
+def too_old(capability: tuple[int, int]) -> str | None:
+    """Why Triton compiles no kernels for this architecture; None where it does. Compiled ones run with any Triton."""
+    _, arch, oldest = ARCHITECTURES.get(capability, ("", "", (0, 0)))
+    version = triton_version()
+    if version is not None and version >= oldest:
+        return None
+    found = "none is installed" if version is None else f"found {version[0]}.{version[1]}"
+    return (
+        f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}. Older ones launch what "
+        f"`dsv4 compile --arch {arch}` has written: DSV4_AOT"
+    )
 
 
 def module_here(operation: str, device: torch.device) -> ModuleType | None:
@@ -143,6 +155,7 @@ def module_here(operation: str, device: torch.device) -> ModuleType | None:
         return None
 
 
+@cache
 def triton_version() -> tuple[int, int] | None:
     try:
         import triton

@@ -42,6 +42,15 @@ def test_old_triton_is_named(monkeypatch, version, arch, needed):
         dispatch.kernel_module("fmha", arch)
 
 
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 7))
+    with pytest.raises(RuntimeError, match="DSV4_AOT"):
+        dispatch.kernel_module(operation, (10, 0))
+    monkeypatch.setattr(dispatch, "_aot", (tmp_path, False))
+    assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.kernels.sm100.{operation}.entry"
+
+
 def test_unknown_architecture_is_named():
     with pytest.raises(RuntimeError, match=r"compute capability 8\.0; there are for 9\.0, 10\.0"):
         dispatch.kernel_module("fmha", (8, 0))

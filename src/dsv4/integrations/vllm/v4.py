@@ -160,4 +160,4 @@ def check_device() -> None:
     try:
         dispatch.kernel_module("v4", torch.cuda.get_device_capability())
     except RuntimeError as why:
-        refuse("DSV4_VLLM", f"1, but {why}", "compute capability 9.0, or 10.0 with Triton 3.9 or newer")
+        refuse("DSV4_VLLM", f"1, but {why}", "compute capability 9.0, or 10.0 with Triton 3.9 or DSV4_AOT")

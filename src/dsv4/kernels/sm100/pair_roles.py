@@ -68,7 +68,12 @@ KEYS = gl.constexpr(128)
 SLOT_K = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
 SLOT_V = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[0, 1]]))
 SLOT_BYTES = gl.constexpr(128 * 256)  # of one CTA
-PIECE = gl.constexpr(TensorMemoryLayout([64, 64], col_stride=1, cga_layout=[[1, 0]], two_ctas=True))
+# Triton 3.6 and 3.7 have no such layout and never compile these kernels, but launch their cubins (DSV4_AOT).
+PIECE = gl.constexpr(
+    TensorMemoryLayout([64, 64], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    if "cga_layout" in TensorMemoryLayout.__dataclass_fields__
+    else None
+)
 PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
 OWN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[0]]))  # each CTA has its own values
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1]]))  # each CTA has half of the values
