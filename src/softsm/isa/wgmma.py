@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine import program as pg
+from softsm.engine.async_registers import row_set
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.engine.in_flight import Batch, GroupSequence, Warpgroup
 from softsm.errors import Fault
@@ -60,6 +61,8 @@ class Part(NamedTuple):
     a: Descriptor | np.ndarray  # descriptor, or the rows of A's registers
     b: Descriptor
     add: bool
+    d_set: int  # D's registers as bits
+    a_set: int  # A's, 0 where it lies in shared memory
 
 
 # ---- lowering -----------------------------------------------------------------------------------------------------
@@ -150,7 +153,8 @@ def lower_mma(asm, ins, modifiers) -> None:
             asm.macro(do_unfenced, ins)
         asm.wgmma_pending.update((x, x[1]) for x in used)
     asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
-              add=asm.src(scale_d, "p"))  # fmt: skip
+              add=asm.src(scale_d, "p"), d_set=row_set(rows), a_set=row_set(a_rows if from_registers else ()),
+              line=ins.line)  # fmt: skip
 
 
 # ---- the warpgroup ------------------------------------------------------------------------------------------------
@@ -190,7 +194,8 @@ def do_mma(w, mask, o):
     add = int(w.P[o.add])
     if add not in (0, pg.ALL):
         raise w.fault("wgmma-operands", "scale-d differs between the threads of the warp")
-    state.open.append(Part(w, w.line(), o.shape, o.d, a, descriptor(w, o.b, "B"), bool(add)))
+    b = descriptor(w, o.b, "B")
+    state.open.append(Part(w, o.line, o.shape, o.d, a, b, bool(add), o.d_set, o.a_set))
 
 
 def do_unfenced(w, mask, o):
@@ -209,10 +214,9 @@ def do_early_use(w, mask, o):
         return
     committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
     for part in [*state.open, *(p for parts in committed for p in parts)]:
-        in_a = isinstance(part.a, np.ndarray) and np.isin(o.rows, part.a).any()
-        if np.isin(o.rows, part.d_rows).any() or in_a:
+        if o.rows & (part.d_set | part.a_set):
             checker = w.machine.checker
-            name = "A" if in_a else "accumulator"
+            name = "A" if part.a_set & o.rows else "accumulator"
             checker.report.add(Diagnostic(
                 "wgmma-registers", f"{name} registers of the wgmma at PTX line {part.line} are used before its "
                 "wgmma.wait_group", (checker.findings.party(w, None, "uses them"),)))  # fmt: skip
@@ -239,16 +243,16 @@ def do_settle(w, mask, o):
     return None
 
 
-def uses(parts, rows: np.ndarray) -> bool:
-    return any(np.isin(rows, p.d_rows).any() or (isinstance(p.a, np.ndarray) and np.isin(rows, p.a).any())
-               for p in parts)  # fmt: skip
+def uses(parts, rows: int) -> bool:
+    return any(rows & (p.d_set | p.a_set) for p in parts)
 
 
 def descriptor(w, row: int, name: str) -> Descriptor:
-    values = w.Q[row]
-    if not (values == values[0]).all():
+    values = w.Q[row].tobytes()
+    first = values[:8]
+    if values != first * 32:
         raise w.fault("wgmma-operands", f"the threads of the warp give different descriptors for {name}")
-    return located(w, swizzle.decode, int(values[0]), False)
+    return located(w, swizzle.decode, int.from_bytes(first, "little"), False)
 
 
 def do_commit(w, mask, o):
