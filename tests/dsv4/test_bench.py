@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import softsm
 from dsv4 import bench as measuring
-from dsv4.bench import measured, peers, timing
+from dsv4.bench import backward, measured, peers, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.v4 import V4Case
 from dsv4.cli import app
@@ -57,6 +57,26 @@ def test_flops_and_bytes_of_a_case():
     assert V4Case(2, 64, 128, 512, True).bytes == 2 * 640 * 584
 
 
+def test_gradients_are_checked_before_they_are_timed():
+    case = DenseCase("x", 1, 4, 2, 40, 40, 64, causal=True)
+    q, k, v = case.inputs("cpu")
+    dense = backward.BackwardContest(case, q, k, v, torch.randn_like(q))
+    v4 = backward.V4BackwardContest(backward.V4BackwardCase(10, 4, 6, 8), "cpu", 10)
+    for contest, ours in ((dense, 3), (v4, 2)):
+        calls = dict(contest.contenders())
+        names = [name for name in ("dsv4", "dsv4 deterministic", "torch flash") if name in calls]
+        assert len(names) == ours
+        for name in names:
+            found = calls[name]()
+            assert contest.error(name, found) <= 1
+            assert all(torch.equal(x, y) for x, y in zip(found, calls[name]()))  # the forward pass is kept
+            for wrong in range(len(found) if contest is dense else 1):
+                assert contest.error(name, [1.1 * x if n == wrong else x for n, x in enumerate(found)]) > 1
+            assert contest.error(name, [x * float("nan") for x in found]) == float("inf")
+    assert backward.BackwardCase(case).flops == 2.5 * case.flops
+    assert backward.V4BackwardCase(2, 64, 128, 512).flops == 2.5 * V4Case(2, 64, 128, 512, True).flops
+
+
 def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -66,7 +86,7 @@ def test_without_a_gpu_it_says_so():
 
 def test_a_suite_that_there_is_not_is_refused_in_words():
     result = CliRunner().invoke(app, ["bench", "--suite", "moe"])
-    assert result.exit_code == 2 and "--suite moe: it is one of dense, v4, index, all" in result.output
+    assert result.exit_code == 2 and "--suite moe: it is one of dense, v4, index, backward, all" in result.output
 
 
 def test_a_record_that_is_none_is_refused_in_words(tmp_path):
@@ -78,7 +98,8 @@ def test_a_record_that_is_none_is_refused_in_words(tmp_path):
 
 
 def test_a_case_without_peer_or_result_is_no_row():
-    lone = RECORD | {"cases": [{"case": "x", "microseconds": who} for who in ({}, {"dsv4": 1.0}, {"torch": 1.0})]}
+    lone = RECORD | {"cases": [{"case": "x", "microseconds": who} for who in
+                           ({}, {"dsv4": 1.0}, {"dsv4": 1.0, "dsv4 deterministic": 2.0}, {"torch": 1.0})]}  # fmt: skip
     assert bench.markdown(lone).endswith("|---|---|---|---|---|---|")
 
 
@@ -115,7 +136,7 @@ class FakeCase:
 
 
 def test_a_wrong_result_and_a_refusal_have_no_time(monkeypatch):
-    def timed(calls, repeats):
+    def timed(calls, repeats, graphs):
         return {name: timing.Sample(10.0 * n, 9.0, 12.0, 1700.0) for n, name in enumerate(calls, 1)}, {}
 
     monkeypatch.setattr(measured, "time_calls", timed)

@@ -91,7 +91,7 @@ def test_verify_reports_an_exception_by_case(monkeypatch: pytest.MonkeyPatch) ->
     "arguments, says",
     [
         (("--match", "no such case"), "no case"),
-        (("--suite", "nope"), "accepted: seeds, fmha, v4, all"),
+        (("--suite", "nope"), "accepted: seeds, fmha, v4, backward, all"),
         (("--backend", "cpu", "--json", "no/such/folder/report.json"), "no such folder"),
         (("--backend", "tpu"), "accepted: auto, cuda, softsm, cpu"),
         (("--backend", "cpu", "--arch", "sm_90a"), "does not apply"),

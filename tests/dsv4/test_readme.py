@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
 PAGES = "".join(
-    (ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "softsm", "benchmarks", "checks")
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "training", "softsm", "benchmarks", "checks")
 )
 CHECKED = "# count.py\n"  # the program that the README gives to softsm check
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python" and CHECKED not in code]
@@ -33,6 +33,7 @@ EXAMPLES += [
         "docs/softsm.md",
         "docs/integrations.md",
         "docs/distributed.md",
+        "docs/training.md",
     )
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]

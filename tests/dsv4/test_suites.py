@@ -1,6 +1,7 @@
 """The suites run clean on the CPU path, and they notice when a result is wrong."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 import dsv4
 from dsv4 import suites
+from dsv4.fmha import backward_cpu as fmha_backward
 from dsv4.suites import Case, Check, Draw, Where, calls, run_case
+from dsv4.v4 import backward_cpu as v4_backward
 
 CPU = Where("cpu")
 SEED = 20261115
@@ -211,6 +214,80 @@ def test_a_mistake_in_a_v4_layer_is_noticed(change, monkeypatch: pytest.MonkeyPa
     for name in ("csa-t127", "csa-layer-fp8"):
         (case,) = suites.select("v4", f"/{name}")
         assert not run_case(case, CPU, SEED).ok
+
+
+# Gradients: (what is computed instead, beside the right results).
+
+
+def forgets_delta(real, b):
+    real(replace(b, forward=replace(b.forward, out=torch.zeros_like(b.forward.out)), dsink=None))
+
+
+def scales_twice(real, b):
+    b.dk.mul_(b.forward.softmax_scale)
+
+
+def sees_one_key_more(real, b):
+    real(replace(b, forward=replace(b.forward, right=b.forward.right + 1)))
+
+
+def gradient_without_the_sink(real, b):
+    real(replace(b, forward=replace(b.forward, sink=None), dsink=None))
+
+
+def takes_the_lse_for_base_two(real, b):
+    real(replace(b, forward=replace(b.forward, lse=b.forward.lse / math.log(2)), dsink=None))
+
+
+def misses_a_head_of_a_group(real, b):
+    dout = b.dout.clone()
+    dout[..., -1, :] = 0
+    real(replace(b, dout=dout, dq=None, dsink=None))
+
+
+def drops_the_gradient_of_the_lse(real, b):
+    real(replace(b, dlse=None))
+
+
+def leaves_dout_unrotated(real, b):
+    real(replace(b, forward=replace(b.forward, cos_sin=None, positions=None), dsink=None))
+
+
+def sink_with_the_wrong_sign(real, b):
+    b.dsink.neg_()
+
+
+def counts_a_row_that_nobody_sees(real, b):
+    b.dq[:, 0] = 1e-6
+
+
+GRADIENT_MUTANTS = {
+    forgets_delta: "causal-square",
+    scales_twice: "causal-gqa-sink-d512",
+    sees_one_key_more: "causal-gqa-sink-d64",
+    gradient_without_the_sink: "causal-gqa-sink-d128",
+    takes_the_lse_for_base_two: "causal-square",
+    misses_a_head_of_a_group: "heads-8-on-1",
+    drops_the_gradient_of_the_lse: "/lse-d",
+    leaves_dout_unrotated: "v4-csa",
+    sink_with_the_wrong_sign: "causal-gqa-sink-d256",
+    counts_a_row_that_nobody_sees: "causal-more-queries",
+}
+
+
+@pytest.mark.parametrize("mutant", GRADIENT_MUTANTS, ids=lambda f: f.__name__)
+def test_a_mistake_in_a_gradient_is_noticed(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case, *_) = suites.select("backward", GRADIENT_MUTANTS[mutant])
+    assert run_case(case, CPU, SEED).ok
+    for module in (fmha_backward, v4_backward):
+
+        def wrong(b, real=module.backward):
+            real(b)
+            mutant(real, b)
+
+        monkeypatch.setattr(module, "backward", wrong)
+    result = run_case(case, CPU, SEED)
+    assert not result.ok and result.error is None, result.error
 
 
 def test_an_exception_is_a_failure_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

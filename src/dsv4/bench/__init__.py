@@ -5,6 +5,7 @@
     dense       fmha beside torch, FFPA and flash-attn
     v4          v4_attention beside FlashMLA
     index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
+    backward    the gradients of fmha beside torch, FFPA and flash-attn; those of v4_attention
     measured    one case: every contender is checked first, then timed; as JSON
 
 `python -m dsv4 bench` runs a suite and prints its table.
@@ -15,12 +16,13 @@ from dsv4.bench.timing import ceilings, time_call, time_calls
 
 __all__ = ["SUITES", "Case", "Measured", "cases", "ceilings", "measure", "time_call", "time_calls"]
 
-SUITES = ("dense", "v4", "index")
+SUITES = ("dense", "v4", "index", "backward")
 
 
 def cases(suite: str) -> list[Case]:
     """The cases of a suite, or of all."""
-    from dsv4.bench import dense, index, v4
+    from dsv4.bench import backward, dense, index, v4
 
-    by_name: dict[str, list[Case]] = {"dense": [*dense.CASES], "v4": [*v4.CASES], "index": [*index.CASES]}
+    modules = {"dense": dense, "v4": v4, "index": index, "backward": backward}
+    by_name: dict[str, list[Case]] = {name: [*module.CASES] for name, module in modules.items()}
     return [case for name in (SUITES if suite == "all" else (suite,)) for case in by_name[name]]

@@ -121,6 +121,49 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
             yield name, lambda flash=flash: _first(flash.flash_attn_func(q, k, v, causal=causal))
 
 
+def gradients(
+    forward: Callable[..., Any], inputs: tuple[Tensor, ...], dout: Tensor, heads_first: bool = False
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that gives the gradients of a forward pass, which is run once, by the first call. heads_first: inputs and
+    dout are [B, H, tokens, D], the gradients are shown as [B, tokens, H, D]."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    done: list[Tensor] = []
+
+    def call() -> tuple[Tensor, ...]:
+        if not done:
+            done.append(_first(forward(*leaves)))
+        found = torch.autograd.grad(done[0], leaves, dout, retain_graph=True)
+        return tuple(x.transpose(1, 2) for x in found) if heads_first else found
+
+    return call
+
+
+def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Calls:
+    """The gradients of the calls of dense(), those that have any; each gives dq, dk, dv as q, k, v are."""
+    grouped, d = q.shape[2] != k.shape[2], q.shape[3]
+    views = tuple(x.transpose(1, 2) for x in (q, k, v))
+    for name, backend in TORCH.items():
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        yield f"torch {name}", gradients(sdpa, views, dout.transpose(1, 2), heads_first=True)
+    ffpa = module("FFPA")
+    if ffpa is not None and d > 256:
+        mine = tuple(x.contiguous() for x in views)  # its layout, made beforehand
+        yield "FFPA", gradients(
+            lambda q, k, v: ffpa.ffpa_attn_func(q, k, v, is_causal=causal, enable_gqa=grouped),
+            mine, dout.transpose(1, 2).contiguous(), heads_first=True,
+        )  # fmt: skip
+    for name in ("flash-attn 3", "flash-attn"):
+        flash = module(name)
+        if flash is not None and d <= 256:
+            yield name, gradients(
+                lambda q, k, v, flash=flash: flash.flash_attn_func(q, k, v, causal=causal), (q, k, v), dout
+            )
+
+
 def _first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 

@@ -1,6 +1,7 @@
 """Times of calls on a GPU.
 
-Each call is captured in a CUDA graph and its replays are timed with events. Before every replay a buffer larger than
+Each call is captured in a CUDA graph and its replays are timed with events (a backward pass, which autograd ties to the
+stream of its forward pass, is called instead). Before every replay a buffer larger than
 the L2 is read, so that nothing is found there (read, not written: writing its lines back would be timed too). The
 graphs of all calls take turns, so that a change of the clock or of the temperature meets all of them; after every
 replay a kernel on the same stream reads the clock of a multiprocessor against the nanosecond timer.
@@ -34,18 +35,28 @@ class Sample:
 
 def time_call(call: Callable[[], Any], repeats: int = 30, flush: Tensor | None = None) -> float:
     """Median microseconds of one CUDA-graph replay of ``call``."""
-    return time_graphs({"": captured(call)}, repeats, flush, clocks=False)[""].microseconds
+    return time_turns({"": captured(call).replay}, repeats, flush, clocks=False)[""].microseconds
 
 
-def time_calls(calls: Mapping[str, Callable[[], Any]], repeats: int = 30) -> tuple[dict[str, Sample], dict[str, str]]:
-    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample."""
-    graphs, refused = {}, {}
+def time_calls(
+    calls: Mapping[str, Callable[[], Any]], repeats: int = 30, graphs: bool = True
+) -> tuple[dict[str, Sample], dict[str, str]]:
+    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample.
+    Without graphs the calls themselves take turns, and the host's share of them counts."""
+    runs, refused = {}, {}
     for name, call in calls.items():
         try:
-            graphs[name] = captured(call)
+            runs[name] = captured(call).replay if graphs else warmed(call)
         except (RuntimeError, torch.OutOfMemoryError) as why:
             refused[name] = in_one_line(why)
-    return time_graphs(graphs, repeats), refused
+    return time_turns(runs, repeats), refused
+
+
+def warmed(call: Callable[[], Any]) -> Callable[[], Any]:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    return call
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -65,25 +76,25 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graphs(
-    graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, flush: Tensor | None = None, clocks: bool = True
+def time_turns(
+    runs: Mapping[str, Callable[[], Any]], repeats: int, flush: Tensor | None = None, clocks: bool = True
 ) -> dict[str, Sample]:
     flush = _flush_buffer() if flush is None else flush
-    times: dict[str, list] = {name: [] for name in graphs}
-    stamps = torch.zeros(len(graphs), max(repeats, 1), 4, dtype=torch.int64, device="cuda")
+    times: dict[str, list] = {name: [] for name in runs}
+    stamps = torch.zeros(len(runs), max(repeats, 1), 4, dtype=torch.int64, device="cuda")
     for turn in range(repeats):
-        for n, (name, graph) in enumerate(graphs.items()):
+        for n, (name, run) in enumerate(runs.items()):
             flush.sum()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            run()
             end.record()
             if clocks:
                 read_clock[(1,)](stamps[n, turn], PROBE_NS, num_warps=1)
             times[name].append((begin, end))
     torch.cuda.synchronize()
     found = {}
-    for n, name in enumerate(graphs):
+    for n, name in enumerate(runs):
         us = sorted(begin.elapsed_time(end) * 1e3 for begin, end in times[name])
         found[name] = Sample(
             statistics.median(us), us[len(us) // 4], us[3 * len(us) // 4], megahertz(stamps[n]) if clocks else 0.0

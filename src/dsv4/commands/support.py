@@ -20,8 +20,10 @@ import typer
 
 from dsv4.caches import Fp8Cache
 from dsv4.fmha import problem
+from dsv4.fmha.backward import FmhaBackward
 from dsv4.runtime import checks
 from dsv4.v4 import problem as v4_problem
+from dsv4.v4.backward import V4Backward
 
 BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
 END = "<!-- end of support matrix -->"
@@ -44,21 +46,22 @@ COLUMNS = (
 
 
 @cache
-def module(column: Column, operation: str) -> Any | None:
-    name = f"dsv4.{operation}.cpu"
+def module(column: Column, operation: str, backward: bool) -> Any | None:
+    name = f"dsv4.{operation}.{'backward_cpu' if backward else 'cpu'}"
     if column.package is not None:
-        name = f"dsv4.kernels.{column.package}.{operation}.entry"
+        name = f"dsv4.kernels.{column.package}.{operation}.{'backward' if backward else 'entry'}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def answer(column: Column, one: Any) -> bool | None:
     """Whether this backend runs this problem; None: it has no such operation yet."""
-    found = module(column, one.operation)
+    backward = isinstance(one, FmhaBackward | V4Backward)
+    found = module(column, one.operation, backward)
     if found is None:
         return None
     if column.package is None:
         return True  # the CPU path runs whatever passed validation
-    if one.q.dtype not in checks.LOW_PRECISION:
+    if (one.forward if backward else one).q.dtype not in checks.LOW_PRECISION:
         return False  # dispatch refuses it
     return found.supports(one) is None
 
@@ -115,6 +118,19 @@ def ready(one: Any) -> Any:
     return replace(one, out=torch.zeros_like(one.q), lse=torch.zeros(one.lse_shape))
 
 
+def gradients(p: Any) -> Any:
+    """The request for all gradients of a problem."""
+    dsink = torch.zeros(p.q_heads if p.operation == "fmha" else p.q.shape[1])
+    if p.operation == "fmha":
+        return FmhaBackward(p, p.out, None, p.q, p.k, p.v, dsink if p.sink is not None else None)
+    return V4Backward(p, p.out, None, p.q, p.window, p.compressed, dsink)
+
+
+def gradients_of(d: int) -> list[Any]:
+    options: list[dict[str, Any]] = [{}, {"causal": True, "sink": torch.zeros(4)}, {"window": (7, 2), "kv_heads": 2}]
+    return [gradients(dense(d, dtype=dtype, **one)) for dtype in checks.LOW_PRECISION for one in options]
+
+
 # A feature counts when every one of its problems runs.
 FEATURES: list[tuple[str, Callable[[], list[Any]]]] = [
     ("causal", lambda: [dense(causal=True)]),
@@ -132,6 +148,12 @@ FEATURES: list[tuple[str, Callable[[], list[Any]]]] = [
     ("V4 with FP8 rows of 584 bytes", lambda: [v4(fp8=True, how="list")]),
     ("V4 with 1 to 128 heads", lambda: [v4(heads=n) for n in (1, 3, 16, 64, 128)]),
     ("V4 with inverse RoPE in the epilogue", lambda: [v4(rope=True)]),
+    ("gradients, head dim 64", lambda: gradients_of(64)),
+    ("gradients, head dim 128", lambda: gradients_of(128)),
+    ("gradients, head dim 256", lambda: gradients_of(256)),
+    ("gradients, head dim 512", lambda: gradients_of(512)),
+    ("gradients, varlen", lambda: [gradients(varlen())]),
+    ("gradients, V4", lambda: [gradients(v4(how=how, rope=True)) for how in ("window", "list", "table")]),
 ]
 
 

@@ -23,7 +23,7 @@ from . import show
 
 
 def verify(
-    suite: Annotated[str, typer.Option(help="seeds, fmha, v4 or all")] = "all",
+    suite: Annotated[str, typer.Option(help="seeds, fmha, v4, backward or all")] = "all",
     backend: Annotated[str, typer.Option(help="auto, cuda, softsm or cpu")] = "auto",
     arch: Annotated[
         str | None, typer.Option(help="sm_100a or sm_90a: the GPU's own, or the one softsm plays")
@@ -103,7 +103,7 @@ def summary(results: list[Result]) -> Table:
     for (suite, head_dim), rows in groupby(ordered, key=lambda r: (r.case.suite, r.case.head_dim)):
         group = list(rows)
         passed = sum(result.ok for result in group)
-        norms = [v for v in (result.value("norm") for result in group) if v is not None]
+        norms = [check.value for result in group for check in result.checks if check.name.endswith("norm")]
         cosines = [v for v in (result.value("cosine") for result in group) if v is not None]
         used = max((check.used for result in group for check in result.checks), default=math.nan)
         table.add_row(

@@ -1,10 +1,11 @@
-"""The suites as data: `seeds()`, `fmha()` and `v4()` give lists of cases that tests and commands run alike.
+"""The suites as data: `seeds()`, `fmha()`, `v4()`, `backward()` give lists of cases that tests and commands run alike.
 
 from dsv4 import suites
 for result in suites.run_cases(suites.seeds(), suites.Where("cpu").resolve(), seed=1):
     print(result.case, result.ok)
 """
 
+from .backward_cases import backward
 from .case import (
     ARCHS,
     BACKENDS,
@@ -23,7 +24,7 @@ from .parallel import run_parallel
 from .seed_cases import seeds
 from .v4_cases import v4
 
-SUITES = {"seeds": seeds, "fmha": fmha, "v4": v4}
+SUITES = {"seeds": seeds, "fmha": fmha, "v4": v4, "backward": backward}
 
 
 def select(suite: str = "all", match: str = "", head_dim: int | None = None) -> list[Case]:
@@ -37,5 +38,5 @@ def select(suite: str = "all", match: str = "", head_dim: int | None = None) -> 
 
 __all__ = [
     "ARCHS", "BACKENDS", "SUITES", "Case", "Check", "Draw", "Result", "Unavailable", "Where",
-    "fmha", "gpu_arch", "run_case", "run_cases", "run_parallel", "seeds", "select", "v4",
+    "backward", "fmha", "gpu_arch", "run_case", "run_cases", "run_parallel", "seeds", "select", "v4",
 ]  # fmt: skip
