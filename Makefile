@@ -1,5 +1,6 @@
 # make demo   the main job on this machine, whatever it has
 # make test   all tests that need no GPU and little time
+# make docs   the documentation site, into site/
 # Each does its own set-up, once: in .venv, with torch for a CPU. Where there is a GPU, make demo and make test-gpu use
 # .venv-gpu, on top of the torch that $(PYTHON) or python3 has, if that sees the GPU; else with the one of TORCH.
 # Variables: PYTHON, INDEX (another package index), TORCH (what pip installs for a GPU), TESTS, WORKERS.
@@ -20,7 +21,7 @@ GPU     := $(shell nvidia-smi -L 2>/dev/null)
 HERE    := $(if $(GPU),$(VENVGPU),$(VENV))
 # make test-engines: real vLLM on this CPU (3.5 GB, about 8 minutes to install, as long again to run).
 VENVE   := .venv-engines
-EXTRAS  := dev,hf,plot,trace
+EXTRAS  := dev,docs,hf,plot,trace
 # Neighbours stay together: a kernel that several tests launch is compiled and decoded in one worker.
 PARALLEL := -n $(WORKERS) --dist worksteal
 # One file needs no workers, which take seconds to start.
@@ -31,7 +32,7 @@ INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under other Tritons: the emulator, the Hopper kernels and those for both architectures.
 TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/dsv4/kernels/test_*.py)
 
-.PHONY: demo test test-slow test-gpu test-triton test-engines fuzz lint bench setup clean known-tests
+.PHONY: demo test test-slow test-gpu test-triton test-engines docs fuzz lint bench setup clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
@@ -55,13 +56,17 @@ test-triton: $(VENVT)/.installed
 test-engines: $(VENVE)/.installed
 	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines
 
+# The documentation, into site/; a broken link or a missing reference fails.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict --site-dir site
+
 # Mutated kernels under the checkers; make test runs 60 of them. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0
 fuzz: setup
 	$(VENV)/bin/python tests/softsm/fuzz/mutants.py $(FUZZ) --record tests/softsm/fuzz/record.json
 
 lint: setup
-	$(VENV)/bin/ruff check src tests benchmarks tutorials
+	$(VENV)/bin/ruff check src tests benchmarks tutorials docs
 	$(VENV)/bin/mypy
 
 bench: setup
@@ -70,7 +75,7 @@ bench: setup
 setup: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(VENVE) .venv-triton-* $(VENVGPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENVE) .venv-triton-* $(VENVGPU) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp per step: a step runs again only when what it depends on has changed. Byte code is left to the first import:
 # compiling all of torch and transformers takes longer than unpacking them.

@@ -30,10 +30,15 @@ EXAMPLES += [
     for document in (
         "CONTRIBUTING.md",
         "docs/attention.md",
-        "docs/softsm.md",
-        "docs/integrations.md",
+        "docs/deepseek-v4.md",
+        "docs/dense.md",
         "docs/distributed.md",
+        "docs/graphs.md",
+        "docs/install.md",
+        "docs/integrations.md",
+        "docs/softsm.md",
         "docs/training.md",
+        "docs/v4.md",
     )
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]

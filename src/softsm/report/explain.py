@@ -41,6 +41,18 @@ BITS = {
 }
 MAX_ROWS = 32  # of a picture; more is said in words
 WIDE = 8  # cells across: fits a terminal of 80 columns
+EXAMPLES = (
+    "tcgen05.ld.16x256b.x2",
+    "tcgen05.st.32x32b.x8",
+    "tcgen05.cp.32x128b.warpx4",
+    "tcgen05.mma",
+    "wgmma.mma_async.m64n16k16",
+    "mma.sync.m16n8k16.bf16",
+    "ldmatrix.x4",
+    "ldmatrix.x2.trans",
+    "descriptor 0x4000404000010040 --arch sm_100a --dtype bf16 --major k --rows 16 --k 64",
+    "idesc 0x08400490 --kind f16",
+)
 
 
 @dataclass(frozen=True)
@@ -81,18 +93,7 @@ def overview() -> RenderableType:
     for name, (sentence, _) in CODES.items():
         codes.add_row(name, sentence)
     layouts = Table("softsm explain ...", title="layouts", title_justify="left")
-    for example in (
-        "tcgen05.ld.16x256b.x2",
-        "tcgen05.st.32x32b.x8",
-        "tcgen05.cp.32x128b.warpx4",
-        "tcgen05.mma",
-        "wgmma.mma_async.m64n16k16",
-        "mma.sync.m16n8k16.bf16",
-        "ldmatrix.x4",
-        "ldmatrix.x2.trans",
-        "descriptor 0x4000404000010040 --arch sm_100a --dtype bf16 --major k --rows 16 --k 64",
-        "idesc 0x08400490 --kind f16",
-    ):
+    for example in EXAMPLES:
         layouts.add_row(example)
     return Group(codes, layouts)
 

@@ -1,0 +1,206 @@
+"""A hook of mkdocs: pages that are generated, so that each says what the code says, and links between documents.
+
+    README, DESIGN, CHANGELOG, CONTRIBUTING, tutorials/README, benchmarks/NOTES     as pages of the site
+    diagnostics/    one page per code, from what `softsm explain CODE` prints
+    layouts         pictures of `softsm explain INSTRUCTION`
+    tutorials/      the prose and the code of each chapter
+    commands        every command with its options
+    plots           tables and plots of benchmarks/results/*.json
+"""
+
+import ast
+import io
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# page of the site -> the document in the repository that it shows
+DOCUMENTS = {
+    "index.md": "README.md",
+    "design.md": "DESIGN.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "notes.md": "benchmarks/NOTES.md",
+    "tutorials/index.md": "tutorials/README.md",
+}
+FENCE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.M | re.S)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, document in DOCUMENTS.items():
+        files.append(File.generated(config, page, content=(ROOT / document).read_text()))
+    for make in (diagnostics, layouts, tutorials, commands, plots):
+        for name, content in make():
+            files.append(File.generated(config, name, content=content))
+    for path in RESULTS.iterdir():
+        if path.suffix in (".json", ".svg", ".txt"):
+            files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
+    names = [file.src_uri for file in files.documentation_pages()]
+    config.nav = filled(config.nav, names)
+    return files
+
+
+def filled(nav: Any, names: list[str]) -> Any:
+    """The navigation, with every "folder/" as the pages of that folder."""
+    if isinstance(nav, dict):
+        return {title: filled(item, names) for title, item in nav.items()}
+    if isinstance(nav, list):
+        return [filled(item, names) for item in nav]
+    inside = [name for name in names if nav.endswith("/") and name.startswith(nav)]
+    return sorted(inside, key=lambda name: (not name.endswith("index.md"), name)) or nav
+
+
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
+    """Links that are right in the repository lead to the pages of the site."""
+    here = page.file.src_uri
+    source = DOCUMENTS.get(here, f"docs/{here}")
+    pages = {document: name for name, document in DOCUMENTS.items()}
+
+    def lead(match: re.Match) -> str:
+        target, anchor = match[1], match[2] or ""
+        if "://" in target:
+            return match[0]
+        document = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        name = pages.get(document, document.removeprefix("docs/"))
+        return f"]({posixpath.relpath(name, posixpath.dirname(here) or '.')}{anchor})"
+
+    return "".join(part if part.startswith("`") else LINK.sub(lead, part) for part in FENCE.split(markdown))
+
+
+# ---- softsm --------------------------------------------------------------------------------------------------------
+
+
+def diagnostics() -> Iterator[tuple[str, str]]:
+    from softsm.museum.judge import gather
+    from softsm.report.codes import CODES
+
+    exhibits = gather()
+    rows = []
+    for code, (sentence, advice) in CODES.items():
+        rows.append(f"| [`{code}`]({code}.md) | {sentence} |")
+        shown = [x for x in exhibits.values() if any(code in codes for codes in x.bugs.values())]
+        museum = "".join(f"\n- {x.number}: {x.title}. `softsm museum --full {x.number}`" for x in shown)
+        museum = f"\n\n## In the museum\n{museum}" if museum else ""
+        yield f"diagnostics/{code}.md", f"# {code}\n\n{sentence}\n\n**Fix:** {advice}{museum}\n"
+    table = "\n".join(rows)
+    intro = "Each finding of softsm has one of these codes. `softsm explain CODE` prints the same text."
+    yield "diagnostics/index.md", f"# Diagnostics\n\n{intro}\n\n| code | meaning |\n|---|---|\n{table}\n"
+
+
+def layouts() -> Iterator[tuple[str, str]]:
+    from rich.console import Console
+
+    from softsm.report.explain import EXAMPLES, Tile, explain
+
+    parts = ["# Layouts\n\nDrawn by `softsm explain` from the tables that the emulator runs on."]
+    for example in EXAMPLES:
+        words = example.split()
+        options = dict(zip((w.removeprefix("--") for w in words[2::2]), words[3::2]))
+        tile = Tile(**{name: int(x) if name in ("rows", "k") else x for name, x in options.items()})
+        console = Console(file=io.StringIO(), width=100)
+        console.print(explain(words[0], words[1] if len(words) > 1 else "", tile))
+        parts.append(f"## {words[0]}\n\n```sh\nsoftsm explain {example}\n```\n\n```text\n{console.file.getvalue()}```")
+    yield "layouts.md", "\n\n".join(parts) + "\n"
+
+
+def tutorials() -> Iterator[tuple[str, str]]:
+    folder = ROOT / "tutorials"
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text()
+        prose = ast.get_docstring(ast.parse(text)) or ""
+        if path.name in ("read.py", "ladder.py"):
+            continue
+        code = text.split('"""', 2)[2].strip()
+        run = f"read.py {int(path.name[:2])}" if path.name[0].isdigit() else path.name
+        title = "" if prose.startswith("# ") else "# Serving, step by step\n\n"
+        shell = f"```sh\npython tutorials/{run}\n```"
+        yield f"tutorials/{path.stem}.md", f"{title}{prose}\n\n{shell}\n\n## The code\n\n```python\n{code}\n```\n"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Names, arguments and options, as the two programs know them."""
+    from typer.main import get_command
+
+    from dsv4.cli import app as dsv4
+    from softsm.cli import app as softsm
+
+    parts = ["# Commands\n\nAlso `pytest --softsm`: see [Reports and commands](reports.md)."]
+    for program, app in (("dsv4", dsv4), ("softsm", softsm)):
+        parts.append(f"## {program}")
+        for name, command in get_command(app).commands.items():
+            about = re.sub(r"\s*\n\s*", " ", (command.help or "").strip())
+            rows = []
+            for parameter in command.params:
+                if parameter.name == "help":
+                    continue
+                option = parameter.param_type_name == "option"
+                shown = ", ".join(f"`{x}`" for x in parameter.opts) if option else f"`{parameter.name.upper()}`"
+                default = parameter.default
+                given = option and default not in (None, False, "", ()) and not callable(default)
+                rows.append(f"| {shown} | {cell(parameter.help or '')} | {f'`{default}`' if given else ''} |")
+            table = "| | | default |\n|---|---|---|\n" + "\n".join(rows)
+            parts.append(f"### {program} {name}\n\n{about}" + (f"\n\n{table}" if rows else ""))
+    yield "commands.md", "\n\n".join(parts) + "\n"
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# ---- benchmarks ----------------------------------------------------------------------------------------------------
+
+
+def plots() -> Iterator[tuple[str, str]]:
+    """Every record of `dsv4 bench --json`, as its own command would print and draw it."""
+    from dsv4.commands import bench
+
+    parts = [
+        "# Plots and tables",
+        "From `benchmarks/results`. Every row compares calls of one run on one GPU. 1.00x is as fast as the best peer; "
+        "less is slower.",
+    ]
+    for path in sorted(RESULTS.glob("*.json")):
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict) or "ceilings" not in record:
+            continue
+        name = f"plots/{path.stem}.svg"
+        yield name, drawn(lambda file, record=record: bench.draw(record, file))
+        parts.append(f"## {path.stem}\n\n`dsv4 bench --from benchmarks/results/{path.name}` prints this table.")
+        parts.append(f"![Speed relative to the best peer]({name})\n\n{bench.markdown(record)}")
+    parts.append(gradients())
+    yield "plots.md", "\n\n".join(parts) + "\n"
+
+
+def gradients() -> str:
+    """The timed cases of benchmarks/backward.py: ours, and the best of torch in the same process."""
+    rows = []
+    for case in json.loads((RESULTS / "backward-h200.json").read_text()):
+        if "TFLOP/s" not in case:
+            continue
+        peers = {name: case.get(f"{name} TFLOP/s") for name in ("cudnn", "flash", "efficient")}
+        peers = {name: speed for name, speed in peers.items() if isinstance(speed, float)}
+        best = max(peers, key=peers.__getitem__, default=None)
+        theirs = f"{best}, {peers[best]:.0f} | {case['TFLOP/s'] / peers[best]:.2f}x" if best else "| "
+        rows.append(f"| {case['case']} | {case['ms']:.2f} | {case['TFLOP/s']:.0f} | {theirs} |")
+    head = "| case | ms | TFLOP/s | torch's best, TFLOP/s | speed |\n|---|---|---|---|---|\n"
+    about = "`python benchmarks/backward.py`; (batch, heads, length, head dim), bf16."
+    return f"## Gradients\n\n{about}\n\n{head}" + "\n".join(rows)
+
+
+def drawn(draw: Callable[[Any], None]) -> str:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "dsv4", "savefig.format": "svg"}):
+        file = io.StringIO()
+        draw(file)
+    return file.getvalue()

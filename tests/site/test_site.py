@@ -1,0 +1,96 @@
+"""The documentation site: it builds without a warning, has a page for everything, and works in a browser."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import browser
+import pytest
+
+from softsm.report.codes import CODES
+
+ROOT = Path(__file__).parents[2]
+PHONE = 390  # pixels
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site: what `make docs` has just built (DSV4_SITE), else built here, in the same way."""
+    if built := os.environ.get("DSV4_SITE"):
+        return ROOT / built
+    if importlib.util.find_spec("mkdocs") is None:
+        if os.environ.get("SOFTSM_NEEDS_CHROMIUM"):
+            pytest.fail("SOFTSM_NEEDS_CHROMIUM is set, but mkdocs is not installed")
+        pytest.skip("mkdocs is not installed (pip install -e '.[docs]')")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    with browser.chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_diagnostic_has_a_page_with_the_text_of_explain(site: Path, code: str) -> None:
+    page = (site / "diagnostics" / code / "index.html").read_text()
+    assert code in page and CODES[code][0].split(",")[0].split(":")[0] in page
+
+
+def test_generated_pages_are_there(site: Path) -> None:
+    chapters = [path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")]
+    assert len(chapters) >= 10
+    for page in ("design", "changelog", "commands", "layouts", "plots", *(f"tutorials/{name}" for name in chapters)):
+        assert (site / page / "index.html").is_file(), page
+    assert 'id="dsv4.fmha.api.fmha"' in (site / "api" / "dsv4" / "index.html").read_text()
+    assert "softmax_scale defaults to D" in (site / "api" / "dsv4" / "index.html").read_text()
+
+
+PAGES = "- install/ dense/ api/dsv4/ diagnostics/race/ layouts/ plots/ isa/ tutorials/10_roles/".replace("-", "")
+
+
+@pytest.mark.parametrize("page", PAGES.split(" "))
+def test_no_page_complains_or_is_wider_than_a_phone(tab: browser.Browser, address: str, page: str) -> None:
+    tab.open(f"{address}/{page}", width=PHONE)
+    assert tab.value("document.querySelector('h1').innerText")
+    assert tab.value("document.documentElement.scrollWidth") <= PHONE
+    assert not tab.complaints
+
+
+@pytest.mark.parametrize(("words", "leads_to"), [("deadlock", "diagnostics/deadlock/"), ("warmup", "graphs/")])
+def test_search_finds(tab: browser.Browser, address: str, words: str, leads_to: str) -> None:
+    tab.open(f"{address}/")
+    tab.value(
+        "box = document.querySelector('[data-md-component=search-query]'); box.focus();"
+        f"box.value = {words!r}; box.dispatchEvent(new Event('keyup', {{bubbles: true}})); 0"
+    )
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    found = tab.until(f"({links}).length && {links}")
+    assert any(f"{address}/{leads_to}" in link for link in found), found
+    assert not tab.complaints
