@@ -87,8 +87,9 @@ def mma() -> float:
     shape = tcgen05.decode_instruction(0x08400490, "f16", 1, False)  # bf16 x bf16 -> f32, M 128, N 256, both K-major
     cta = SimpleNamespace(shared=np.zeros(1 << 17, np.uint8), tmem=TensorMemory())
     product = tcgen05.Product(shape, False, False, 0, 0, descriptor(1024), 0, descriptor(1024 + 128 * 128), add=True)
-    tcgen05.perform(product, [cta])  # compile
-    return seconds(lambda: [tcgen05.perform(product, [cta]) for _ in range(20)]) / 20
+    plan = tcgen05.plan_of(product)  # once for each instruction and its operands
+    tcgen05.multiply(product, plan, [cta])  # compile
+    return seconds(lambda: [tcgen05.multiply(product, plan, [cta]) for _ in range(20)]) / 20
 
 
 def attention() -> tuple[float, float]:

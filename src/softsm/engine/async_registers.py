@@ -63,7 +63,7 @@ class AsyncRegisters:
                 continue
             from softsm.isa.wgmma import do_settle
 
-            self.insert_macro(start, do_settle, rows=row_set(number for _, number in used), move=move)
+            self.insert_macro(start, do_settle, rows=row_set(number for _, number in used), move=move, known={})
             for settled in used & self.wgmma_busy.keys():
                 self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 

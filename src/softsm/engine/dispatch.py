@@ -258,6 +258,7 @@ def runner(lane_operation: int):
 
     def run(S, pc, mask, stop, quantum, multi):
         status = native_run(lane_operation, cold, S, pc, mask, stop, quantum, multi, where)
-        return (status, *local)
+        pc, mask, lanes, steps = local
+        return status, pc, mask, lanes, steps
 
     return run

@@ -20,6 +20,7 @@ from softsm.errors import Fault, StepBudget
 
 QUANTUM = 20_000
 TURN = 512
+NEVER = 1 << 30  # a pc that no program reaches
 
 
 class Fragment:
@@ -294,15 +295,21 @@ class Machine:
         run_code, p, checker = self.run_code, self.program, self.checker
         self.current = warp
         while True:
-            fragment, stop = self.choose(warp)
-            if fragment is None:
-                return
+            fragments = warp.fragments
+            multi = len(fragments) > 1
+            if len(fragments) != 1:
+                fragment, stop = self.choose(warp)
+                if fragment is None:
+                    return
+            else:
+                fragment, stop = fragments[0], NEVER
+                if fragment.blocked is not None or fragment.parked:
+                    return
             warp.fragment = fragment
-            multi = len(warp.fragments) > 1
             status, pc, mask, lanes, steps = run_code(warp.state, fragment.pc, fragment.mask, stop, quantum, multi)
             self.steps += steps
             quantum -= steps
-            fragment.pc, warp.pc = pc, pc
+            fragment.pc = warp.pc = pc
             if checker is not None and checker.memory.races[0]:
                 checker.findings.collect(warp)
             if multi:
@@ -369,11 +376,8 @@ class Machine:
         return False
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
-        """The fragment to run next, and the pc at which it meets another one."""
+        """Of several fragments the one to run next, and the pc at which it meets another one."""
         fragments = warp.fragments
-        if len(fragments) == 1:
-            f = fragments[0]
-            return (None, 0) if f.blocked is not None or f.parked else (f, 1 << 30)
         # The lowest pc first, so that fragments meet; but one that spins must let the others go on.
         able = [f for f in fragments if f.blocked is None and not f.parked]
         chosen = min(able, key=lambda f: (f.steps // TURN, f.pc), default=None)
@@ -386,7 +390,7 @@ class Machine:
                 raise warp.fault("divergent", "the warp cannot converge for an .aligned or .sync instruction: "
                                  f"{others}")
             return None, 0
-        stop = min((f.pc for f in fragments if f.pc > chosen.pc), default=1 << 30)
+        stop = min((f.pc for f in fragments if f.pc > chosen.pc), default=NEVER)
         return chosen, stop
 
     def merge(self, warp: Warp) -> None:

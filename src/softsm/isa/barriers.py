@@ -90,6 +90,9 @@ class NamedBarrier(Arrivals):
         self.count = count
         if self.clock is not None:
             self.clock.gather()
+        if mask == w.alive and w.index not in self.partial:
+            self.counted(w)
+            return
         self.partial[w.index] = self.partial.get(w.index, 0) | mask
         self.whole_warp(w)
 
@@ -98,6 +101,9 @@ class NamedBarrier(Arrivals):
         if w.alive & ~self.partial.get(w.index, 0):
             return
         del self.partial[w.index]
+        self.counted(w)
+
+    def counted(self, w) -> None:
         self.arrived += 32
         if self.arrived > self.expected():
             raise w.fault(
@@ -147,7 +153,7 @@ class Later:
 
 def first(w, row: int, mask: int) -> int:
     """The value of a register in the lowest lane of the mask."""
-    return int(w.R[row, (mask & -mask).bit_length() - 1])
+    return w.R.item(row, (mask & -mask).bit_length() - 1)
 
 
 def named_barrier(w, row: int, mask: int) -> NamedBarrier:

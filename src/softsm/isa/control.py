@@ -10,6 +10,7 @@ import struct
 from softsm.engine import program as pg
 from softsm.engine.scheduler import Fragment
 from softsm.errors import Fault
+from softsm.isa.mbarriers import uniform
 from softsm.isa.registry import lowers
 from softsm.ptx.ast import Call, Imm, Reg, Symbol
 
@@ -40,6 +41,9 @@ def do_brx(w, mask, o):
     """Jump to table[index]; lanes with different indices part."""
     f, program = w.fragment, w.machine.program
     table = program.branch_tables[o.table]
+    index = uniform(w.R[o.index])
+    if index is not None and mask == f.mask and index < len(table):
+        return table[index]
     parts: dict[int, int] = {}
     for lane in range(32):
         if mask >> lane & 1:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from softsm import formats
+from softsm.engine import program as pg
 from softsm.isa.mbarriers import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
+from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import exactly, finish, rows_index, take
 from softsm.isa.typed import needs_target
 
@@ -81,10 +83,24 @@ def lower_ldmatrix(asm, ins) -> None:
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
-              source=source)  # fmt: skip
+              source=source, numbers=np.array(rows))  # fmt: skip
+
+
+def moved(w, o, store: bool) -> bool:
+    """The usual case: 8x8 matrices, shared addresses of the own CTA, nobody to tell. False when it is another one, or
+    wrong."""
+    row, generic = o.place
+    cta = w.cta
+    if generic or o.shape != "m8n8" or cta.machine.checker is not None:
+        return False
+    halves = cta.shared[: cta.shared.size & ~15].view(np.uint16)
+    moves = kernels().matrices
+    return not moves(w.R, row, o.numbers, o.trans, store, halves, cta.shared_base, pg.SHARED_START)
 
 
 def do_ldmatrix(w, mask, o):
+    if moved(w, o, False):
+        return
     per = 16 if o.shape == "m16n16" else 8
     cta, offsets = row_addresses(w, o.place, per * o.count, "ldmatrix")
     data = load_rows(cta, offsets)
@@ -118,10 +134,14 @@ def lower_stmatrix(asm, ins) -> None:
     rows = asm.vector_rows(ins.operands[1], "u")
     if len(rows) != count:
         raise asm.error(f"expected {count} source registers, got {len(rows)}")
-    asm.macro(do_stmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans)
+    asm.macro(do_stmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
+              numbers=np.array(rows))  # fmt: skip
 
 
 def do_stmatrix(w, mask, o):
+    if moved(w, o, True):
+        w.machine.writes += 1
+        return
     cta, offsets = row_addresses(w, o.place, 8 * o.count, "stmatrix")
     registers = np.ascontiguousarray(w.R[o.rows])
     if o.shape == "m8n8":

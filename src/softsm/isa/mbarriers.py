@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import numpy as np
+
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
@@ -36,7 +38,9 @@ class Issuer:
     __slots__ = ("ctaid", "line", "warp", "what")
 
     def __init__(self, w, what: str = ""):
-        self.ctaid, self.warp, self.line, self.what = w.cta.ctaid, w.index, w.line(), what
+        cta = w.cta
+        self.ctaid, self.warp, self.what = cta.ctaid, w.index, what
+        self.line = cta.machine.program.instructions[w.pc].line
 
     def __str__(self) -> str:
         return f"{self.what + ' of ' if self.what else ''}warp {self.warp} of CTA {self.ctaid}, PTX line {self.line}"
@@ -49,7 +53,14 @@ def lanes(mask: int) -> list[int]:
 
 
 def set_predicate(w, row: int, mask: int, bits: int) -> None:
-    w.P[row] = (int(w.P[row]) & ~mask) | (bits & mask)
+    w.P[row] = (w.P.item(row) & ~mask) | (bits & mask)
+
+
+def uniform(values: np.ndarray) -> int | None:
+    """The value of a register that all 32 lanes, active or not, agree on; else None."""
+    data = values.tobytes()
+    first = data[: len(data) // 32]
+    return int.from_bytes(first, "little") if data == first * 32 else None
 
 
 # -- shared addresses as macro-operations see them ---------------------------------------------------------------------
@@ -65,8 +76,8 @@ def shared_address(w, place: tuple[int, bool], lane: int) -> int:
     """The 32-bit shared::cluster address one lane gives."""
     row, generic = place
     if not generic:
-        return int(w.R[row, lane])
-    address = int(w.Q[row, lane])
+        return w.R.item(row, lane)
+    address = w.Q.item(row, lane)
     if not pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
         raise w.fault("out-of-bounds", f"generic address {address:#x} of lane {lane} is not in shared memory")
     return address - pg.SHARED_WINDOW
@@ -92,10 +103,13 @@ def shared_bytes(w, address: int, size: int, what: str, align: int = 16):
 
 
 def barrier_at(w, address: int) -> Mbarrier:
-    cta, offset = located(w, w.cta.resolve_shared, address)
+    cta = w.cta
+    offset = address - cta.shared_base
+    if offset >> pg.RANK_SHIFT:  # a peer's
+        cta, offset = located(w, cta.resolve_shared, address)
     barrier = cta.barriers.get(offset)
-    if barrier is not None and w.machine.checker is not None:
-        w.machine.checker.barriers.uses_barrier(w, barrier)
+    if barrier is not None and cta.machine.checker is not None:
+        cta.machine.checker.barriers.uses_barrier(w, barrier)
     if barrier is None:
         shared_bytes(w, address, 8, "mbarrier", 8)
         raise w.fault(
@@ -300,7 +314,7 @@ def do_arrive(w, mask, o):
             located(w, barrier_at(w, address).check_arrivals, count, who)
     for lane in on:
         barrier = arrived_at(w, shared_address(w, o.at, lane))
-        count = 1 if o.count is None else int(w.R[o.count, lane])
+        count = 1 if o.count is None else w.R.item(o.count, lane)
         how = dict(drop=o.drop, relaxed=o.relaxed, scope=o.scope)
         try:
             if o.tx is not None:
@@ -315,8 +329,10 @@ def do_arrive(w, mask, o):
 
 def _together(w, on: list[int], o) -> dict[int, int]:
     """Address of each barrier -> arrivals of these lanes on it."""
-    if o.count is None and not o.at[1] and (w.R[o.at[0]] == w.R[o.at[0], 0]).all():
-        return {int(w.R[o.at[0], 0]): len(on)}
+    if o.count is None and not o.at[1]:
+        address = uniform(w.R[o.at[0]])
+        if address is not None:
+            return {address: len(on)}
     total: dict[int, int] = {}
     for lane in on:
         address = shared_address(w, o.at, lane)
@@ -348,13 +364,13 @@ class Waiting:
 
 def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
     """Lanes whose phase is over, and the barrier the others wait on (None when there are several)."""
-    on = lanes(mask)
+    one = mask if mask & (mask - 1) == 0 or _uniform(w, o) else 0  # then one lane speaks for all
+    on = lanes(mask & -mask if one else mask)
     bits, waits = 0, set()
     known: dict[tuple[int, int], bool] = {}
-    whole = len(on) > 1 and _uniform(w, o)  # then the first lane speaks for all
-    for lane in on[:1] if whole else on:
-        address = shared_address(w, o.at, lane)
-        what = int(w.R[o.what, lane]) if o.parity else int(w.Q[o.what, lane])
+    phases = w.R if o.parity else w.Q
+    for lane in on:
+        address, what = shared_address(w, o.at, lane), phases.item(o.what, lane)
         passed = known.get((address, what))
         if passed is None:
             barrier = barrier_at(w, address)
@@ -362,26 +378,26 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
                 passed = barrier.passed_parity(what)
             else:
                 passed = located(w, barrier.passed_token, what)
-            known[address, what] = passed
             if not passed:
                 waits.add(barrier)
-            elif w.machine.checker is not None:
+            elif w.cta.machine.checker is not None:
                 barrier.waited = barrier.phase - 1
-                if o.relaxed:
-                    w.machine.checker.order.waits_relaxed(w, barrier, o.scope)
-                else:
-                    w.machine.checker.order.acquire(w, barrier, o.scope)
+                order = w.cta.machine.checker.order
+                (order.waits_relaxed if o.relaxed else order.acquire)(w, barrier, o.scope)
+            if one:
+                return (mask, None) if passed else (0, barrier)
+            known[address, what] = passed
         if passed:
-            bits |= mask if whole else 1 << lane
+            bits |= 1 << lane
     return bits, waits.pop() if len(waits) == 1 else None
 
 
 def _uniform(w, o) -> bool:
     """Do all lanes, active or not, name the same barrier and phase?"""
     row, generic = o.at
-    at = (w.Q if generic else w.R)[row]
-    what = (w.R if o.parity else w.Q)[o.what]
-    return bool((at == at[0]).all() and (what == what[0]).all())
+    if uniform((w.Q if generic else w.R)[row]) is None:
+        return False
+    return uniform((w.R if o.parity else w.Q)[o.what]) is not None
 
 
 def do_test(w, mask, o):
@@ -396,8 +412,8 @@ def do_wait(w, mask, o):
     bits, barrier = _answers(w, mask, o)
     fragment = w.fragment
     if not bits and barrier is not None and not fragment.timed_out:
-        lane = lanes(mask)[0]
-        return Blocked(barrier, Waiting(barrier, int(w.R[o.what, lane]) if o.parity else None), limited=True)
+        lane = (mask & -mask).bit_length() - 1
+        return Blocked(barrier, Waiting(barrier, w.R.item(o.what, lane) if o.parity else None), limited=True)
     fragment.timed_out = False
     set_predicate(w, o.dst, mask, bits)
     return None if bits == mask else POLLED

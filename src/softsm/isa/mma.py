@@ -120,7 +120,7 @@ def register_counts(m: int, k: int, d: str, a: str, c: str) -> tuple[int, int, i
 
 def kernel_table(name: str) -> np.ndarray:
     """float32 bits of every code; empty for the formats that are plain upper bits of a float32."""
-    return np.zeros(0, np.uint32) if name in ("bf16", "tf32") else tensor_core.table_bits(name)
+    return tensor_core.decoding(name)
 
 
 def do_float(w, mask, o):

@@ -8,6 +8,7 @@ row i in lane i % 32 of column i / 32, copied to all four lane quarters.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
 from softsm.isa.mbarriers import lanes, located
-from softsm.isa.tensor_product import multiply_add
+from softsm.isa.tensor_product import multiply_add, multiply_into
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
@@ -30,6 +31,7 @@ from softsm.ptx.ast import Address, Imm, Vector
 FP4 = ("mxf4", "mxf4nvf4")
 A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
 IDENTITY = np.arange(128)
+KNOWN_PRODUCTS = 4096  # decoded operands that one instruction keeps
 
 
 class Product(NamedTuple):
@@ -155,9 +157,74 @@ def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
     return a
 
 
+class Plan(NamedTuple):
+    """How the usual product is done: f32 sums of elements of 8 bits and more, without scale factors."""
+
+    a: tensor_core.Tile | None  # None: in tensor memory
+    b: tensor_core.Tile
+    lanes: LanePlan
+    quarters: np.ndarray  # of the lanes, without those whose output is disabled; [CTAs * 4, 3]
+    keep: float
+    whole: bool  # does A fill all lanes?
+
+
+def plan_of(p: Product) -> Plan | None:
+    """None for the other products."""
+    s = p.shape
+    if s.d != "f32" or s.scale or p.zero_mask or s.negate or min(formats.BITS[s.a], formats.BITS[s.b]) < 8:
+        return None
+    lanes_of = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    members = 2 if p.pair else 1
+    quarters = np.tile(lanes_of.quarters, (members, 1))
+    if any(p.skipped):
+        quarters[:, 0] &= ~np.array(p.skipped, np.int64)
+    a = None
+    if p.a is not None:
+        a = tensor_core.tile(p.a, s.a_k_major, rows_of(p), s.k, s.a, lanes_of.lanes, True)
+    b = tensor_core.tile(p.b, s.b_k_major, s.n // members, s.k, s.b, np.arange(s.k), False)
+    whole = bool((lanes_of.rows >= 0).all())
+    return Plan(a, b, lanes_of, quarters, 2.0**-p.scale_exponent if p.add else 0.0, whole)
+
+
+def check_tiles(p: Product, cta) -> None:
+    """Do the operands lie within the CTA's shared memory?"""
+    s = p.shape
+    for name, descriptor, k_major, rows, element in (("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
+                                                     ("A", p.a, s.a_k_major, rows_of(p), s.a)):  # fmt: skip
+        if descriptor is not None:
+            what, per = f"operand {name} of tcgen05.mma", tensor_core.chunk_elements(element)
+            size = (rows, s.k // per) if k_major else (s.k, -(-rows // per))
+            swizzle.locate(cta.shared, pg.SHARED_START, descriptor, k_major, *size, what)
+
+
+def multiply(p: Product, plan: Plan, ctas: list) -> None:
+    """The product by its plan; its operands have been checked to lie in shared memory."""
+    s = p.shape
+    own = s.n // len(ctas)
+    b = np.empty((-(-own // 16) * 16 * len(ctas), s.k), np.uint32)  # MN-major chunks may reach past the last row
+    for i, cta in enumerate(ctas):
+        plan.b.read(cta.shared, b[own * i :])
+    for i, cta in enumerate(ctas):
+        tmem = cta.tmem
+        if plan.a is None:
+            a = tensor_core.tensor_lanes(tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a)
+        else:
+            a = (np.empty if plan.whole else np.zeros)((s.k, 128), np.uint32)
+            plan.a.read(cta.shared, a)
+            if plan.lanes.copies:
+                a[:] = a[:, plan.lanes.lanes[plan.lanes.rows]]
+        multiply_into(tmem.address, 4 * p.column, plan.quarters[4 * i : 4 * i + 4], a, b, plan.keep)
+
+
 def perform(p: Product, ctas: list) -> None:
     """The whole product: read the operands, multiply, update D in every CTA."""
     s = p.shape
+    plan = plan_of(p)
+    if plan is not None:
+        for cta in ctas:
+            check_tiles(p, cta)
+        multiply(p, plan, ctas)
+        return
     b_all = operand_b(p, ctas)
     plan = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
     for index, cta in enumerate(ctas):
@@ -270,7 +337,8 @@ def lower_mma(asm, ins, modifiers) -> None:
     if rest:
         raise asm.error("too many operands")
     isa.settle(asm)
-    asm.macro(do_mma, ins, **o)
+    rare = block or ws or o["scale_input"] is not None or bool(o["skipped"])
+    asm.macro(do_mma, ins, rare=rare, known={}, **o)
 
 
 def do_mma(w, mask, o):
@@ -282,26 +350,43 @@ def do_mma(w, mask, o):
 def start(w, thread: int, ctas: list, o) -> None:
     """Decode and check one thread's operands, and issue the product."""
     r, q = w.R, w.Q
-    work = prepare(
-        o.kind, o.group, o.ws, o.blocks, int(r[o.idesc, thread]), int(r[o.d, thread]), o.a_tensor,
-        int(r[o.a, thread]) if o.a_tensor else int(q[o.a, thread]), int(q[o.b, thread]),
-        tuple(int(r[row, thread]) & 0xFFFF for row in o.scales) if o.scales else (0, 0),
-        bool(int(w.P[o.add]) >> thread & 1),
-        0 if o.scale_input is None else int(r[o.scale_input, thread]) & 15,
-        tuple(int(r[row, thread]) for row in o.skipped),
-        0 if o.zero_mask is None else int(q[o.zero_mask, thread]),
-    )  # fmt: skip
+    a = r.item(o.a, thread) if o.a_tensor else q.item(o.a, thread)
+    add = w.P.item(o.add) >> thread & 1
+    key = r.item(o.idesc, thread), r.item(o.d, thread), a, q.item(o.b, thread), add
+    if o.rare:
+        key += rare_operands(w, thread, o)
+    work = o.known.get(key)
+    if work is None:
+        if len(o.known) > KNOWN_PRODUCTS:
+            o.known.clear()
+        work = o.known[key] = prepare(o, *key)
     reads, writes = regions(work, ctas)
-    effects = functools.partial(perform, work.product, ctas)
-    checker = w.machine.checker
+    product = work.product
+    if work.plan is not None:
+        effects = functools.partial(multiply, product, work.plan, ctas)
+    else:
+        effects = functools.partial(perform, product, ctas)
+    checker = w.cta.machine.checker
     if checker is not None:
-        reads, writes = checked_regions(work.product, reads, writes)
+        reads, writes = checked_regions(work, ctas)
         if checker.products is not None:
-            effects = functools.partial(checker.products.perform, w, thread, work.product, ctas, effects)
+            effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
     tensor_copy.issue(w, thread, "tcgen05.mma", work.footprint, effects, reads=reads, writes=writes)
 
 
-class Work(NamedTuple):
+def rare_operands(w, thread: int, o) -> tuple:
+    """Columns of scale factors, the exponent that scales D, disabled lanes, the zero-column mask."""
+    r = w.R
+    return (
+        tuple(r.item(row, thread) & 0xFFFF for row in o.scales) if o.scales else (0, 0),
+        0 if o.scale_input is None else r.item(o.scale_input, thread) & 15,
+        tuple(r.item(row, thread) for row in o.skipped),
+        0 if o.zero_mask is None else w.Q.item(o.zero_mask, thread),
+    )
+
+
+@dataclass(slots=True)
+class Work:
     """A product and what it touches in each CTA."""
 
     product: Product
@@ -309,15 +394,17 @@ class Work(NamedTuple):
     shared_reads: tuple[tuple[int, int, str], ...]  # addresses, and the operand in words
     lanes: int  # of D
     footprint: tensor_copy.Footprint
+    plan: Plan | None
+    spans: tuple[np.ndarray, ...] | None = None  # see `operand_spans`, when races are checked
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def prepare(
-    kind: str, group: int, ws: bool, blocks: int, idesc: int, d: int, a_tensor: bool, a: int, b: int,
-    scale_columns: tuple[int, int], add: bool, scale_exponent: int, skipped: tuple[int, ...], zero_mask: int,
+    o, idesc: int, d: int, a: int, b: int, add: int, scale_columns: tuple[int, int] = (0, 0), scale_exponent: int = 0,
+    skipped: tuple[int, ...] = (), zero_mask: int = 0,
 ) -> Work:  # fmt: skip
     """Everything about a product that follows from its operands alone; a loop repeats the same few."""
-    shape = decode_instruction(idesc, kind, group, ws)
+    group, ws, a_tensor = o.group, o.ws, o.a_tensor
+    shape = decode_instruction(idesc, o.kind, group, ws)
     lane, column = d >> 16, d & 0xFFFF
     rows = shape.m // group
     half = rows == 64 and group == 1 and not ws  # layout F: the lower or the upper 16 of each 32 lanes
@@ -337,8 +424,8 @@ def prepare(
     b_desc = swizzle.decode(b, True)
     check_major(b_desc, shape.b, shape.b_k_major, "B")
     p = Product(
-        shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, add, scale_exponent, skipped, scale_columns,
-        blocks, zero_mask,
+        shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, bool(add), scale_exponent, skipped,
+        scale_columns, o.blocks, zero_mask,
     )  # fmt: skip
     lanes_of_d = accumulator_lanes(p)
     tensor_reads = [] if a_desc is not None else [(a_column, a_column + A_COLUMNS, lanes_of_d)]
@@ -355,7 +442,7 @@ def prepare(
         tuple(x[:2] for x in tensor_reads),
         ((column, column + wide),),
     )
-    return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint)
+    return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint, plan_of(p))
 
 
 def shared_span(
@@ -394,18 +481,23 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
     return tuple(reads), tuple(writes)
 
 
-def checked_regions(p: Product, reads: tuple, writes: tuple) -> tuple[tuple, tuple]:
+def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
     """For the checkers: exactly the bytes of shared memory that are touched, the type A is read as, and whether D is
     read."""
-    exact = [x for x in reads if x[0] == "tmem"]
-    if p.a is None:
-        exact = [(*x, p.shape.a) if x[2] == p.a_column and x[4] == accumulator_lanes(p) else x for x in exact]
-    for cta in dict.fromkeys(x[1] for x in writes):
-        exact += [("spans", cta, table) for table in operand_spans(p)]
-    return tuple(exact), tuple((*x, f"accumulate {p.shape.d}" if p.add else "") for x in writes)
+    p = work.product
+    if work.spans is None:
+        work.spans = operand_spans(p)
+    low, high = work.footprint.writes[0]
+    note = f"accumulate {p.shape.d}" if p.add else ""
+    reads: list[tuple] = []
+    for cta in ctas:
+        for first, end, groups in work.tensor_reads:
+            of_a = p.a is None and first == p.a_column and groups == work.lanes
+            reads.append(("tmem", cta, first, end, groups, *((p.shape.a,) if of_a else ())))
+    reads += [("spans", cta, table) for cta in ctas for table in work.spans]
+    return tuple(reads), tuple(("tmem", cta, low, high, work.lanes, note) for cta in ctas)
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def operand_spans(p: Product) -> tuple[np.ndarray, ...]:
     s = p.shape
     out = []

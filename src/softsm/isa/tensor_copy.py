@@ -49,9 +49,10 @@ def issue(
     w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()
 ) -> None:
     """Start an asynchronous operation of one thread."""
-    machine = w.machine
-    pending = [entry for entry in w.in_flight.tensor_ops if not entry[0].done]
-    after = tuple(op for op, _, other in pending if pipelined(other, footprint))
+    machine, pending, after = w.cta.machine, w.in_flight.tensor_ops, ()
+    if pending:
+        pending = [entry for entry in pending if not entry[0].done]
+        after = tuple(op for op, _, other in pending if pipelined(other, footprint))
     op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
     machine.issue(op)
     if not op.done:

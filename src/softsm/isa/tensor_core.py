@@ -12,7 +12,9 @@ for a warpgroup.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +47,11 @@ def table_bits(name: str) -> np.ndarray:
     return np.ascontiguousarray(formats.table(name)).view(np.uint32)
 
 
+def decoding(name: str) -> np.ndarray:
+    """The table for the compiled kernels: empty for formats whose bits are those of a float32."""
+    return _EMPTY if name in ("bf16", "tf32") else table_bits(name)
+
+
 @cache
 def _identity(count: int) -> np.ndarray:
     return np.arange(count)
@@ -55,6 +62,38 @@ def lane_rows(k: int, stride: int) -> np.ndarray:
     rows = np.zeros((k * stride + 2, 32), np.uint32)
     rows[-1] = CANONICAL_NAN
     return rows
+
+
+class Tile(NamedTuple):
+    """An operand in shared memory, with everything that follows from its descriptor and type worked out: element (row,
+    i) goes to out[i, place[row]] (by lanes) or to out[row, place[i]]."""
+
+    gather: Callable
+    word: np.dtype
+    base: int
+    index: np.ndarray
+    table: np.ndarray
+    place: np.ndarray
+    swap: int
+
+    def read(self, shared: np.ndarray, out: np.ndarray) -> None:
+        """The caller has checked that the tile lies within `shared`."""
+        view = shared[: shared.size & ~3].view(self.word)
+        self.gather(view, self.base, self.index, self.table, self.place, out, self.swap)
+
+
+def tile(
+    descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, place: np.ndarray, by_lanes: bool
+) -> Tile:
+    """For elements of 8 bits and more."""
+    per = chunk_elements(name)
+    size = (rows, k // per) if k_major else (k, -(-rows // per))
+    word = np.dtype(_WORD.get(name, np.uint8))
+    kernel = kernels()
+    gather = {2: kernel.gather16, 1: kernel.gather8, 4: kernel.gather32}[word.itemsize]
+    table = decoding(name)
+    chunks = swizzle.chunks(descriptor, k_major, *size)
+    return Tile(gather, word, (descriptor.start & ~1023) >> 4, chunks.index, table, place, int(k_major == by_lanes))
 
 
 def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_lanes, what) -> None:
@@ -73,13 +112,8 @@ def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_la
         else:
             out[:rows, place[:k]] = values
         return
-    index, base = swizzle.locate(shared, floor, descriptor, k_major, *size, what)
-    word = _WORD.get(name, np.uint8)
-    view = shared[: shared.size & ~3].view(word)
-    table = _EMPTY if name in ("bf16", "tf32") else table_bits(name)
-    kernel = kernels()
-    gather = kernel.gather16 if word is np.uint16 else kernel.gather8 if word is np.uint8 else kernel.gather32
-    gather(view, base, index, table, place, out, int(k_major == by_lanes))
+    swizzle.locate(shared, floor, descriptor, k_major, *size, what)
+    tile(descriptor, k_major, rows, k, name, place, by_lanes).read(shared, out)
 
 
 def shared_rows(
@@ -136,13 +170,7 @@ def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.n
     if name in ("f16", "bf16"):
         k = cells.shape[0] * 2
         out = lane_rows(k, 4)
-        target = out[:-2].reshape(k, 128)
-        if name == "bf16":
-            np.left_shift(cells, 16, out=target[0::2])
-            np.bitwise_and(cells, 0xFFFF0000, out=target[1::2])
-        else:
-            target[0::2] = table_bits("f16")[cells & 0xFFFF]
-            target[1::2] = table_bits("f16")[cells >> 16]
+        kernels().halves(cells, decoding(name), out)
         return out
     containers = np.ascontiguousarray(cells.T).view(np.uint8)  # [lanes, 32]
     if packed_fp4:

@@ -78,6 +78,22 @@ def gather32(shared, base, index, table, place, out, swap):
                     out[i, place[j * 4 + e]] = value
 
 
+@compiled("void(u4[:,::1], u4[::1], u4[:,::1])")
+def halves(cells, table, out):
+    """A of 16-bit elements in tensor memory, [columns, 128 lanes] with two in each cell, by lanes; `table` as above."""
+    convert = table.size > 0
+    for c in range(cells.shape[0]):
+        for lane in range(128):
+            word = cells[c, lane]
+            row, at = c * 8 + (lane >> 5), lane & 31
+            if convert:
+                out[row, at] = table[word & np.uint32(0xFFFF)]
+                out[row + 4, at] = table[word >> np.uint32(16)]
+            else:
+                out[row, at] = word << np.uint32(16)
+                out[row + 4, at] = word & np.uint32(0xFFFF0000)
+
+
 @compiled("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)")
 def fragments(matrix, stride, first, registers, rows, store):
     """Move an accumulator of 16 rows between the registers `rows` of a warp and `matrix` (uint32 [n*stride, 32], lane =
@@ -95,6 +111,52 @@ def fragments(matrix, stride, first, registers, rows, store):
                 registers[r, t] = matrix[at, lane + (t >> 2)]
             else:
                 matrix[at, lane + (t >> 2)] = registers[r, t]
+
+
+@compiled("void(u4[:,::1], i8[::1], i8, u4[::1], u4[:,::1], i8)")
+def left(registers, rows, per, table, out, first):
+    """A of 16 rows from the registers `rows` of a warp, `per` elements in each, into lanes `first`.. of out [k, lanes].
+    table: float32 bits of every code, empty for bf16 and tf32. The layout is that of isa/fragments.py."""
+    width = 32 // per
+    mask = np.uint32(0xFFFFFFFF) >> np.uint32(32 - width)
+    for i in range(rows.size):
+        r = rows[i]
+        for t in range(32):
+            word = registers[r, t]
+            lane, at = first + (t >> 2) + 8 * (i & 1), 4 * per * (i >> 1) + per * (t & 3)
+            for e in range(per):
+                code = (word >> np.uint32(width * e)) & mask
+                if table.size > 0:
+                    out[at + e, lane] = table[code]
+                elif per == 1:
+                    out[at + e, lane] = code & np.uint32(0xFFFFE000)
+                else:
+                    out[at + e, lane] = code << np.uint32(16)
+
+
+@compiled("i8(u4[:,::1], i8, i8[::1], i8, i8, u2[::1], i8, i8)")
+def matrices(registers, addresses, rows, transpose, store, shared, base, floor):
+    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: matrix i between register rows[i] and the eight lines
+    of 16 bytes that the row `addresses` names, which count from `base`. 1, and nothing done, when a line is not aligned
+    or lies outside the CTA's shared memory, which begins at `floor`."""
+    count = rows.size * 8
+    for i in range(count):
+        at = np.int64(registers[addresses, i]) - base
+        if at & 15 or at < floor or at + 16 > shared.size * 2:
+            return 1
+    for i in range(count):
+        r, line = rows[i >> 3], i & 7
+        at = (np.int64(registers[addresses, i]) - base) >> 1
+        for e in range(8):
+            thread = 4 * e + (line >> 1) if transpose else 4 * line + (e >> 1)
+            shift = np.uint32(16 * ((line if transpose else e) & 1))
+            word = registers[r, thread]
+            if store:
+                shared[at + e] = np.uint16((word >> shift) & np.uint32(0xFFFF))
+            else:
+                kept = word & ~(np.uint32(0xFFFF) << shift)
+                registers[r, thread] = kept | np.uint32(shared[at + e]) << shift
+    return 0
 
 
 @compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])")

@@ -19,6 +19,7 @@ from softsm.isa.mbarriers import (
     shared_address,
     shared_bytes,
     shared_operand,
+    uniform,
 )
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
@@ -111,8 +112,10 @@ def group_ctas(w, group: int) -> list:
 def same_address(w, mask: int, row: int, what: str) -> int:
     """The one tensor-memory address of a collective instruction."""
     values = w.R[row]
-    address = int(values[first_lane(mask)])
-    if mask == pg.ALL and not (values == address).all():
+    if mask != pg.ALL:
+        return values.item(first_lane(mask))
+    address = uniform(values)
+    if address is None:
         raise w.fault(
             "tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses"
         )
@@ -267,7 +270,7 @@ def lower_ld(asm, ins, modifiers) -> None:
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     settle(asm)
-    asm.macro(do_ld, ins, address=row, rows=rows_index(rows), split=split, **access)
+    asm.macro(do_ld, ins, address=row, rows=rows_index(rows), split=split, note="", **access)
     asm.tmem_flush = flush_tmem_loads
     asm.tmem_pending.update(("R", r) for r in rows)
 
@@ -293,11 +296,11 @@ def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
     address = same_address(w, mask, o.address, what)
     lane, column = address >> 16, address & 0xFFFF
     width = located(w, check_access, w, o, lane, column, what)
-    regions = [("tmem", w.cta, column, column + width, lane_groups(lane, 32 if o.shape == "32x32b" else 16))]
-    if o.shape == "16x32bx2":
-        second, at = lane + (o.split >> 16), column + (o.split & 0xFFFF)
-        regions.append(("tmem", w.cta, at, at + width, lane_groups(second, 16)))
-    return lane, column, tuple(regions)
+    first = ("tmem", w.cta, column, column + width, lane_groups(lane, 32 if o.shape == "32x32b" else 16), o.note)
+    if o.shape != "16x32bx2":
+        return lane, column, (first,)
+    second, at = lane + (o.split >> 16), column + (o.split & 0xFFFF)
+    return lane, column, (first, ("tmem", w.cta, at, at + width, lane_groups(second, 16), o.note))
 
 
 def lane_groups(lane: int, count: int) -> int:
@@ -308,7 +311,8 @@ def lane_groups(lane: int, count: int) -> int:
 def check_access(w, o, lane: int, column: int, what: str) -> int:
     """Columns the access covers, after its checks."""
     tmem = w.cta.tmem
-    tm.check_lanes(w.index, lane, o.shape, what)
+    if lane != 32 * (w.index % 4):
+        tm.check_lanes(w.index, lane, o.shape, what)
     if column % tm.ALIGNMENT[o.shape]:
         raise Fault(
             "misaligned",
@@ -340,7 +344,6 @@ def do_ld(w, mask, o):
 
 def do_st(w, mask, o):
     lane, column, regions = locate(w, mask, o, "tcgen05.st")
-    regions = tuple((*region, o.note) for region in regions)
     cells = w.cta.tmem.cells
     values = w.R[o.rows].copy()  # registers are read when the instruction is issued
 

@@ -93,6 +93,16 @@ def _native():
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(address)
 
 
+def multiply_into(cells: int, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
+    """As `multiply_add`, with the address of the cells, and nothing checked."""
+    at = _address
+    _native()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
 def multiply_add(cells: np.ndarray, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
     """D = A*B + keep*D; keep = 0 does not read D. cells: uint32 [rows, 32]. plan, int64: plan[q] = (lane mask, first n,
     count of n) of the 32 lanes q; they are rows row + q + stride*i of cells for column i of D, with as many blocks q as

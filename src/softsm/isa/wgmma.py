@@ -12,6 +12,7 @@ v%2.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from softsm.ptx.ast import Imm, Vector
 from softsm.report.diagnostics import Diagnostic
 
 ROWS = np.arange(64)
-BOTH = np.array([[pg.ALL, 0, 0], [pg.ALL, 0, 0]], np.int64)  # all lanes of both halves; columns are filled in
+KNOWN_GROUPS = 4096  # chains of products that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
 
 
@@ -64,6 +65,11 @@ class Part(NamedTuple):
     d_set: int  # D's registers as bits
     a_set: int  # A's, 0 where it lies in shared memory
 
+    @property
+    def key(self) -> tuple[int, int, int, bool]:
+        """What must be the same for all four warps."""
+        return self.line, self.a.raw if isinstance(self.a, Descriptor) else -1, self.b.raw, self.add
+
 
 # ---- lowering -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +84,7 @@ def lower(asm, ins) -> None:
         asm.wgmma_dirty = set()
     elif name == "commit_group":
         finish(asm, ins, modifiers, exactly(0), collective=True)
-        asm.macro(do_commit, ins)
+        asm.macro(do_commit, ins, known={})
     elif name == "wait_group":
         finish(asm, ins, modifiers, exactly(1), collective=True)
         if not isinstance(ins.operands[0], Imm) or not isinstance(ins.operands[0].value, int):
@@ -263,7 +269,7 @@ def do_commit(w, mask, o):
     state.open = []
     state.committed += 1
     if len(batch.parts) == 4:
-        located(w, start, w, group, batch)
+        located(w, start, w, group, batch, o.known)
         group.wake()
 
 
@@ -289,48 +295,94 @@ def do_wait(w, mask, o):
     return None
 
 
-def start(w, group: Warpgroup, batch: Batch) -> None:
-    """All four warps have committed: check that they mean the same products, and issue them."""
+def start(w, group: Warpgroup, batch: Batch, known: dict) -> None:
+    """All four warps have committed: check that they mean the same products, and issue them. known: chains by what the
+    instructions say."""
     columns = [batch.parts[warp.index] for warp in group.warps]
+    key, *others = (tuple([part.key for part in column]) for column in columns)
+    if any(other != key for other in others):
+        disagree(columns)
+    plans = known.get(key)
+    if plans is None:
+        if len(known) > KNOWN_GROUPS:
+            known.clear()
+        plans = known[key] = chains_of(columns[0])
+    batch.ops = []
+    batch.results = {warp.index: [] for warp in group.warps}
+    earlier = [op for b in group.batches.values() for ops in b.results.values() for op in ops if not op.done]
+    size = w.cta.shared.size
+    for plan in plans:
+        chain = list(zip(*(column[plan.first : plan.end] for column in columns)))
+        if plan.low < pg.SHARED_START or plan.high > size:
+            for parts in chain:
+                check_footprints(w.cta, parts[0])
+        earlier += issue(w, batch, chain, plan, tuple(earlier))
+
+
+def disagree(columns: list[list[Part]]) -> None:
     if len({len(x) for x in columns}) != 1:
         raise Fault(
             "wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async"
         )
-    batch.ops = []
-    chain: list[tuple[Part, ...]] = []
-    chains = [chain]
-    for parts in zip(*columns):
-        first = parts[0]
-        for x in parts[1:]:
-            shared_a = isinstance(first.a, Descriptor)
-            if x.line != first.line or x.b != first.b or x.add != first.add or (shared_a and x.a != first.a):
+    for first, *others in zip(*columns):
+        for x in others:
+            if x.key != first.key:
                 raise Fault(
                     "wgmma-operands",
                     f"warps {first.warp.index} and {x.warp.index} of the warpgroup execute different products (PTX "
                     f"lines {first.line} and {x.line}), or give different descriptors or scale-d",
                 )
-        check_footprints(w.cta, first)
-        if chain and not continues(chain[-1], parts):
-            chain = []
-            chains.append(chain)
-        chain.append(parts)
-    batch.results = {warp.index: [] for warp in group.warps}
-    earlier = [op for b in group.batches.values() for ops in b.results.values() for op in ops if not op.done]
-    for chain in chains:
-        if chain:
-            earlier += issue(w, batch, chain, tuple(earlier))
 
 
-def issue(w, batch: Batch, chain: list[tuple[Part, ...]], earlier: tuple[AsyncOp, ...]) -> list[AsyncOp]:
+class Chain(NamedTuple):
+    """Products [first, end) of a group that accumulate into the same registers, so that they are one with a longer k,
+    and what follows from their descriptors."""
+
+    first: int
+    end: int
+    k: int
+    a: tuple[tensor_core.Tile | np.ndarray, ...]  # for each product its tile, or A's registers
+    b: tuple[tensor_core.Tile, ...]
+    low: int  # of shared memory
+    high: int
+    spans: tuple[np.ndarray, ...]
+
+
+def chains_of(parts: list[Part]) -> tuple[Chain, ...]:
+    cuts = [i for i in range(len(parts)) if i == 0 or not continues(parts[i - 1], parts[i])]
+    return tuple(chain_of(parts, first, end) for first, end in zip(cuts, [*cuts[1:], len(parts)]))
+
+
+def chain_of(parts: list[Part], first: int, end: int) -> Chain:
+    a, b, spans, k = [], [], [], 0
+    low, high = 1 << 30, 0
+    for part in parts[first:end]:
+        s = part.shape
+        for source, k_major, rows, count, _ in tiles(part):
+            spans.append(swizzle.spans(source, k_major, rows, count))
+            begin, past = swizzle.footprint(source, k_major, rows, count)
+            low, high = min(low, begin), max(high, past)
+        if s.d == "f32":
+            from_shared = isinstance(part.a, Descriptor)
+            a.append(tensor_core.tile(part.a, s.a_k_major, 64, s.k, s.a, ROWS, True) if from_shared else part.a)
+            b.append(tensor_core.tile(part.b, s.b_k_major, s.n, s.k, s.b, np.arange(k, k + s.k), False))
+        k += s.k
+    return Chain(first, end, k, tuple(a), tuple(b), low, high, tuple(spans))
+
+
+def issue(
+    w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: tuple[AsyncOp, ...]
+) -> list[AsyncOp]:
     """Start one product: an operation that multiplies, and one for each warp that writes its registers. The warps wait
     each for their own, so under 'latest' a warp finds the old values until it waits itself."""
     results: list = []
     reads: tuple = ()
     if w.machine.checker is not None:
-        reads = tuple(("spans", w.cta, swizzle.spans(*t[:4])) for parts in chain for t in tiles(parts[0]))
+        reads = tuple(("spans", w.cta, spans) for spans in plan.spans)
     line = chain[0][0].line
+
     def effects() -> None:
-        results.extend(perform(chain))
+        results.extend(perform(chain, plan))
         if w.machine.checker is not None and w.machine.checker.products is not None:
             w.machine.checker.products.warpgroup(w, chain, results)
 
@@ -348,13 +400,12 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], earlier: tuple[AsyncOp
     return writes
 
 
-def continues(old: tuple[Part, ...], new: tuple[Part, ...]) -> bool:
-    """Does the product go on accumulating into the same registers, so that both can be one with a longer k?"""
-    a, b = old[0].shape, new[0].shape
+def continues(old: Part, new: Part) -> bool:
+    """Does the product go on accumulating into the same registers, so that both can be one with a longer k? All warps
+    run the same lines."""
+    a, b = old.shape, new.shape
     same = (a.n, a.d, a.negate) == (b.n, b.d, b.negate) and a.d == "f32"
-    return (
-        same and new[0].add and np.array_equal(old[0].d_rows, new[0].d_rows)
-    )  # all warps run the same lines
+    return same and new.add and np.array_equal(old.d_rows, new.d_rows)
 
 
 def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
@@ -399,38 +450,58 @@ def write_registers(part: Part, result: np.ndarray, lane: int) -> None:
         part.warp.R[part.d_rows] = fragments.accumulator_registers(result, part.shape.d)
 
 
-def perform(chain: list[tuple[Part, ...]]) -> list[np.ndarray]:
+def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
     """One product, or several that accumulate into the same registers: D for each of the four warps."""
     first = chain[0][0]
     s, cta = first.shape, first.warp.cta
-    blocks = [operand_a(parts, cta) for parts in chain]
-    a = np.concatenate([*blocks, tensor_core.lane_rows(0, 2)])
-    what = "operand B of wgmma"
-    right = [
-        tensor_core.shared_rows(
-            cta.shared, pg.SHARED_START, p[0].b, p[0].shape.b_k_major, s.n, p[0].shape.k, p[0].shape.b, what
-        )
-        for p in chain
-    ]
-    b = right[0] if len(right) == 1 else np.concatenate(right, axis=1)
+    d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
+    if s.d != "f32":
+        return perform_alone(chain[0], d)
+    kernel = kernels()
+    a = np.empty((plan.k, 64), np.uint32)
+    b = np.empty((-(-s.n // 16) * 16, plan.k), np.uint32)  # MN-major chunks may reach past the last row
+    k = 0
+    for parts, of_a, of_b in zip(chain, plan.a, plan.b):
+        shape = parts[0].shape
+        if isinstance(of_a, np.ndarray):
+            per = fragments.PER_REGISTER[shape.a]
+            table = tensor_core.decoding(shape.a)
+            for i, part in enumerate(parts):
+                kernel.left(part.warp.R, of_a, per, table, a[k : k + shape.k], 16 * i)
+        else:
+            of_a.read(cta.shared, a[k : k + shape.k])
+        of_b.read(cta.shared, b)
+        k += shape.k
+    if s.negate:
+        b ^= np.uint32(1 << 31)
+    if first.add:
+        for i, part in enumerate(chain[0]):
+            kernel.fragments(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
+    multiply_add(d, 0, both_halves(s.n), a, b.view(np.float32), 1.0 if first.add else 0.0)
+    return [d] * 4
+
+
+@cache
+def both_halves(n: int) -> np.ndarray:
+    """The plan of tensor_product for 64 rows."""
+    return np.array([[pg.ALL, 0, n], [pg.ALL, 0, n]], np.int64)
+
+
+def perform_alone(parts: tuple[Part, ...], d: np.ndarray) -> list[np.ndarray]:
+    """A product with f16 or s32 sums."""
+    s, cta = parts[0].shape, parts[0].warp.cta
+    a = np.concatenate([operand_a(parts, cta), tensor_core.lane_rows(0, 2)])
+    b = tensor_core.shared_rows(
+        cta.shared, pg.SHARED_START, parts[0].b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma"
+    )
     if s.negate:
         b = np.negative(b)
-    plan = BOTH.copy()
-    plan[:, 2] = s.n
-    d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
-    move = kernels().fragments
-    if s.d == "f32":
-        if first.add:
-            for i, part in enumerate(chain[0]):
-                move(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
-        multiply_add(d, 0, plan, a, b, 1.0 if first.add else 0.0)
-        return [d] * 4
-    multiply_add(d, 0, plan, a, b, 0.0)
+    multiply_add(d, 0, both_halves(s.n), a, b, 0.0)
     product = d.view(np.float32).reshape(s.n, 64)
     out = []
-    for i, part in enumerate(chain[0]):
+    for i, part in enumerate(parts):
         old = fragments.accumulator(part.warp.R[part.d_rows], s.d)  # uint32 [n, 16]
         out.append(
-            tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, first.add, 0, s.saturate)
+            tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, parts[0].add, 0, s.saturate)
         )
     return out

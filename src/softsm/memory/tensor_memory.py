@@ -32,13 +32,14 @@ class Allocation(NamedTuple):
 class TensorMemory(Waitable):
     """The tensor memory of one SM. Waiting on it means waiting for columns to become free (or for the peer CTA)."""
 
-    __slots__ = ("allocations", "cells", "groups", "pair_grants", "pair_requests", "relinquished")
+    __slots__ = ("address", "allocations", "cells", "groups", "pair_grants", "pair_requests", "relinquished")
 
     def __init__(self) -> None:
         super().__init__()
         raw = np.empty(COLUMNS * LANES + 16, np.uint32)
         start = -raw.ctypes.data % 64 // 4  # the compiled kernels load whole vectors
         self.cells = raw[start : start + COLUMNS * LANES].reshape(COLUMNS, LANES)  # [column, lane]
+        self.address = self.cells.ctypes.data
         self.cells[:] = POISON
         self.allocations: dict[int, Allocation] = {}  # by first column
         self.relinquished: set[int] = set()  # id(cta)
