@@ -24,7 +24,7 @@ Bits and tolerances:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,7 @@ def merge(
     shape = (*out.shape[:-3], count, out.shape[-3]) if out.ndim == 4 else tuple(out.shape[:2])
     checks.tensor("lse", lse, shape, (torch.float32,), like=("out", out), unit_last=False)
     checks.sink(sink, count, ("out", out))
+    checks.forward_only(out=out, lse=lse, sink=sink)
     if heads == "mine":
         if count % size:
             checks.fail("out", f"{count} heads", f"a multiple of {size}, the ranks, with heads='mine'")
@@ -137,14 +138,34 @@ def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) 
 
 
 def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
-    """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather."""
+    """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather.
+
+    Differentiable: a rank's part gets the sum of what every rank's whole has for it.
+    """
     _, size = _place(group)
-    pieces = _pieces(_length(x, dim), size, order)
+    _pieces(_length(x, dim), size, order)
+    if not wants_gradient(x):
+        return _unshard(x, dim, order, group)
+    from dsv4 import distributed_backward
+
+    return distributed_backward.Unshard.apply(x, dim, order, group)
+
+
+def _unshard(x: Tensor, dim: int, order: str, group: Any) -> Tensor:
+    _, size = _place(group)
     if size == 1:
-        return x
-    parts = [part.chunk(pieces, dim) for part in _gather(x, group)]
+        return x.view_as(x)
+    parts = [part.chunk(_pieces(None, size, order), dim) for part in _gather(x, group)]
     whole = {n: parts[r][p] for r in range(size) for p, n in enumerate(_numbers(r, size, order))}
     return torch.cat([whole[n] for n in range(len(whole))], dim)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record; a tangent, which nothing here carries on, is refused."""
+    if not checks.derivatives():
+        return False
+    checks.no_tangents(**{f"input {n}": x for n, x in enumerate(tensors)})
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def positions(length: int, *, order: str = "zigzag", group: Any = None, device: Any = None) -> Tensor:
@@ -186,6 +207,9 @@ def prefill(
     sequence. method="ring": keys go round the ranks while the rank computes with those it has; it holds three shards
     of keys at a time. "gather": all keys are brought together first, and each piece of queries is one fmha call. Where
     k and v are one tensor it is sent once.
+
+    Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
+    all ranks. Of sink, which all ranks have, it gets the share that its queries have in it.
     """
     rank, size = _place(group)
     left, right = checks.window(window, checks.flag("causal", causal))
@@ -195,14 +219,42 @@ def prefill(
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
     checks.sink(sink, q.shape[2], ("q", q))
+    _pieces(q.shape[1], size, order)
+    setting = Setting(left, right, softmax_scale, order, method, group, deterministic, backend)
+    if wants_gradient(q, k, v, sink):
+        from dsv4 import distributed_backward
+
+        out, lse = distributed_backward.Prefill.apply(q, k, v, sink, setting)
+    else:
+        out, lse = _attend(q, k, v, sink, setting)
+    return (out, lse) if return_lse else out
+
+
+class Setting(NamedTuple):
+    """What prefill was asked for, beside the tensors."""
+
+    left: int
+    right: int
+    softmax_scale: float | None
+    order: str
+    method: str
+    group: Any
+    deterministic: bool
+    backend: str
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setting) -> tuple[Tensor, Tensor]:
+    """prefill, its arguments checked -> out, lse."""
+    left, right, softmax_scale, order, method, group, deterministic, backend = setting
+    rank, size = _place(group)
     pieces = _pieces(q.shape[1], size, order)
     piece = q.shape[1] // pieces
     options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
     queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
     states = [State(x) for _, x in queries]
     if method == "gather":
-        whole_k = unshard(k, order=order, group=group)
-        whole_v = whole_k if v is k else unshard(v, order=order, group=group)
+        whole_k = _unshard(k, 1, order, group)
+        whole_v = whole_k if v is k else _unshard(v, 1, order, group)
         rounds: Iterable[list[tuple[int, Tensor, Tensor]]] = [[(0, whole_k, whole_v)]]
     else:
         rounds = _ring(k, v, pieces, order, group)
@@ -211,8 +263,24 @@ def prefill(
             for first, some_k, some_v in keys:
                 state.see(x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None)
     done = [state.result(q.dtype, sink if method == "ring" else None) for state in states]
-    out, lse = torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
-    return (out, lse) if return_lse else out
+    return torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
+
+
+def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
+    """Of t queries and s keys, query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound ->
+    as many queries and keys, from the first, as count, and fmha's window for them; None: nobody sees anything.
+
+    fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
+    reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
+    """
+    if right >= 0:
+        s = min(s, t + shift + right)
+    if left >= 0:
+        t = min(t, s - shift + left)
+    if s <= 0 or t <= 0:
+        return None
+    corner = s - t
+    return t, s, (corner - shift + left if left >= 0 else -1, shift + right - corner if right >= 0 else -1)
 
 
 class State:
@@ -227,20 +295,11 @@ class State:
     def see(
         self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
     ) -> None:
-        """Query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound.
-
-        fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
-        reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
-        """
-        t, s = q.shape[1], k.shape[1]
-        if right >= 0:
-            s = min(s, t + shift + right)
-        if left >= 0:
-            t = min(t, s - shift + left)
-        if s <= 0 or t <= 0:
+        """One part of the keys; see cut for what is seen of it."""
+        seen = cut(q.shape[1], k.shape[1], shift, left, right)
+        if seen is None:
             return
-        corner = s - t
-        window = (corner - shift + left if left >= 0 else -1, shift + right - corner if right >= 0 else -1)
+        t, s, window = seen
         out, lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, **options)
         if self.parts == 0:
             self.out[:, :t], self.lse[:, :, :t] = out, lse

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from agreement import assert_agrees, assert_lse, assert_right
+from agreement import assert_agrees, assert_lse, assert_right, relative
 
 import dsv4
-from dsv4 import distributed, reference
+from dsv4 import distributed, reference, reference_backward
 from dsv4.distributed import decode, local_lengths, local_rows, merge, positions, prefill, shard, unshard
 from dsv4.fmha import cpu as cpu_fmha
 
@@ -162,6 +162,90 @@ def check_prefill(rank, size):
                     assert_right(out, shard(want, order=order), shard(low, order=order), merged=True)
                     assert_lse(lse, shard(want_lse, 2, order=order))
                     assert all(map(torch.equal, mine, before))  # the ring receives into memory of its own
+
+
+def check_prefill_gradients(rank, size):
+    """Of the sum of all ranks' losses, against the formulas on the whole sequence; dsink is summed over the ranks."""
+    for dtype, tokens, window, causal, use_lse in (
+        (torch.float32, 8 * size, (-1, -1), True, True),
+        (torch.bfloat16, 8 * size, (-1, -1), True, False),
+        (torch.float32, 4 * size, (-1, -1), False, False),
+        (torch.float32, 8 * size, (5, 3), False, True),
+        (torch.float32, 8 * size, (2, 0), True, False),
+    ):
+        q, dout = (normal(2, tokens, 4, 64, seed=n, dtype=dtype) for n in (0, 3))
+        k, v = (normal(2, tokens, 2, 64, seed=n, dtype=dtype) for n in (1, 2))
+        dlse = normal(2, 4, tokens, seed=4) if use_lse else None
+        sink = torch.linspace(-1, 1, 4)
+        options = dict(causal=causal, window=window, sink=sink)
+        want = reference_backward.fmha(q, k, v, dout, dlse, **options)
+        low = reference_backward.fmha(q, k, v, dout, dlse, p_dtype=dtype, **options)
+        for order in ("zigzag", "contiguous"):
+            for method in ("ring", "gather"):
+                mine = [shard(x, order=order).requires_grad_() for x in (q, k, v)]
+                own_sink = sink.clone().requires_grad_()
+                out, lse = prefill(*mine, order=order, method=method, return_lse=True, **options | {"sink": own_sink})
+                results = [out] if dlse is None else [out, lse]
+                given = [shard(dout, order=order)] + ([] if dlse is None else [shard(dlse, 2, order=order)])
+                *got, dsink = torch.autograd.grad(results, [*mine, own_sink], given)
+                for name, x in zip("qkv", got):
+                    assert x.dtype == dtype
+                    gradient_is_right(unshard(x, order=order), getattr(want, name), getattr(low, name))
+                dist.all_reduce(dsink)
+                assert float((dsink - want.sink).norm() / want.sink.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def gradient_is_right(got, want, low):
+    """fp32: a few roundings in sums of 64 terms, each partial and the sum of them. 16 bits: the rounding of P, dS and
+    the result, and of every partial once more."""
+    error = relative(got.double() - want, want)
+    bound = 6e-6
+    if got.dtype != torch.float32:
+        rounded = low.to(got.dtype).double()
+        bound = 1.5 * (relative(rounded - want, want) + relative(want.to(got.dtype).double() - want, want))
+    assert error <= bound, f"off by {error:.2e}, allowed {bound:.2e}"
+
+
+def check_gradients_of_one_tensor_and_of_some(rank, size):
+    """k and v one tensor: both gradients in one. Only dk is asked for: the others are not made."""
+    q, k, dout = (normal(1, 4 * size, h, 64, seed=h + n) for n, h in enumerate((2, 1, 2)))
+    want = reference_backward.fmha(q, k, k, dout, causal=True)
+    for method in ("ring", "gather"):
+        mine = shard(k).requires_grad_()
+        prefill(shard(q), mine, mine, method=method).backward(shard(dout))
+        whole = want.k + want.v
+        assert float((unshard(mine.grad).double() - whole).norm() / whole.norm()) < 6e-6
+        again = shard(k).requires_grad_()
+        prefill(shard(q), again, mine.detach(), method=method).backward(shard(dout))
+        assert float((unshard(again.grad).double() - want.k).norm() / want.k.norm()) < 6e-6
+
+
+def check_gradients_of_rows_brought_together(rank, size):
+    """DeepSeek-V4: a rank's rows get the sum of what the queries of all ranks make of them."""
+    tokens = 8 * size
+    q, rows, dout = normal(tokens, 2, 512), normal(tokens, 512, seed=1), normal(tokens, 2, 512, seed=2)
+
+    def lists(at):
+        return (at[:, None] - torch.arange(6)).clamp_min(-1).int()
+
+    want = reference_backward.v4_attention(q, rows, lists(torch.arange(tokens)), dout=dout)
+    mine_q, mine = shard(q, 0).requires_grad_(), shard(rows, 0).requires_grad_()
+    dsv4.v4_attention(mine_q, unshard(mine, 0), lists(positions(tokens))).backward(shard(dout, 0))
+    for got, right in ((mine_q.grad, want.q), (mine.grad, want.window)):
+        assert float((unshard(got, 0).double() - right).norm() / right.norm()) < 6e-6
+
+
+def check_what_has_no_gradient_says_so(rank, size):
+    q, k, v = (normal(1, 4, size, 64, seed=n) for n in range(3))
+    says("out", lambda: decode(dsv4.fmha, q.clone().requires_grad_(), k, v))
+    x = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(prefill(x, k, v).sum(), x, create_graph=True)
+    try:
+        grad.sum().backward()
+    except NotImplementedError as error:
+        assert "gradient of its gradient" in str(error)
+    else:
+        raise AssertionError("a second derivative of prefill")
 
 
 def check_gathered_prefill_bit_for_bit(rank, size):
