@@ -10,7 +10,7 @@ from agreement import assert_lse, assert_same
 
 import dsv4
 from dsv4 import suites
-from dsv4.commands.compile import problems
+from dsv4.commands.variants import problems
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import aot, calls, dispatch
 

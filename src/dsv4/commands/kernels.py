@@ -16,7 +16,7 @@ from dsv4.runtime import calls, checks, dispatch
 from dsv4.runtime.program import Launch
 
 from . import show
-from .compile import v4_small
+from .variants import v4_small
 
 DIMS = checks.HEAD_DIMS
 WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py

@@ -148,7 +148,7 @@ def compress(
     given = (position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
     # What torch.compile traces stays torch code.
     if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
-        p = _problem(kv, gate, state, given, out, slots)
+        p = problem_of(kv, gate, state, given, out, slots)
         if backend != "auto" or _reason(p) is None:
             return _by_kernel(p, kv, found, out)
     rows, after = _in_torch(kv, gate, state, given)
@@ -162,7 +162,7 @@ def compress(
     return out, after
 
 
-def _problem(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple, out, slots) -> CompressProblem:
+def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple, out, slots) -> CompressProblem:
     position_bias, norm_weight, cos_sin, eps, dtype = given
     old_kv, old_gate, seen = (None, None, 0) if state is None else state
 

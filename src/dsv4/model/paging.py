@@ -100,12 +100,15 @@ class Places:
 
 
 class Upload:
-    """Arrays of a step to the device in one copy; the views stay where they are, so that a graph can read them."""
+    """Arrays of a step to the device in one copy; the views stay where they are, so that a graph can read them.
+
+    Every array begins at a multiple of 16 bytes: kernels compiled ahead of time count on it."""
 
     def __init__(self, device: torch.device, **sizes: tuple[int, ...]):
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}
-        total = sum(int(np.prod(size)) for size in sizes.values())
+        room = {name: -(-int(np.prod(size)) // 4) * 4 for name, size in sizes.items()}
+        total = sum(room.values())
         pinned = device.type == "cuda"
         self.staging = torch.zeros(total, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.target = torch.zeros(total, dtype=torch.int32, device=device)
@@ -115,7 +118,7 @@ class Upload:
             end = begin + int(np.prod(size))
             self.host[name] = self.staging[begin:end].view(size).numpy()
             self.device[name] = self.target[begin:end].view(size)
-            begin = end
+            begin += room[name]
 
     def begin(self) -> dict[str, np.ndarray]:
         """The arrays to fill, when the device has read what they held before."""

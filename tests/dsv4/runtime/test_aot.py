@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 pytest.importorskip("triton")
-from dsv4.commands.compile import problems  # noqa: E402
+from dsv4.commands.variants import problems  # noqa: E402
 from dsv4.runtime import aot, calls, dispatch  # noqa: E402
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dsv4 import caches
 from dsv4.index import cache as index_cache
+from dsv4.runtime import launch
 
 DIMS, SCALE_BYTES = tl.constexpr(index_cache.DIMS), tl.constexpr(index_cache.SCALE_BYTES)
 E4M3_MAX, LEAST = tl.constexpr(caches.E4M3_MAX), tl.constexpr(index_cache.LEAST)
@@ -48,7 +49,7 @@ def write_keys(cache: index_cache.IndexCache, slots: Tensor, keys: Tensor) -> No
     """Quantise keys [n, 128] into the row numbers slots [n]."""
     if len(keys):
         keys = keys if keys.stride(1) == 1 else keys.contiguous()
-        index_keys[(triton.cdiv(len(keys), ROWS),)](
-            keys, slots.contiguous(), cache.storage, len(keys), keys.stride(0), cache.rows, cache.rows_per_page,
-            cache.page_stride, ROWS=ROWS, num_warps=4,
+        launch.now(
+            index_keys, (triton.cdiv(len(keys), ROWS),), keys, slots.contiguous(), cache.storage, len(keys),
+            keys.stride(0), cache.rows, cache.rows_per_page, cache.page_stride, ROWS=ROWS, num_warps=4,
         )  # fmt: skip

@@ -1,0 +1,257 @@
+"""Which launches `dsv4 compile` compiles: problems of each form that has a variant of its own, kind by kind.
+
+Nothing is computed: a problem's tensors are never read, and kernels that are launched one by one are collected
+(runtime/launch.py). A variant depends on types and on what a kernel fixes at compile time, not on how many tokens there
+are; only `index_topk` has variants by the room of a request's block table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.caches import ROW_NUMBERS, Fp8Cache
+from dsv4.compress import api as compressor
+from dsv4.fmha import problem
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.index import problem as index_problem
+from dsv4.index.cache import IndexCache
+from dsv4.index.problem import IndexProblem
+from dsv4.runtime import calls, dispatch
+from dsv4.runtime.program import Launch
+from dsv4.v4 import problem as v4_problem
+from dsv4.v4.problem import V4Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16
+KINDS = ("dense", "varlen", "paged", *OF_V4)
+ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
+NAMED = ("window only", "list", "table")  # how compressed rows are named
+PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that blocks loop; one row per head; keys split
+
+
+class Sizes(NamedTuple):
+    """Of a DeepSeek-V4; the defaults are V4-Flash's."""
+
+    hidden: int = 4096
+    q_lora: int = 1024
+    streams: int = 4
+    heads: int = 64
+    head_dim: int = 512
+    rope: int = 64
+    index_heads: int = 64
+    index_dims: int = 128
+    topk: int = 512
+    ratios: tuple[int, int] = (4, 128)  # CSA, HCA
+    page_size: int = 64
+    index_rows: int = 65536  # that the block table of a request has room for
+
+    @classmethod
+    def read(cls, path: Path) -> Sizes:
+        """From the config.json of a checkpoint."""
+        names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
+                     head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
+                     index_dims="index_head_dim", topk="index_topk")  # fmt: skip
+        config = json.loads(path.read_text())
+        missing = [name for name in names.values() if not isinstance(config.get(name), int)]
+        if missing:
+            raise ValueError(f"--model {path}: got no {', '.join(missing)}; accepted: the config.json of a DeepSeek-V4")
+        return cls(**{mine: config[name] for mine, name in names.items()})
+
+
+def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
+    """The parts of the work, each for one process: (kind, what of it)."""
+    kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
+    plain = [kind for kind in kinds if kind not in OF_V4]
+    parts: list[tuple] = [(kind, d, dtype, phase) for d, dtype, kind, phase in
+                          itertools.product(dims, dtypes, plain, PHASES)]  # fmt: skip
+    if 512 in dims and "bf16" in dtypes:
+        if "v4" in kinds:
+            parts += [("v4", *x) for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
+        if "index" in kinds:
+            parts += [("index", *x) for x in itertools.product((False, True), (1, 2, 4, 16))]
+        parts += [(kind,) for kind in ("compress", "model") if kind in kinds]
+    return parts
+
+
+def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
+    """Of one part of `wanted`."""
+    kind, *rest = part
+    target = dispatch.compile_target(arch)
+    if kind == "compress":
+        return compress_launches(sizes, arch)
+    if kind == "model":
+        return model_launches(sizes)
+    if kind == "v4":
+        found: Iterable[Any] = v4_problems(*rest)
+    elif kind == "index":
+        found = index_problems(*rest, sizes)
+    else:
+        found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
+    made = []
+    for p in found:
+        made += calls.launches_of(p, target)
+        if isinstance(p, FmhaProblem) and arch == "sm_90a" and dispatch.triton_version() >= (3, 9):
+            made += calls.launches_of(p, dispatch.compile_target(arch, pair=True))  # taken with DSV4_PAIR=1
+    return made
+
+
+def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
+    """Problems of V4 attention (tensors unset, never read) that need the variants of this description."""
+    for wide in (False, True):
+        for splits in (1, 16, 128):  # few and many splits are merged by two variants
+            yield v4_small(rows, named, splits, wide=wide)
+        yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
+
+
+def v4_small(rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False) -> V4Problem:
+    """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart. wide: positions have 64 bits."""
+    q = torch.empty(1, heads, 512, dtype=torch.bfloat16)
+
+    def pool(fp8: bool) -> Any:
+        if fp8:
+            return Fp8Cache.empty(2, 64)
+        pages = torch.empty(4, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
+        return pages[:, : 8 * 512].view(4, 8, 512)
+
+    numbers = torch.zeros(1, 128, dtype=torch.int32)
+    more: dict[str, Any] = {}
+    if named != "window only":
+        more["compressed"] = pool(rows == "fp8")
+        more["compressed_lengths"] = torch.zeros(1, dtype=torch.int32)
+        more["compressed_block_table" if named == "table" else "compressed_indices"] = numbers
+    if wide:
+        more["inverse_rope"] = (torch.empty(16, 64), torch.zeros(1, dtype=torch.int64))
+    p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
+    return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
+
+
+def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 64) -> Iterator[FmhaProblem]:
+    """Problems (tensors unset, never read) that need the variants of this description."""
+    options: dict[str, Any] = dict(dtype=DTYPES[dtype])
+    if phase == "large" and (kind != "dense" or head_dim == 512):
+        return  # only dense problems have a kernel of their own for this
+    batch, queries, heads = {"prefill": (1, 256, 1), "large": (1, 68000, 1)}.get(phase, (1, 1, 8))
+    keys = 4096
+    for same_kv in (False, True) if head_dim == 512 else (False,):
+        if kind == "varlen":
+            q = torch.empty(batch * queries, heads, head_dim, **options)
+            k = torch.empty(keys, 1, head_dim, **options)
+            v = k if same_kv else torch.empty_like(k)
+            cu = torch.zeros(batch + 1, dtype=torch.int32)
+            p = problem.varlen(q, k, v, cu, cu.clone(), max_seqlen_q=queries)
+        elif kind == "paged":
+            q = torch.empty(batch, queries, heads, head_dim, **options)
+            k = torch.empty(2, page_size, 1, head_dim, **options)
+            v = k if same_kv else torch.empty_like(k)
+            table = torch.zeros(batch, keys // page_size, dtype=torch.int32)
+            p = problem.paged(q, k, v, table, torch.zeros(batch, dtype=torch.int32))
+        else:
+            q = torch.empty(batch, queries, heads, head_dim, **options)
+            k = torch.empty(batch, keys, 1, head_dim, **options)
+            p = problem.dense(q, k, k if same_kv else torch.empty_like(k))
+        p = replace(p, same_kv=same_kv)
+        out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
+        for splits in (16, 128) if phase == "split" else (1,):  # few and many splits are merged by two variants
+            yield replace(p, out=out, lse=lse, num_splits=splits)
+
+
+def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]:
+    """Queries of a request together: each. Keys in pages; a request is one query, or those between two starts."""
+    pages = -(-sizes.index_rows // sizes.page_size)
+    many = 4 * dispatch.MULTIPROCESSORS * each
+    heads, dims = sizes.index_heads, sizes.index_dims
+    for requests, starts in ((1, True), (many // each, True), *([(1, False), (many, False)] if each == 1 else [])):
+        n = requests * each
+        q, weights = torch.empty(n, heads, dims, dtype=torch.bfloat16), torch.empty(n, heads, dtype=torch.bfloat16)
+        k = torch.empty(2, sizes.page_size, dims, dtype=torch.bfloat16)
+        if fp8:
+            if dims != 128:
+                return  # IndexCache has keys of 128 values
+            q, weights = q.to(torch.float8_e4m3fn), weights.float()
+            k = IndexCache.empty(2, sizes.page_size).page_view()
+        more: dict[str, Any] = dict(block_table=torch.zeros(1, pages, dtype=torch.int32).expand(requests, pages))
+        if starts:
+            more["request_starts"] = torch.zeros(requests + 1, dtype=torch.int32)
+        for dtype, own_rows in itertools.product((torch.int32, torch.int64), (False, True)):
+            counts = {"lengths" if own_rows else "positions": torch.zeros(n, dtype=dtype)}
+            p = index_problem.build(q, k, weights, sizes.topk, **more, **counts, request_rows=own_rows)
+            yield replace(p, out=torch.empty(n, sizes.topk, dtype=torch.int32))
+
+
+def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
+    """dsv4.compress to rows, to a pool and to FP8 pages; rows and index keys into FP8 pages."""
+    from dsv4.kernels.shared.index.keys import write_keys
+    from dsv4.runtime import launch
+
+    (csa, hca), main, keys = sizes.ratios, sizes.head_dim, sizes.index_dims
+    kernels = dispatch.kernel_module("compress", dispatch.compile_target(arch).capability)
+    parts = ((csa, main, True), (hca, main, False), (csa, keys, True))
+    with launch.collecting() as found:
+        for part, parameters, numbers in itertools.product(parts, (torch.bfloat16, torch.float32), ROW_NUMBERS):
+            for pool in (None, torch.empty(2, 8, part[1], dtype=torch.bfloat16), _packed(part[1])):
+                kernels.run(_compress_problem(*part, sizes.rope, parameters, pool, numbers))
+        for rows, numbers in itertools.product((torch.bfloat16, torch.float32), ROW_NUMBERS):
+            slots = torch.zeros(1, dtype=numbers)
+            kernels.write(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows))
+            write_keys(IndexCache.empty(1, 64), slots, torch.empty(1, 128, dtype=rows))
+    return found
+
+
+def _packed(d: int) -> Fp8Cache | IndexCache | None:
+    """FP8 pages for rows of d values."""
+    return Fp8Cache.empty(1, 64) if d == 512 else IndexCache.empty(1, 64) if d == 128 else None
+
+
+def _compress_problem(
+    m: int, d: int, overlap: bool, rope: int, parameters: torch.dtype, pool: Any, numbers: torch.dtype
+) -> compressor.CompressProblem:
+    """One window. Parameters: position bias and norm weight."""
+    width = d * (1 + overlap)
+    kv = torch.empty(1, m, width, dtype=torch.bfloat16)
+    bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
+    slots = None if pool is None else torch.zeros(1, 1, dtype=numbers)
+    return compressor.problem_of(kv, kv, None, (bias, weight, torch.empty(16, rope), 1e-6, kv.dtype), pool, slots)
+
+
+def model_launches(sizes: Sizes) -> list[Launch]:
+    """The steps between the products of a layer in `dsv4.model`: norms, RoPE, rows into pages, compressor, streams."""
+    from dsv4.kernels.shared.compress.rings import compress_rings
+    from dsv4.kernels.shared.hyper_connections import collapse, spread
+    from dsv4.kernels.shared.normed_rows import normed
+    from dsv4.runtime import launch
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    one = torch.zeros(1, dtype=torch.int64)
+    cos_sin, main, keys, h = torch.empty(16, sizes.rope), sizes.head_dim, sizes.index_dims, sizes.streams
+    pools: list[Any] = [bf16(2, 8, main), Fp8Cache.empty(1, 64)]
+    with launch.collecting() as found:
+        for d in (sizes.hidden, sizes.q_lora):
+            normed(bf16(1, d), eps=1e-6, weight=bf16(d))
+        normed(bf16(1, sizes.heads, main), eps=1e-6, rope=(cos_sin, one))
+        normed(bf16(1, sizes.index_heads, keys), rope=(cos_sin, one))
+        for pool in pools:
+            normed(bf16(1, main), eps=1e-6, weight=bf16(main), rope=(cos_sin, one), to=pool, slots=one)
+        for m, d, overlap, made in (
+            *((sizes.ratios[0], main, True, pool) for pool in pools),
+            *((sizes.ratios[1], main, False, pool) for pool in pools), (sizes.ratios[0], keys, True, bf16(2, 8, keys)),
+        ):  # fmt: skip
+            width = d * (1 + overlap)
+            states = torch.empty(2 * m, width), torch.empty(2 * m, width)
+            compress_rings(bf16(1, width), bf16(1, width), bf16(m, width), bf16(d), 1e-6, cos_sin, states,
+                           (one, one, one, one, one), made, one, one)  # fmt: skip
+        streams, mixed = bf16(1, h, sizes.hidden), torch.empty(1, (2 + h) * h)
+        for parameters in (torch.bfloat16, torch.float32):
+            base, scale = (torch.empty(n, dtype=parameters) for n in ((2 + h) * h, 3))
+            collapse(streams, mixed, base, scale, 2, 1e-6, 1e-6)
+        spread(streams, bf16(1, sizes.hidden), torch.empty(1, h), torch.empty(1, h, h))
+    return found

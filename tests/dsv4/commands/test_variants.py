@@ -1,0 +1,103 @@
+"""What `dsv4 compile` writes is what a model launches: no call of a V4 layer is left to a compiler."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("triton")
+import launches  # noqa: E402
+import tiny_v4  # noqa: E402
+import torch  # noqa: E402
+
+import dsv4  # noqa: E402
+import softsm  # noqa: E402
+from dsv4.commands import variants  # noqa: E402
+from dsv4.model.paged_model import PagedModel  # noqa: E402
+from dsv4.model.step import CSA, HCA  # noqa: E402
+from dsv4.runtime import aot, calls, checks, dispatch, launch  # noqa: E402
+
+SIZES = variants.Sizes(
+    hidden=128, q_lora=32, heads=4, index_heads=16, topk=8, ratios=(4, 16), index_rows=64, page_size=4
+)
+
+
+def name(arch, kernel, arguments, constants):
+    return aot.variant(kernel.__name__, [aot.argument_type(x) for x in arguments], constants, arch)
+
+
+@contextmanager
+def recording(arch):
+    """{name: kernel} of the launches within. None of them runs: what they would write stays as it is."""
+    found: dict[str, str] = {}
+
+    def note(kernel, arguments, constants):
+        found[name(arch, kernel, arguments, constants)] = kernel.__name__
+
+    def compiled(one, target):
+        note(one.kernel, one.arguments, one.constants)
+        return (lambda *arguments: None), list(one.arguments)
+
+    calls.forget()
+    with pytest.MonkeyPatch.context() as patch, softsm.use(arch), torch.no_grad():
+        patch.setattr(launch, "now", lambda kernel, grid, *arguments, **constants: note(kernel, arguments, constants))
+        patch.setattr(launch, "_compiled", compiled)
+        patch.setattr(checks, "values_checked", lambda x: False)  # rows that nothing has chosen
+        launches.multiprocessors(patch, dispatch.MULTIPROCESSORS)
+        yield found
+    calls.forget()
+
+
+def written(kinds, arch):
+    return {
+        name(arch, one.kernel, one.arguments, one.constants)
+        for part in variants.wanted(kinds, [512], ["bf16"])
+        for one in variants.launches(part, SIZES, arch)
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_launch_of_a_model_is_written(arch):
+    model = tiny_v4.build(512, torch.bfloat16, rope=64, index_head_dim=128, num_hidden_layers=3,
+                          layer_types=["sliding_attention", CSA, HCA])  # fmt: skip
+    ids = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0))
+    with recording(arch) as launched:
+        for rows in ("model", "fp8"):
+            served = PagedModel(model, tokens=256, context=256, requests=2, chunk=24, page_tokens=16, window_page=8,
+                                rows=rows, graphs=True, backend="softsm")  # fmt: skip
+            served.step({"a": ids[0, :14], "b": ids[1, :2]})
+            served.step({"a": ids[0, 14:15]})
+            served.step({"a": ids[0, 15:16], "b": ids[1, 2:3]})
+    assert {"ring_rows", "normed_rows", "collapse_streams", "spread_streams", "index_choose"} <= set(launched.values())
+    missing = set(launched) - written(variants.OF_V4, arch)
+    assert not missing, [launched[one] for one in missing]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("each", [1, 4])
+@pytest.mark.parametrize("numbers", [torch.int32, torch.int64])
+def test_index_calls_of_fp8_keys_are_written(arch, each, numbers):
+    n = 2 * each
+    cache = dsv4.IndexCache.empty(64, 4)
+    q, w = torch.empty(n, 16, 128).to(torch.float8_e4m3fn), torch.empty(n, 16)
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    starts = torch.arange(0, n + 1, each, dtype=torch.int32)
+    more = dict(block_table=table, request_starts=starts, lengths=torch.full((n,), 60, dtype=numbers))
+    with recording(arch) as launched:
+        dsv4.index_topk(q, cache, w, 8, **more, request_rows=True, backend="softsm")
+    assert launched and not set(launched) - written(["index"], arch)
+
+
+def test_a_config_without_the_sizes_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 4096}))
+    with pytest.raises(ValueError, match=r"got no q_lora_rank, .*accepted: the config.json of a DeepSeek-V4"):
+        variants.Sizes.read(path)
+
+
+def test_a_config_gives_the_sizes(tmp_path):
+    config = tiny_v4.build(512, rope=64, index_head_dim=128).config
+    config.save_pretrained(tmp_path)
+    assert variants.Sizes.read(tmp_path / "config.json") == SIZES._replace(
+        index_rows=65536, page_size=64, ratios=(4, 128), streams=config.hc_mult
+    )
