@@ -18,7 +18,7 @@ def merge_states(
 
     outs: tensors of one shape, [B, T, H, D] or [N, H, D], made with sink=None; lses: fp32 [B, H, T] or [N, H].
     sink: fp32 [H]. Merges in fp32; out has the dtype of outs[0]; lse leaves the sink out, so it merges again.
-    Partials in bf16 are rounded before and after; fp32 ones (an fp32 ``out=``, on the cpu backend) once, by the caller.
+    Partials in bf16 are rounded before and after; fp32 ones (an fp32 ``out=``) once, by the caller.
     A partial with lse -inf takes no part, whatever its out holds; nor one with +inf, FlashMLA's mark of a row that saw
     nothing. Where all are empty: out 0, lse -inf. Gradients exist with respect to outs, lses and sink.
     """

@@ -35,8 +35,8 @@ RULES = """
     Args:
         causal, window: see above; both count from the bottom right corner.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype;
-            on the cpu backend also fp32, for partial results that are merged (dsv4.merge_states) and rounded once.
+        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype,
+            or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs). With a plan and
             out= nothing is allocated where strides are multiples of 16 bytes; tensors of others are copied.
         deterministic: a sequence gives the same bits on every run, in every batch, and on a CPU with any number of

@@ -48,8 +48,10 @@ def relative(error: Tensor, reference: Tensor) -> float:
     return size / scale if scale > 0 else (0.0 if size == 0 else float("inf"))
 
 
-def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule) -> list[Check]:
-    """Measure `got` against the fp64 oracle `ref` and its twin `low` with P rounded to got's dtype. All [..., D]."""
+def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule, reach: float = 1.0) -> list[Check]:
+    """Measure `got` against the fp64 oracle `ref` and its twin `low` with P rounded to got's dtype. All [..., D].
+
+    reach: how large an output can be before it is divided by the sum of its weights."""
     if got.shape != ref.shape:
         return [Check(f"shape {tuple(got.shape)} for {tuple(ref.shape)}", 1.0, 0.0)]
     dtype, got, ref, low = got.dtype, got.double().cpu(), ref.double().cpu(), low.to(got.dtype).double().cpu()
@@ -65,8 +67,9 @@ def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule) -> list[Check]:
         checks.append(Check("cosine", cosine, rule.cosine, at_least=True))
     if rule.rows:
         # A row below the dtype's normal range is held to the absolute error of that range, not to a relative one; and
-        # fp32 on a GPU is 0 below its own, so that an error of that size is none.
-        tiny = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny / floor) * ref.shape[-1] ** 0.5
+        # fp32 on a GPU is 0 below its own: a factor that a large sink makes so small loses `reach` times as much.
+        flushed = torch.finfo(torch.float32).tiny * max(reach, 1.0)
+        tiny = max(torch.finfo(dtype).tiny, flushed / floor) * ref.shape[-1] ** 0.5
         scale = ref.norm(dim=-1).clamp_min(tiny)
         worst, worst_low = (((x - ref).norm(dim=-1) / scale).max().item() for x in (got, low))
         checks.append(Check("row", worst, max(3 * worst_low, 4 * floor)))
@@ -171,10 +174,19 @@ class Call:
         copy = guarded.out.clone()
         return copy, lse, guarded.spilled()
 
+    def _reach(self) -> float:
+        """Rows that can be seen x the largest value in them, where there is a sink."""
+        if self.args.get("sink") is None:
+            return 1.0
+        pools = [self.args[name] for name in ("v", "window", "compressed") if self.args.get(name) is not None]
+        values = [x if isinstance(x, Tensor) else x.unpack() for x in pools]
+        largest = max((x.float().nan_to_num(0, 0, 0).abs().max().item() for x in values if x.numel()), default=0.0)
+        return largest * sum(x.numel() // x.shape[-1] for x in values)
+
     def check(self, got: tuple[Tensor, Tensor | None, list[Check]]) -> list[Check]:
         out, lse, checks = got
         oracle = getattr(reference, self.op)
         ref, ref_lse = oracle(**self.args)
         low, _ = oracle(**self.args, p_dtype=out.dtype)
-        checks = judge(out, ref, low, self.rule) + checks
+        checks = judge(out, ref, low, self.rule, self._reach()) + checks
         return checks if lse is None else checks + judge_lse(lse, ref_lse)

@@ -112,8 +112,8 @@ def v4_attention(
             r/2 sines (dsv4.reference.rope_table).
         sink: fp32 [H] logit with value 0, not scaled; -inf = none, +inf = out 0.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype;
-            on the cpu backend also fp32, for partial results that are merged (dsv4.merge_states) and rounded once.
+        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype,
+            or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
         deterministic: a query gives the same bits on every run, in every batch, and on a CPU with any number of threads
             (it uses one).

@@ -55,7 +55,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
     # has room for is no property of a sequence; so paged ones take that way with one split too.
-    split = splits > 1 or tiles_per_split > 0 and p.kind == "paged"
+    split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
     how, box = _way(p, c)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
@@ -76,7 +76,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     unread = Null(torch.int32)
     lse_strides = _lse_strides(p)
     arguments: dict[str, Any] = dict(
-        q_ptr=q, k_desc=k_desc, v_desc=v_desc, k_ptr=k, v_ptr=v, out_ptr=out,
+        q_ptr=q, k_desc=k_desc, v_desc=v_desc, k_ptr=k, v_ptr=v, out_ptr=Null(p.q.dtype) if is_partial(p) else out,
         lse_ptr=p.lse if p.lse is not None else Null(torch.float32),
         sink_ptr=p.sink if p.sink is not None else Null(torch.float32),
         cu_q_ptr=p.cu_seqlens_q if varlen else unread, cu_k_ptr=p.cu_seqlens_k if varlen else unread,
@@ -95,7 +95,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     )  # fmt: skip
     program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=split, num_warps=4, **c.options)
     if split:
-        prepare_merge(p, program, arguments, splits, total_q, varlen=varlen)
+        prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
         program.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
     if out is not p.out:
@@ -107,18 +107,18 @@ def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int
 
 
 def prepare_merge(
-    p: Any, program: Program, arguments: dict[str, Any], splits: int, total_q: int, *, varlen: bool = False,
+    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int, *, varlen: bool = False,
     few: bool = False,
 ) -> None:  # fmt: skip
-    """The combine kernel, with the arguments of the forward kernel. total_q: query tokens in all; few: many rows with
-    few splits each, as V4 attention has them."""
+    """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; few: many
+    rows with few splits each, as V4 attention has them."""
     # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
     at_a_time = 16 if p.deterministic or splits <= 16 else 64
     columns = 32 if splits > 16 else min(p.head_dim, 128)
     if few and splits <= 8 and not p.deterministic:
         at_a_time, columns = (4 if splits <= 4 else 8), p.head_dim
     rows = total_q * p.q_heads
-    arguments = arguments | dict(total_rows=rows, tokens=max(arguments["tokens"], 1))
+    arguments = arguments | dict(out_ptr=out, total_rows=rows, tokens=max(arguments["tokens"], 1))
     program.launch(
         combine, (rows, p.head_dim // columns), arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen,
         COLUMNS=columns, num_warps=4,
@@ -145,7 +145,12 @@ def sign_and_scale(scale: float) -> tuple[int, float]:
 def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:
     """Whether a launch would split the keys of the problem."""
     splits, tiles_per_split = _splits(p, target, c, -(-p.max_seqlen_q * p.group // c.rows))
-    return splits > 1 or tiles_per_split > 0
+    return splits > 1 or tiles_per_split > 0 or is_partial(p)
+
+
+def is_partial(p: Any) -> bool:
+    """The result is wanted in fp32: what the forward kernels write for the combine kernel, with one split too."""
+    return p.out is not None and p.out.dtype == torch.float32
 
 
 def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[int, int]:
@@ -169,7 +174,7 @@ def partials(p: Any, program: Program, splits: int, rows: int) -> tuple[Slot, Sl
     size = columns + splits * rows
     scratch = p.scratch
     if scratch is not None and scratch.numel() < size:
-        if scratch.is_cuda:
+        if scratch.is_cuda and not is_partial(p):  # a plan has no room for results in fp32
             raise ValueError(f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
                              f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
         scratch = None

@@ -13,6 +13,7 @@ from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.prepare import (
     inverse_of,
     is_aligned,
+    is_partial,
     partials,
     prepare_merge,
     row_strides,
@@ -52,7 +53,7 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
     splits, steps_per_split = _splits(p, target, tiles * ctas, step)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
-    split = splits > 1 or p.deterministic
+    split = splits > 1 or p.deterministic or is_partial(p)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
     out = p.out if is_aligned(p.out) else program.room("out", p.out.shape, p.out.dtype)
@@ -73,7 +74,8 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
         return Null(dtype) if x is None else x if x.is_contiguous() else program.copied(x)
 
     arguments: dict[str, Any] = dict(
-        q_ptr=q, out_ptr=out, lse_ptr=given_as(p.lse), sink_ptr=given_as(p.sink), part_ptr=part, part_lse_ptr=part_lse,
+        q_ptr=q, out_ptr=Null(p.q.dtype) if is_partial(p) else out, lse_ptr=given_as(p.lse),
+        sink_ptr=given_as(p.sink), part_ptr=part, part_lse_ptr=part_lse,
         window_list_ptr=window_names, window_lengths_ptr=given(p.window_lengths), compressed_list_ptr=names,
         compressed_lengths_ptr=given(p.compressed_lengths), starts_ptr=given(p.request_starts),
         cos_sin_ptr=given_as(p.cos_sin), positions_ptr=given(p.positions), scale=scale,
@@ -106,7 +108,7 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
     if split:
         strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
         more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
-        prepare_merge(p, program, arguments | strides | more, splits, p.batch, few=True)
+        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, few=True)
     if out is not p.out:
         program.copy(p.out, out)
 

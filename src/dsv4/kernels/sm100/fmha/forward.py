@@ -448,10 +448,7 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         table_ptr += seq.to(gl.int64) * table_stride
         # Row of the partial results: split-major, then as the rows of q (token, head).
         part_row = split.to(gl.int64) * total_q + gl.where(varlen, q_start, seq * tokens)
-        is_split = num_splits > 1
-        if HOW >= loads.PAGES:
-            is_split = is_split | (tiles_per_split > 0)  # deterministic
-        is_split = is_split.to(gl.int32)
+        is_split = (part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: none are wanted
         outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys

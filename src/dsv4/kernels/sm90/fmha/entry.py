@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, prepare_split
+from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, is_partial, prepare_split
 from dsv4.kernels.sm90.fmha.pair import fmha_pair
 from dsv4.kernels.sm90.fmha.rows import fmha_rows
 from dsv4.kernels.sm90.fmha.rows_loop import fmha_rows_loop
@@ -40,7 +40,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     many = p.kind == "dense" and tiles >= 4 * target.multiprocessors
-    large = many and p.num_splits <= 1 and not p.deterministic
+    large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
         return replace(_rows_tiling(64, 128, 3, 3, 160, 24), loop=True)

@@ -1,0 +1,43 @@
+"""Results in fp32, for merging: the kernels' own, before they are rounded to the dtype of q."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import dsv4  # noqa: E402
+import softsm  # noqa: E402
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def dense(**more):
+    q, k, v = draw(2, 3, 4, 64), draw(2, 80, 2, 64, seed=1), draw(2, 80, 2, 64, seed=2)
+    return dsv4.fmha(q, k, v, sink=torch.randn(4), return_lse=True, **more)
+
+
+def paged_wide(**more):
+    q, k = draw(1, 2, 2, 512), draw(4, 32, 1, 512, seed=1)
+    table, lengths = torch.tensor([[2, 0, 3]], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    return dsv4.fmha_paged(q, k, k, table, lengths, causal=True, return_lse=True, **more)
+
+
+def v4(**more):
+    q, rows = draw(1, 64, 512), draw(100, 512, seed=1)
+    lists = torch.randperm(100, generator=torch.Generator().manual_seed(3))[None, :90].int().contiguous()
+    return dsv4.v4_attention(q, rows, lists, sink=torch.zeros(64), return_lse=True, **more)
+
+
+@pytest.mark.parametrize("call, shape", [(dense, (2, 3, 4, 64)), (paged_wide, (1, 2, 2, 512)), (v4, (1, 64, 512))])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_fp32_results_are_what_is_rounded_elsewhere(call, shape, arch):
+    torch.manual_seed(0)
+    with softsm.use(arch):
+        want, want_lse = call(backend="softsm")
+        torch.manual_seed(0)
+        got, lse = call(backend="softsm", out=torch.full(shape, float("nan")))
+    assert got.dtype == torch.float32 and not torch.equal(got, got.bfloat16().float())
+    # The sum is divided by its weight in another place: a rounding of fp32 before the one to bf16.
+    assert torch.all((got - want.float()).abs() <= (2**-8 + 2**-20) * got.abs())
+    assert torch.allclose(lse, want_lse, rtol=2**-20, atol=2**-20)
