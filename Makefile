@@ -21,7 +21,9 @@ GPU     := $(shell nvidia-smi -L 2>/dev/null)
 HERE    := $(if $(GPU),$(VENVGPU),$(VENV))
 # make test-engines: real vLLM on this CPU (3.5 GB, about 8 minutes to install, as long again to run).
 VENVE   := .venv-engines
-EXTRAS  := dev,docs,hf,plot,trace
+# Two distributions from one repository: softsm, and dsv4, which can do without it.
+PROJECTS := -e './packages/softsm[trace]' -e '.[dev,docs,hf,plot]'
+BOTH    := pyproject.toml packages/softsm/pyproject.toml
 # Neighbours stay together: a kernel that several tests launch is compiled and decoded in one worker.
 PARALLEL := -n $(WORKERS) --dist worksteal
 # One file needs no workers, which take seconds to start.
@@ -80,8 +82,8 @@ clean:
 # A stamp per step: a step runs again only when what it depends on has changed. Byte code is left to the first import:
 # compiling all of torch and transformers takes longer than unpacking them.
 $(VENV)/.torch $(VENVT)/.torch: %/.torch: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-	  || { echo "$(PYTHON) is not Python 3.11, for which constraints.txt is made; set PYTHON="; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13, for which constraints.txt is made; set PYTHON="; exit 1; }
 	test -x $*/bin/python || $(PYTHON) -m venv $*
 	@cp constraints.txt $*/constraints.txt
 	@if [ "$*" = "$(VENVT)" ]; then sed -i 's/^triton==.*/triton==$(TRITON)/' $*/constraints.txt; fi
@@ -96,27 +98,27 @@ $(VENV)/.torch $(VENVT)/.torch: %/.torch: constraints.txt
 	 fi
 	@touch $@
 
-$(VENV)/.installed $(VENVT)/.installed: %/.installed: %/.torch pyproject.toml
+$(VENV)/.installed $(VENVT)/.installed: %/.installed: %/.torch $(BOTH)
 	@echo "installing dsv4, softsm and their tools into $*"
-	@$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) -c $*/constraints.txt -e '.[$(EXTRAS)]'
+	@$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) -c $*/constraints.txt $(PROJECTS)
 	@touch $@
 
 SEES_GPU := -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null
-$(VENVGPU)/.installed: pyproject.toml
+$(VENVGPU)/.installed: $(BOTH)
 	@for python in "$(PYTHON)" python3; do \
 	   if [ "$(origin TORCH)" = file ] && $$python $(SEES_GPU); then \
 	     echo "installing dsv4, softsm and their tools into $(VENVGPU), on top of the torch of $$python"; \
 	     $$python -m venv --clear --system-site-packages $(VENVGPU) && break; fi; done
 	@test -x $(VENVGPU)/bin/python || { echo "installing $(TORCH) for a GPU into $(VENVGPU)"; $(PYTHON) -m venv $(VENVGPU) \
 	   && $(VENVGPU)/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) '$(TORCH)'; }
-	@$(VENVGPU)/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) -e '.[$(EXTRAS)]'
+	@$(VENVGPU)/bin/python -m pip --disable-pip-version-check install -q $(INDEX_OPTION) $(PROJECTS)
 	@$(VENVGPU)/bin/python $(SEES_GPU) || { rm -rf $(VENVGPU); echo "this machine has a GPU, but the torch that make" \
 	   "found or installed does not see it; set PYTHON to a Python whose torch does, or TORCH to what pip shall install"; \
 	   exit 1; }
 
 # vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another torch.
 # torch comes first and alone: the index of its CPU builds is asked only where the usual one has none.
-$(VENVE)/.installed: tests/engines/requirements.txt pyproject.toml
+$(VENVE)/.installed: tests/engines/requirements.txt $(BOTH)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
 	  || { echo "$(PYTHON) is not Python 3.11, for which $< is made; set PYTHON="; exit 1; }
 	test -x $(VENVE)/bin/python || $(PYTHON) -m venv $(VENVE)
@@ -126,5 +128,5 @@ $(VENVE)/.installed: tests/engines/requirements.txt pyproject.toml
 	   || $$install --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) "$$torch" 2>>$(VENVE)/pip.log \
 	   || { echo "$$torch is not available here, see $(VENVE)/pip.log: the engines were not tested"; exit 1; }; \
 	 $$install -r $<; $$pip uninstall -y torchvision torchaudio torchcodec; \
-	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e .
+	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e ./packages/softsm -e .
 	@touch $@

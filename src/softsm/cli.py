@@ -196,7 +196,7 @@ def _traced(made) -> None:
     for path in made.files:
         typer.echo(f"wrote {path}")
     if len(made.files) == 1:
-        typer.echo("no timeline: the package perfetto is missing (pip install dsv4[trace])")
+        typer.echo("no timeline: the package perfetto is missing (pip install softsm[trace])")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

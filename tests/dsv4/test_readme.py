@@ -39,6 +39,8 @@ EXAMPLES += [
         "docs/softsm.md",
         "docs/training.md",
         "docs/v4.md",
+        "packages/dsv4.md",
+        "packages/softsm/README.md",
     )
     for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
 ]
@@ -122,5 +124,6 @@ def test_commands_in_the_readme_exist() -> None:
 
 def test_one_version_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    other = tomllib.loads((ROOT / "packages" / "softsm" / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
-    assert newest and dsv4.__version__ == softsm.__version__ == newest[1] == version
+    assert newest and dsv4.__version__ == softsm.__version__ == newest[1] == version == other

@@ -27,8 +27,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if built := os.environ.get("DSV4_SITE"):
         return ROOT / built
     if importlib.util.find_spec("mkdocs") is None:
-        if os.environ.get("SOFTSM_NEEDS_CHROMIUM"):
-            pytest.fail("SOFTSM_NEEDS_CHROMIUM is set, but mkdocs is not installed")
+        if os.environ.get("DSV4_CI"):
+            pytest.fail("DSV4_CI is set, but mkdocs is not installed")
         pytest.skip("mkdocs is not installed (pip install -e '.[docs]')")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]

@@ -24,7 +24,7 @@ from dsv4.suites import Where
 
 from . import show
 
-EXTRAS = {"transformers": "hf", "matplotlib": "plot", "perfetto": "trace"}
+EXTRAS = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 SETTINGS = (
     "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_PAIR", "TRITON_CACHE_DIR", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
@@ -91,14 +91,10 @@ def software() -> Iterator[Finding]:
     yield triton()
     for package in ("numba", "ml_dtypes"):
         found = version(package)
-        yield Finding(
-            package, found or "not installed", True if found else False, "" if found else "softsm needs it"
-        )
+        yield Finding(package, found or "not installed", True if found else None, "" if found else "softsm needs it")
     for package, extra in EXTRAS.items():
         found = version(package)
-        yield Finding(
-            package, found or "not installed", True if found else None, f"optional, extra [{extra}]"
-        )
+        yield Finding(package, found or "not installed", True if found else None, f"optional: {extra}")
     for name in SETTINGS:
         if name in os.environ:
             yield Finding(name, os.environ[name], True, "set in the environment")

@@ -55,7 +55,7 @@ def timelines(timer: Timer, folder: Path) -> list[Path]:
         out.append(path)
         try:
             from softsm.report.timeline import perfetto_trace
-        except ImportError:  # the package perfetto is missing: pip install dsv4[trace]
+        except ImportError:  # the package perfetto is missing: pip install softsm[trace]
             continue
         if not recorder.slices:  # nothing waits for a barrier, a copy or a product
             continue
