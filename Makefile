@@ -118,7 +118,7 @@ $(VENVGPU)/.installed: $(BOTH)
 
 # vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another torch.
 # torch comes first and alone: the index of its CPU builds is asked only where the usual one has none.
-$(VENVE)/.installed: tests/engines/requirements.txt $(BOTH)
+$(VENVE)/.installed: tests/engines/requirements.txt tests/engines/constraints.txt $(BOTH)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
 	  || { echo "$(PYTHON) is not Python 3.11, for which $< is made; set PYTHON="; exit 1; }
 	test -x $(VENVE)/bin/python || $(PYTHON) -m venv $(VENVE)
@@ -127,6 +127,6 @@ $(VENVE)/.installed: tests/engines/requirements.txt $(BOTH)
 	 $$install "$$torch" 2>$(VENVE)/pip.log \
 	   || $$install --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) "$$torch" 2>>$(VENVE)/pip.log \
 	   || { echo "$$torch is not available here, see $(VENVE)/pip.log: the engines were not tested"; exit 1; }; \
-	 $$install -r $<; $$pip uninstall -y torchvision torchaudio torchcodec; \
+	 $$install -r $< -c tests/engines/constraints.txt; $$pip uninstall -y torchvision torchaudio torchcodec; \
 	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e ./packages/softsm -e .
 	@touch $@

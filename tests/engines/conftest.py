@@ -30,10 +30,10 @@ def checkpoints(tmp_path_factory):
 def serve(tmp_path_factory):
     """Run requests through vLLM in a process of its own -> its result."""
 
-    def run(checkpoint, requests: dict, plugin: bool) -> dict:
+    def run(checkpoint, requests: dict, plugin: bool, parts: str = "") -> dict:
         folder = tmp_path_factory.mktemp("engine")
         (folder / "requests.json").write_text(json.dumps(requests))
-        environment = os.environ | {"DSV4_VLLM": "1" if plugin else "0"}
+        environment = os.environ | {"DSV4_VLLM": "1" if plugin else "0", "DSV4_VLLM_PARTS": parts}
         log = folder / "log"
         with log.open("w") as to:
             done = subprocess.run(

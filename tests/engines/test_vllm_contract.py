@@ -1,12 +1,16 @@
-"""What the plug-in takes for granted in the installed vLLM, and what it does where that does not hold."""
+"""What the plug-in takes for granted in the installed vLLM, and what it does where that does not hold. Its switches and
+words, which need no vLLM, are in tests/dsv4/integrations/test_vllm_plugin.py."""
 
 import importlib.metadata
+import json
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import vllm_record
 from engines_here import needs
 
 import dsv4.integrations.vllm as plugin
@@ -19,20 +23,6 @@ def contract():
     from dsv4.integrations.vllm import contract
 
     return contract
-
-
-@pytest.mark.parametrize("switch, on", [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_switch_is_off_unless_it_is_1(monkeypatch, switch, on):
-    monkeypatch.delenv("DSV4_VLLM", raising=False)
-    if switch is not None:
-        monkeypatch.setenv("DSV4_VLLM", switch)
-    assert plugin.switched_on() is on
-
-
-def test_a_switch_that_says_neither_is_refused(monkeypatch):
-    monkeypatch.setenv("DSV4_VLLM", "yes")
-    with pytest.raises(ValueError, match="DSV4_VLLM: got 'yes'; accepted: 1"):
-        plugin.register()
 
 
 def test_off_it_says_so_and_replaces_nothing(monkeypatch, caplog):
@@ -57,6 +47,10 @@ def test_the_installed_vllm_has_every_parameter_and_field(contract):
     assert contract.differences() == []
 
 
+def test_the_recording_for_tests_without_vllm_is_of_the_installed_one():
+    assert json.loads((Path(__file__).parent / "vllm_recorded.json").read_text()) == vllm_record.record()
+
+
 def test_a_changed_signature_is_named(contract, monkeypatch):
     name = "vllm.v1.attention.backend.AttentionImpl.forward"
     monkeypatch.setitem(contract.PARAMETERS, name, ("self", "query"))
@@ -71,12 +65,17 @@ def test_a_missing_field_is_named(contract, monkeypatch):
         contract.check()
 
 
-def test_another_version_is_refused(contract, monkeypatch):
-    import vllm
+def test_a_name_that_is_no_longer_looked_up_is_named(contract, monkeypatch):
+    name = f"{contract.FLASHMLA}._forward_prefill"
+    monkeypatch.setitem(contract.LOOKED_UP, name, "flash_mla_of_tomorrow")
+    with pytest.raises(RuntimeError, match="_forward_prefill does not look up flash_mla_of_tomorrow"):
+        contract.check()
 
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(RuntimeError, match="got vLLM 0.33.0; accepted: 0.32.x"):
-        contract.check_version()
+
+def test_a_missing_function_is_named(contract, monkeypatch):
+    monkeypatch.setitem(contract.PARAMETERS, "vllm.v1.attention.backend.no_such_function", ())
+    with pytest.raises(RuntimeError, match="vllm.v1.attention.backend.no_such_function is not there"):
+        contract.check()
 
 
 IN_A_PROCESS = """
@@ -92,6 +91,14 @@ from dsv4.integrations.vllm import install, v4
 assert AttentionBackendEnum.DSV4.get_class().__module__ == "dsv4.integrations.vllm.dense"
 assert CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.DSV4, None) == plugin.DENSE
 assert cpu.DeepseekV4CPUAttention is v4.cpu_class()
+from vllm.models.deepseek_v4 import attention
+from vllm.models.deepseek_v4.nvidia import flashmla
+from vllm.models.deepseek_v4 import compressor
+from dsv4.integrations.vllm.compressor import store
+from dsv4.integrations.vllm.indexer import Indexer
+assert flashmla.flash_mla_sparse_fwd is v4.sparse_fwd
+assert attention.SparseAttnIndexer is Indexer
+assert compressor.compress_norm_rope_store_triton is store
 install.on_cuda()
 install.on_cuda()
 def config(backend):
@@ -127,7 +134,22 @@ print("all held")
 
 def test_on_it_replaces_the_v4_class_and_names_a_backend_and_refuses_the_rest():
     """In a process of its own: what it replaces stays replaced."""
+    environment = os.environ | {"DSV4_VLLM": "1", "DSV4_VLLM_PARTS": "indexer,compressor"}
+    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
+
+
+def test_what_is_not_named_as_a_part_stays_vllms():
+    code = """
+import dsv4.integrations.vllm as plugin
+plugin.register()
+from vllm.models.deepseek_v4 import attention, compressor
+assert attention.SparseAttnIndexer.__module__ == "vllm.model_executor.layers.sparse_attn_indexer"
+assert compressor.compress_norm_rope_store_triton.__module__.endswith("common.ops.fused_compress_quant_cache")
+print("all held")
+"""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_PROCESS], env=os.environ | {"DSV4_VLLM": "1"}, capture_output=True, text=True
-    )
+        [sys.executable, "-c", code], env=os.environ | {"DSV4_VLLM": "1", "DSV4_VLLM_PARTS": ""},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]

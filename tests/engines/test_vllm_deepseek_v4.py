@@ -1,5 +1,6 @@
 """A tiny DeepSeek-V4 in vLLM on a CPU: scheduler, block tables, prefix cache, chunked prefill, metadata kernels and the
-attention layer are vLLM's. With the plug-in the attention is dsv4's; without, it is the oracle (vllm_cpu_operators)."""
+attention layer are vLLM's. With the plug-in attention, indexer and the compressor's last step are dsv4's; without, they
+are torch's (vllm_cpu_operators)."""
 
 import pytest
 import torch
@@ -10,54 +11,112 @@ pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 # vLLM's wheel for aarch64 has bf16 instructions that older cores lack. The rows of the caches are FP8 all the same.
 DTYPE = "float32"
+CHUNK = 256  # tokens of a step
 LENGTHS = (3, 40, 150, 129, 64, 5, 256)  # and the prompt: 8 requests at once
+LONG = 2300  # more than 4 x 512: the indexer has to choose
+REPLACED = {
+    "attention": ("flash_mla_with_kvcache_cpu",),
+    "indexer": ("fp8_paged_mqa_logits_cpu", "topk_transform_512_cpu"),
+    # and its first step, because vLLM's own kernel for it runs then, in softsm
+    "compressor": ("save_partial_states_cpu", "compress_norm_rope_store_cpu", "compress_norm_rope_store_indexer_cpu"),
+}
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints, serve):
-    """(with the plug-in, without it, what transformers says)."""
-    folder, wanted = checkpoints("deepseek_v4")
+def wanted(checkpoints):
+    """What transformers says."""
+    return checkpoints("deepseek_v4")[1]
+
+
+@pytest.fixture(scope="module")
+def run(checkpoints, serve, wanted):
+    """(plug-in, prefix caching) -> the results, of an engine that is started once. All parts are dsv4's, but without
+    prefix caching the compressor."""
+    folder, done = checkpoints("deepseek_v4")[0], {}
     many = [prompt(n, seed=n) for n in LENGTHS] + [wanted["prompt"]]
-    requests = dict(
-        engine=dict(dtype=DTYPE, max_num_batched_tokens=256, enable_prefix_caching=True),  # chunks of a prompt
-        batches=[
-            dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),
-            dict(prompts=many, tokens=4),  # the last one begins with cached pages
-            *(dict(prompts=many[:n], tokens=2) for n in (1, 3)),
-        ],
+    long = [prompt(LONG, seed=2), many[1], many[2]]
+    batches = dict(
+        logprobs=dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),
+        eight=dict(prompts=many, tokens=4),  # the last one begins with cached pages
+        indexer=dict(prompts=long, tokens=3),
+        again=dict(prompts=long, tokens=3),  # with pages of the batch before, where they are kept
+        **{f"of {n}": dict(prompts=many[-n:], tokens=2) for n in range(1, 9)},
     )
-    return serve(folder, requests, plugin=True), serve(folder, requests, plugin=False), wanted
+
+    def get(plugin: bool, cached: bool = True) -> dict:
+        if (plugin, cached) not in done:
+            engine = dict(dtype=DTYPE, max_num_batched_tokens=CHUNK, enable_prefix_caching=cached)
+            parts = "indexer,compressor" if cached else "indexer"
+            got = serve(folder, dict(engine=engine, batches=list(batches.values())), plugin, parts)
+            done[plugin, cached] = got | {"batches": dict(zip(batches, got["batches"]))}
+        return done[plugin, cached]
+
+    return get
 
 
-def test_every_attention_of_the_model_is_dsv4s(runs):
-    on, off, _ = runs
-    assert on["calls"]["prefill"] > 0 and on["calls"]["decode"] > 0
-    assert on["calls"]["decode"] % 3 == 0 and on["calls"]["prefill"] % 3 == 0  # three layers
-    assert "flash_mla_with_kvcache_cpu" not in on["operators"]
-    assert off["calls"] == {} and off["operators"]["flash_mla_with_kvcache_cpu"] > 0
-    assert "dsv4 on a CPU" in on["log"] and "dsv4 on a CPU" not in off["log"]
+def test_every_attention_of_the_model_is_dsv4s(run):
+    """A prompt of 300 in chunks of 256 is two calls in each of three layers; eight requests take several steps."""
+    on = run(plugin=True)
+    calls = {name: batch["calls"] for name, batch in on["batches"].items()}
+    assert calls["logprobs"] == {"prefill": 6, "compress": 6}  # a CSA layer compresses twice, an HCA layer once
+    assert calls["eight"]["decode"] % 3 == 0 and calls["eight"]["decode"] >= 9 and calls["eight"]["prefill"] >= 12
+    assert calls["indexer"]["index prefill"] >= 1 and calls["indexer"]["index decode"] >= 2  # one CSA layer
+    assert not any(name in on["operators"] for names in REPLACED.values() for name in names)
+    assert "dsv4 is on: DeepSeek-V4's attention, indexer, compressor" in on["log"] and "dsv4 on a CPU" in on["log"]
 
 
-def test_the_tokens_are_those_of_the_engine_without_the_plug_in(runs):
-    on, off, _ = runs
-    for with_dsv4, without in zip(on["batches"], off["batches"]):
-        assert with_dsv4["tokens"] == without["tokens"]
-        assert with_dsv4["cached"] == without["cached"]
-    assert on["batches"][1]["cached"][-1] == 256  # a block of the prefix cache was used
+def test_parts_that_are_not_named_stay_vllms(run):
+    on = run(plugin=True, cached=False)
+    assert not any(name in on["operators"] for part in ("attention", "indexer") for name in REPLACED[part])
+    assert all(on["operators"][name] > 0 for name in REPLACED["compressor"])
+    assert not any("compress" in batch["calls"] for batch in on["batches"].values())
 
 
-def test_every_call_agrees_with_the_oracle(runs):
-    """fp32 against fp64 on the same FP8 rows: scores of some tens, each with an error of 2^-24 times a few."""
-    on, _, _ = runs
-    assert len(on["errors"]) == on["calls"]["decode"] + on["calls"]["prefill"]
+def test_without_the_plug_in_nothing_is_dsv4s(run):
+    off = run(plugin=False)
+    assert all(batch["calls"] == {} for batch in off["batches"].values())
+    assert all(off["operators"][name] > 0 for names in REPLACED.values() for name in names)
+    assert "dsv4 is installed and off" in off["log"] and "dsv4 on a CPU" not in off["log"]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "eight", "indexer", "again", *(f"of {n}" for n in range(1, 9))])
+def test_tokens_and_cached_pages_are_those_of_the_engine_without_the_plug_in(run, name):
+    with_dsv4, without = run(plugin=True)["batches"][name], run(plugin=False)["batches"][name]
+    assert with_dsv4["tokens"] == without["tokens"]
+    assert with_dsv4["cached"] == without["cached"]
+
+
+def test_pages_of_the_prefix_cache_were_used(run):
+    batches = run(plugin=True)["batches"]
+    assert batches["eight"]["cached"] == [0] * 7 + [256]
+    assert batches["again"]["cached"] == [2048, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["eight", "indexer", "again", "of 5"])
+def test_tokens_are_the_same_without_prefix_caching(run, name):
+    cached, not_cached = run(plugin=True)["batches"][name], run(plugin=True, cached=False)["batches"][name]
+    assert cached["tokens"] == not_cached["tokens"]
+    assert not any(not_cached["cached"])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_every_call_agrees_with_the_oracle(run, cached):
+    """fp32 against fp64 on the same rows: scores of some tens, each with an error of 2^-24 times a few."""
+    on = run(plugin=True, cached=cached)
+    calls = [batch["calls"] for batch in on["batches"].values()]
+    assert len(on["errors"]) == sum(c.get("decode", 0) + c.get("prefill", 0) for c in calls)
     assert max(on["errors"]) < 2e-5  # measured: 1.4e-6
+    assert len(on["choices"]) == sum(c.get("index decode", 0) + c.get("index prefill", 0) for c in calls) > 0
+    assert max(on["choices"]) < (128 + 64) * 2**-24  # sums over dims and heads in fp32
+    assert len(on["rows"]) == sum(c.get("compress", 0) for c in calls) and bool(on["rows"]) is cached
+    assert max(on["rows"], default=0) <= 1
 
 
-def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(runs):
+def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(run, wanted):
     """The engine rounds its rows to FP8, the model in bf16 its activations: twice the error of the one bounds the other
     (bf16 engines measured 1.2 times). A missing sink or row shows in the exact test above."""
-    on, off, wanted = runs
     exact, rounded = (torch.tensor(wanted[name]) for name in ("fp32", "bf16"))
     allowed = 2 * (rounded - exact).abs().median()
-    for run in (on, off):
-        assert (torch.tensor(run["batches"][0]["logprobs"][0]) - exact).abs().median() <= allowed
+    for plugin in (True, False):
+        got = torch.tensor(run(plugin)["batches"]["logprobs"]["logprobs"][0])
+        assert (got - exact).abs().median() <= allowed

@@ -10,38 +10,60 @@ pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints, serve):
-    folder, wanted = checkpoints("gemma4")
+def wanted(checkpoints):
+    """What transformers says."""
+    return checkpoints("gemma4")[1]
+
+
+@pytest.fixture(scope="module")
+def run(checkpoints, serve, wanted):
+    """(plug-in, prefix caching) -> the results, of an engine that is started once."""
+    folder, done = checkpoints("gemma4")[0], {}
     many = [prompt(n, seed=n) for n in (3, 40, 150, 129, 64, 5, 256)] + [wanted["prompt"]]
-    requests = dict(
-        engine=dict(dtype="float32", max_num_batched_tokens=128, enable_prefix_caching=True),
-        batches=[
-            dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),
-            dict(prompts=many, tokens=6),
-            *(dict(prompts=many[:n], tokens=2) for n in (1, 3)),
-        ],
+    batches = dict(
+        logprobs=dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),
+        eight=dict(prompts=many, tokens=6),
+        **{f"of {n}": dict(prompts=many[-n:], tokens=2) for n in range(1, 9)},
     )
-    named = requests | dict(engine=requests["engine"] | dict(attention_backend="DSV4"))
-    return serve(folder, named, plugin=True), serve(folder, requests, plugin=False), wanted
+
+    def get(plugin: bool, cached: bool = True) -> dict:
+        if (plugin, cached) not in done:
+            engine = dict(dtype="float32", max_num_batched_tokens=128, enable_prefix_caching=cached)
+            named = dict(attention_backend="DSV4") if plugin else {}
+            got = serve(folder, dict(engine=engine | named, batches=list(batches.values())), plugin)
+            done[plugin, cached] = got | {"batches": dict(zip(batches, got["batches"]))}
+        return done[plugin, cached]
+
+    return get
 
 
-def test_every_attention_of_the_model_is_dsv4s(runs):
-    on, off, _ = runs
-    assert on["calls"]["dense prefill"] > 0 and on["calls"]["dense decode"] > 0
-    assert all(n % 2 == 0 for n in on["calls"].values())  # two layers
-    assert off["calls"] == {}
+def test_every_attention_of_the_model_is_dsv4s(run):
+    """A prompt of 300 in chunks of 128 is three calls in each of two layers."""
+    calls = {name: batch["calls"] for name, batch in run(plugin=True)["batches"].items()}
+    assert calls["logprobs"] == {"dense prefill": 6}
+    assert all(n % 2 == 0 for batch in calls.values() for n in batch.values())
+    assert calls["eight"]["dense decode"] >= 2 * 5 and calls["eight"]["dense prefill"] >= 2 * 6
+    assert all(batch["calls"] == {} for batch in run(plugin=False)["batches"].values())
 
 
-def test_the_tokens_are_those_of_vllms_own_backend(runs):
-    on, off, _ = runs
-    for with_dsv4, without in zip(on["batches"], off["batches"]):
-        assert with_dsv4["tokens"] == without["tokens"]
+@pytest.mark.parametrize("name", ["logprobs", "eight", *(f"of {n}" for n in range(1, 9))])
+def test_tokens_and_cached_pages_are_those_of_vllms_own_backend(run, name):
+    with_dsv4, without = run(plugin=True)["batches"][name], run(plugin=False)["batches"][name]
+    assert with_dsv4["tokens"] == without["tokens"]
+    assert with_dsv4["cached"] == without["cached"]
 
 
-def test_logprobs_are_those_of_transformers(runs):
+@pytest.mark.parametrize("name", ["eight", "of 5"])
+def test_tokens_are_the_same_without_prefix_caching(run, name):
+    cached, not_cached = run(plugin=True)["batches"][name], run(plugin=True, cached=False)["batches"][name]
+    assert cached["tokens"] == not_cached["tokens"]
+    assert any(cached["cached"]) and not any(not_cached["cached"])
+
+
+def test_logprobs_are_those_of_transformers(run, wanted):
     """Both in fp32: what is left is the order of sums, far below the error of bf16."""
-    on, off, wanted = runs
     exact, rounded = (torch.tensor(wanted[name]) for name in ("fp32", "bf16"))
     allowed = (rounded - exact).abs().median() / 16
-    for run in (on, off):
-        assert (torch.tensor(run["batches"][0]["logprobs"][0]) - exact).abs().median() <= allowed
+    for plugin in (True, False):
+        got = torch.tensor(run(plugin)["batches"]["logprobs"]["logprobs"][0])
+        assert (got - exact).abs().median() <= allowed

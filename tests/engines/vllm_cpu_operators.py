@@ -1,15 +1,16 @@
 """Stand-ins, in torch, for operators of vLLM's CPU build that need AMX, so that DeepSeek-V4 runs in vLLM on any CPU.
 
 vLLM 0.32 serves DeepSeek-V4 on x86 CPUs with AMX alone: elsewhere its library lacks the operators below. The plug-in
-replaces one of them, ``flash_mla_with_kvcache_cpu``, the attention of vLLM's own CPU class. It is :mod:`dsv4.reference`
-here, in fp32 on the same FP8 rows, so a run without the plug-in is the plug-in's oracle.
+replaces three of them: ``flash_mla_with_kvcache_cpu``, the attention of vLLM's own CPU class, and the indexer's
+``fp8_paged_mqa_logits_cpu`` and ``topk_transform_512_cpu``. They are :mod:`dsv4.reference` and torch here, in fp32 on
+the same FP8 rows, so a run without the plug-in is the plug-in's oracle.
 """
 
 from collections import Counter
 
 import torch
 
-from dsv4 import Fp8Cache, index_topk, reference
+from dsv4 import Fp8Cache, reference
 from dsv4.compress.api import pooled
 
 
@@ -160,26 +161,24 @@ def indexer(op):
         out.copy_(values)
         weights_out.copy_(weights * scale * softmax_scale * head_scale)
 
-    pending = []  # index_topk does in one step what vLLM does in two: the first operator only notes its arguments
-
     @op("fp8_paged_mqa_logits_cpu(Tensor q_fp8, Tensor kvcache_fp8, Tensor weight, Tensor seq_lens, Tensor page_table, "
         "int block_size, int max_seq_len) -> Tensor")  # fmt: skip
     def scores(q, flat, weights, lengths, table, rows, longest):
         data, scales = index_pages(flat, rows)
         keys = data.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
-        pending.append((q.bfloat16(), keys.bfloat16(), weights.float(), lengths, table.int().clamp_min(0).contiguous()))
-        return q.new_empty(q.shape[0], longest, dtype=torch.float32)
+        out = q.new_empty(q.shape[0], longest, dtype=torch.float32)
+        for n, m in enumerate(lengths.tolist()):
+            some = keys[table[n, : -(-m // rows)].long()].flatten(0, 1)[:m]
+            out[n, :m] = weights[n].float() @ (q[n].float() @ some.T).relu()
+        return out
 
     @op("topk_transform_512_cpu(Tensor scores, Tensor seq_lens, Tensor page_tables, Tensor(a!) out_page_indices, "
         "int page_size, Tensor(b!)? out_raw_indices) -> ()")  # fmt: skip
     def choose(scores, seq_lens, tables, out, page, local):
-        q, keys, weights, lengths, table = pending.pop()
-        chosen = index_topk(q, keys, weights, 512, lengths=lengths, block_table=table, scale=1.0)
-        out.copy_(chosen)
-        # vLLM wants row numbers of the request, dsv4 gives those of the pool
-        for n, line in enumerate(chosen.tolist()):
-            at = {p: i for i, p in enumerate(table[n, : -(-int(lengths[n]) // page)].tolist())}
-            local[n] = torch.tensor([-1 if r < 0 else at[r // page] * page + r % page for r in line])
+        local.fill_(-1)  # out is not looked at
+        for n, m in enumerate(seq_lens.tolist()):
+            best = scores[n, :m].sort(descending=True, stable=True).indices[:512]
+            local[n, : len(best)] = best.int()
 
 
 def pages(flat, rows):

@@ -1,8 +1,10 @@
 """One engine of vLLM on a CPU, in a process of its own: python vllm_run.py CHECKPOINT REQUESTS.json RESULT.json
 
 REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool}]}.
-RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..]}], "calls": {dsv4's}, "operators": {stand-ins'},
-"errors": [of every call of dsv4.v4_attention against the oracle in fp64, relative to the largest value]}.
+RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..], "calls": {dsv4's}}], "operators": {stand-ins'},
+"errors": [of every call of dsv4.v4_attention against the oracle in fp64, relative to the largest value],
+"choices": [of every call of dsv4.index_topk, see choice_error], "rows": [of every call of compress_pages, see
+row_error]}.
 DSV4_VLLM in the environment says whether the plug-in is on; vLLM finds it through its entry point.
 DSV4_RECORD=FILE: shapes and layouts of every call of dsv4.v4_attention, as JSON.
 """
@@ -73,12 +75,14 @@ def record(path: str) -> None:
     dsv4.v4_attention = noted
 
 
-def compare() -> list[float]:
-    """Every call of dsv4.v4_attention also goes to the oracle -> the errors, as they come."""
+def compare() -> dict[str, list[float]]:
+    """Every call of dsv4.v4_attention, dsv4.index_topk and compress_pages also goes to an oracle -> their errors."""
     import dsv4
     from dsv4 import reference
+    from dsv4.integrations.vllm import compressor
 
-    attention, errors = dsv4.v4_attention, []
+    attention, index, compress = dsv4.v4_attention, dsv4.index_topk, compressor.compress_pages
+    errors, choices, rows = [], [], []
 
     def compared(*arguments, out, **options):
         result = attention(*arguments, out=out, **options)
@@ -86,8 +90,60 @@ def compare() -> list[float]:
         errors.append(float((out - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)))
         return result
 
-    dsv4.v4_attention = compared
-    return errors
+    def chosen(q, cache, weights, topk, *, out, **options):
+        result = index(q, cache, weights, topk, out=out, **options)
+        choices.append(choice_error(q, cache, weights, topk, out, **options))
+        return result
+
+    def compressed(*arguments, **options):
+        compress(*arguments, **options)
+        rows.append(row_error(*arguments, **options))
+
+    dsv4.v4_attention, dsv4.index_topk, compressor.compress_pages = compared, chosen, compressed
+    return dict(errors=errors, choices=choices, rows=rows)
+
+
+def choice_error(q, cache, weights, topk, lists, *, lengths, block_table, request_starts, scale, request_rows) -> float:
+    """How far the worst row that was chosen lies below the worst one that should have been, in fp64 and relative to the
+    largest sum of magnitudes of the query; infinite where a list is not of `visible` different rows of the request."""
+    assert request_rows
+    rows, page = cache.unpack(torch.float64), cache.rows_per_page
+    starts = range(len(q) + 1) if request_starts is None else request_starts.tolist()
+    worst = 0.0
+    for r in range(len(block_table)):
+        for n in range(starts[r], min(starts[r + 1], len(q))):
+            m, listed = int(lengths[n]), lists[n][lists[n] >= 0].long()
+            if len(listed) != min(m, topk) or len(listed.unique()) != len(listed) or bool((listed >= m).any()):
+                return float("inf")
+            if m > topk:
+                slots = block_table[r].long().repeat_interleave(page)[:m] * page + torch.arange(m) % page
+                parts = (q[n].double() @ rows[slots].T).relu() * weights[n, :, None].double()
+                scores = parts.sum(0)
+                behind = scores.sort(descending=True).values[topk - 1] - scores[listed].min()
+                worst = max(worst, float(behind / parts.abs().sum(0).max()))
+    return worst
+
+
+def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, out, *, ratio, eps) -> float:
+    """The largest error of a row that this call made, in units of what packing may change it by: half a step of e4m3
+    and of bf16, or half of the least number of a scale at most twice what the largest value needs."""
+    from dsv4.compress.api import pooled
+
+    d, lines, width, got, worst = len(norm), states.shape[1], states.shape[2] // 2, out.unpack(torch.float64), 0.0
+    for n, position in enumerate(positions.tolist()):
+        if (position + 1) % ratio or tokens[n] < 0 or slots[n] < 0:
+            continue
+        parts = []
+        for t in range(max(0, position + 1 - ratio * width // d), position + 1):
+            half = d if width > d and t > position - ratio else 0  # of CSA, the second half of its own window
+            line = states[table[requests[n], t // lines], t % lines]
+            parts.append((line[half : half + d], line[width + half : width + half + d]))
+        kv, gate = (torch.stack(x).double() for x in zip(*parts))
+        where = torch.tensor([position // ratio * ratio])
+        row = pooled(kv[None], gate[None], norm.double(), eps, cos_sin.double(), where)[0]
+        bound = row.abs() * (2**-4 + 2**-8) + row.abs().max() * 2 / 448 * 2**-10
+        worst = max(worst, float(((got[slots[n]] - row).abs() / bound).max()))
+    return worst
 
 
 def main(checkpoint: str, requests: str, result: str) -> None:
@@ -109,7 +165,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         current_platform.import_kernels()
         counts = vllm_cpu_operators.define()
         missing_schedule_keys()
-        errors = compare()
+        found = compare()
         if os.environ.get("DSV4_RECORD"):
             record(os.environ["DSV4_RECORD"])
         engine = LLM(
@@ -131,8 +187,10 @@ def main(checkpoint: str, requests: str, result: str) -> None:
                 got["logprobs"] = [
                     [line[t].logprob for line, t in zip(o.prompt_logprobs[1:], p[1:])] for o, p in zip(outs, prompts)
                 ]
+            got["calls"] = dict(plugin.calls)
+            plugin.calls.clear()
             batches.append(got)
-            done = dict(batches=batches, calls=dict(plugin.calls), operators=dict(counts), errors=errors)
+            done = dict(batches=batches, operators=dict(counts), **found)
             Path(result).write_text(json.dumps(done))
 
 

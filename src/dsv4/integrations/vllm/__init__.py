@@ -6,7 +6,9 @@
 vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. Without
 ``DSV4_VLLM=1`` that does nothing but say so in the log. With it:
 
-* DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has;
+* DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has.
+  ``DSV4_VLLM_PARTS`` names what is replaced beside it, with commas between: ``indexer`` (:func:`dsv4.index_topk`) and
+  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`). By default nothing: they are not faster than vLLM's;
 * ``--attention-backend DSV4`` is accepted, and puts dense models on :func:`dsv4.fmha_paged`. A dense model without it
   keeps vLLM's choice.
 
@@ -20,10 +22,13 @@ import os
 from collections import Counter
 
 SWITCH = "DSV4_VLLM"
+PARTS_SWITCH = "DSV4_VLLM_PARTS"
+PARTS = ("indexer", "compressor")  # that may be replaced beside the attention
 BACKEND = "DSV4"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 
-calls: Counter[str] = Counter()  # "decode", "prefill", "dense decode", "dense prefill": of this process
+# "decode", "prefill", "index decode", "index prefill", "compress", "dense decode", "dense prefill": of this process
+calls: Counter[str] = Counter()
 
 # vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.
 logger = logging.getLogger("vllm.dsv4")
@@ -31,10 +36,18 @@ logger = logging.getLogger("vllm.dsv4")
 
 def switched_on() -> bool:
     """Whether DSV4_VLLM asks for the plug-in; ValueError where it is neither 0 nor 1."""
-    said = os.environ.get(SWITCH, "0")
-    if said not in ("0", "1", ""):
+    said = os.environ.get(SWITCH) or "0"
+    if said not in ("0", "1"):
         raise ValueError(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
     return said == "1"
+
+
+def parts() -> list[str]:
+    """What DSV4_VLLM_PARTS names; ValueError where there is no such part."""
+    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, "").split(",") if part.strip()]
+    if unknown := [part for part in named if part not in PARTS]:
+        raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
+    return named
 
 
 def register() -> None:
@@ -47,7 +60,8 @@ def register() -> None:
 
     contract.check_version()
     install.everything()
-    logger.warning("dsv4 is on: DeepSeek-V4 attention, and --attention-backend %s for dense models", BACKEND)
+    what = ", ".join(["attention", *parts()])
+    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
 
 
 def refuse(what: str, got: object, accepted: str) -> None:

@@ -3,15 +3,40 @@ replaced, so that a newer vLLM is refused with the difference in words and never
 
 import importlib
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 TESTED = "0.32"
 
 FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
+INDEXER = "vllm.model_executor.layers.sparse_attn_indexer.SparseAttnIndexer"
+COMPRESSOR = "vllm.models.deepseek_v4.compressor.DeepseekCompressor"
 # qualified name -> the parameters that are passed, or overridden, by name
 PARAMETERS = {
     f"{FLASHMLA}.forward_mqa": ("self", "q", "kv", "positions", "output"),
+    f"{FLASHMLA}._forward_prefill": (
+        "self", "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
+    ),
     f"{FLASHMLA}.get_padded_num_q_heads": ("num_heads",),
+    f"{INDEXER}.__init__": (
+        "self", "k_cache", "quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len",
+        "max_total_seq_len", "topk_indices_buffer", "skip_k_cache_insert", "use_fp4_cache", "compress_ratio",
+        "candidate_blocks", "candidate_block_size", "candidate_write",
+    ),
+    f"{COMPRESSOR}.forward": ("self", "kv_score", "positions", "rotary_emb"),
+    "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache.compress_norm_rope_store_triton": (
+        "state_cache", "num_actual", "token_to_req_indices", "positions", "slot_mapping", "block_table", "block_size",
+        "state_width", "cos_sin_cache", "kv_cache", "k_cache_metadata", "pdl_kwargs", "head_dim", "rope_head_dim",
+        "compress_ratio", "overlap", "use_fp4_cache", "rms_norm_weight", "rms_norm_eps", "quant_block", "token_stride",
+        "scale_dim",
+    ),
+    f"{INDEXER}.forward_cuda": ("self", "hidden_states", "q_quant", "k", "weights"),
+    f"{INDEXER}.forward_cpu": ("self", "hidden_states", "q_quant", "k", "weights"),
+    "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.from_metadata": (
+        "prefill_metadata", "num_decode_tokens",
+    ),
+    "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.narrow": ("self", "chunk"),
+    "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.exchange_topk": ("self", "topk_buffer", "width"),
     "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls": ("vllm_config",),
     "vllm.models.deepseek_v4.common.ops.compute_global_topk_indices_and_lens": (
         "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
@@ -38,18 +63,34 @@ PARAMETERS = {
 # dataclass -> the fields that are read; all of them must be there, more may be
 FIELDS = {
     "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWAMetadata": (
-        "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens", "is_valid_token",
-        "token_to_req_indices", "decode_swa_indices", "decode_swa_lens", "prefill_swa_indices", "prefill_swa_lens",
+        "num_prefills", "num_decode_tokens", "is_valid_token", "token_to_req_indices", "decode_swa_indices",
+        "decode_swa_lens",
     ),
     "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLAMetadata": (
         "block_table", "block_size", "c128a_global_decode_topk_indices", "c128a_decode_topk_lens",
-        "c128a_prefill_topk_indices",
+    ),
+    "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadata": (
+        "max_seq_len", "num_decode_tokens", "num_prefills", "decode", "prefill",
+    ),
+    "vllm.v1.attention.backends.mla.indexer.DeepSeekV32IndexerDecodeMetadata": (
+        "block_table", "seq_lens", "decode_lens",
+    ),
+    "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerPrefillMetadata": ("chunks", "row_shard_sizes"),
+    "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerPrefillChunkMetadata": (
+        "block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "token_start", "token_end", "num_reqs",
     ),
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc", "seq_lens", "block_table_tensor", "num_actual_tokens", "max_query_len", "max_seq_len",
         "num_reqs", "causal",
     ),
 }  # fmt: skip
+# function -> a name that it looks up in its module, which the plug-in replaces there
+LOOKED_UP = {
+    f"{FLASHMLA}._forward_prefill": "flash_mla_sparse_fwd",
+    "vllm.models.deepseek_v4.attention.DeepseekV4Indexer.__init__": "SparseAttnIndexer",
+    f"{COMPRESSOR}.forward": "compress_norm_rope_store_triton",
+    "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
+}
 
 
 def check_version() -> None:
@@ -76,18 +117,37 @@ def check() -> None:
 
 def differences(only: str = "") -> list[str]:
     """In words; of the names that contain `only`."""
-    found = []
-    for name, wanted in PARAMETERS.items():
-        if only in name:
-            there = tuple(inspect.signature(resolve(name)).parameters)
-            if there != wanted:
-                found.append(f"{name} takes {', '.join(there)} in place of {', '.join(wanted)}")
-    for name, wanted in FIELDS.items():
-        if only in name:
-            there = tuple(f.name for f in fields(resolve(name)))
-            if missing := [f for f in wanted if f not in there]:
-                found.append(f"{name} has no {', '.join(missing)}")
+    found: list[str] = []
+
+    def compare(names: Iterable[str], difference: Callable[[str], str | None]) -> None:
+        for name in names:
+            if only in name:
+                try:
+                    said = difference(name)
+                except (ImportError, AttributeError) as why:
+                    said = f"{name} is not there ({why})"
+                found.extend([said] if said else [])
+
+    def parameters(name: str) -> str | None:
+        there, wanted = tuple(inspect.signature(resolve(name)).parameters), PARAMETERS[name]
+        return None if there == wanted else f"{name} takes {', '.join(there)} in place of {', '.join(wanted)}"
+
+    def missing_fields(name: str) -> str | None:
+        there = {f.name for f in fields(resolve(name))}
+        missing = [f for f in FIELDS[name] if f not in there]
+        return f"{name} has no {', '.join(missing)}" if missing else None
+
+    def name_looked_up(name: str) -> str | None:
+        return None if looks_up(name, LOOKED_UP[name]) else f"{name} does not look up {LOOKED_UP[name]}"
+
+    compare(PARAMETERS, parameters)
+    compare(FIELDS, missing_fields)
+    compare(LOOKED_UP, name_looked_up)
     return found
+
+
+def looks_up(function: str, name: str) -> bool:
+    return name in inspect.unwrap(resolve(function)).__code__.co_names
 
 
 def resolve(name: str):

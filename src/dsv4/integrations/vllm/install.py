@@ -1,9 +1,10 @@
-"""What the plug-in replaces in vLLM, in one place: the class of DeepSeek-V4's attention and one backend name."""
+"""What the plug-in replaces in vLLM, in one place: the class of DeepSeek-V4's attention, the function that its prefill
+calls, the class of its indexer, the last step of its compressor, and one backend name."""
 
 import functools
 from typing import Any
 
-from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, refuse
+from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, parts, refuse
 
 MARK = "_dsv4_wrapped"
 
@@ -14,6 +15,7 @@ def everything() -> None:
     from vllm.platforms import current_platform
 
     backend_name()
+    prefill_and_parts()
     if current_platform.is_cpu():
         on_a_cpu()
     elif current_platform.is_cuda():
@@ -28,6 +30,26 @@ def backend_name() -> None:
 
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, DENSE)
+
+
+def prefill_and_parts() -> None:
+    """Names where DeepSeek-V4's modules look them up; DeepSeek-V3.2 and others have their own."""
+    from vllm.models.deepseek_v4 import attention, compressor
+    from vllm.models.deepseek_v4.nvidia import flashmla
+    from vllm.platforms import current_platform
+
+    from dsv4.integrations.vllm import indexer, v4
+    from dsv4.integrations.vllm.compressor import store
+
+    flashmla.flash_mla_sparse_fwd = v4.sparse_fwd
+    if "indexer" in parts():
+        attention.SparseAttnIndexer = indexer.Indexer
+    if "compressor" in parts():
+        compressor.compress_norm_rope_store_triton = store
+        if current_platform.is_cuda():
+            from vllm.models.deepseek_v4.nvidia.ops import sparse_attn_compress_cutedsl
+
+            sparse_attn_compress_cutedsl._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = store
 
 
 def on_cuda() -> None:

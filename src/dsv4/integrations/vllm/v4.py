@@ -1,10 +1,9 @@
 """DeepSeek-V4's attention layer of vLLM with its attention on dsv4.
 
-vLLM's layer keeps everything else: projections, norms, RoPE, cache insertion, compressor, indexer, metadata. What it
-asks FlashMLA in two ways (decode reads the FP8 pages; prefill first unpacks pages to bf16, joins two lists and then
-attends) is one call here, for both: the rows of two page pools, listed by slot. vLLM's metadata has those lists.
-
-Prefill therefore needs no bf16 workspace, and no head is padded.
+vLLM's layer keeps projections, norms, RoPE, cache insertion, compressor and metadata. Decode reads the FP8 pages, for
+as many heads as the rank has. Prefill reads the bf16 workspace that vLLM unpacks pages to, through the name that vLLM
+calls FlashMLA's function by: on an H200 faster than reading the pages (benchmarks/vllm_replay.py).
+The indexer is in indexer.py, the compressor in compressor.py.
 """
 
 import functools
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.integrations.vllm import calls, logger, refuse
+from dsv4.integrations.vllm import calls, logger, parts, refuse
 from dsv4.integrations.vllm.install import check_choice
 
 HEADS = 128  # of one rank, at most
@@ -41,48 +40,44 @@ class Forward:
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """output [N, H, 512] = attention of q; the rows are in the caches already."""
         from vllm.forward_context import get_forward_context
+        from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention as Theirs
 
         found = get_forward_context().attn_metadata
-        if found is None:  # a profile run; nothing to reserve
-            output.zero_()
+        if found is None:  # a profile run: vLLM reserves the workspace of prefill
+            Theirs.forward_mqa(self, q, kv, positions, output)
             return
         swa = found[self.swa_cache_layer.prefix]
         attn = found.get(self.prefix)  # None in layers without compressed rows
-        decodes, prefills = swa.num_decode_tokens, swa.num_prefill_tokens
-        if decodes:
-            some = slice(0, decodes)
-            listed = None
-            if self.compress_ratio > 1:
-                if self.compress_ratio == 4:
-                    listed = self._slots(self.topk_indices_buffer, some, swa, attn)
-                else:  # by the metadata builder, once for all layers
-                    listed = attn.c128a_global_decode_topk_indices[:, 0], attn.c128a_decode_topk_lens
-            self._attend(q[some], output[some], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
-            calls["decode"] += 1
-        if prefills:
-            some = slice(decodes, decodes + prefills)  # q may be longer: padding of a graph
+        n = swa.num_decode_tokens
+        if n:
             listed = None
             if self.compress_ratio == 4:
-                listed = self._slots(self.topk_indices_buffer, some, swa, attn)
-            elif self.compress_ratio > 1:
-                listed = self._slots(attn.c128a_prefill_topk_indices, some, swa, attn, first=decodes)
-            self._attend(q[some], output[some], swa.prefill_swa_indices[:, 0], swa.prefill_swa_lens, listed)
-            calls["prefill"] += 1
+                listed = self._slots(n, swa, attn)
+            elif self.compress_ratio > 1:  # by the metadata builder, once for all layers
+                listed = attn.c128a_global_decode_topk_indices[:, 0], attn.c128a_decode_topk_lens
+            self._decode(q[:n], output[:n], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
+            calls["decode"] += 1
+        if swa.num_prefills:
+            Theirs._forward_prefill(  # which calls sparse_fwd below
+                self, q=q[n:], positions=positions[n:], swa_k_cache=self.swa_cache_layer.kv_cache,
+                compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None, output=output[n:],
+                attn_metadata=attn, swa_metadata=swa,
+            )  # fmt: skip
 
-    def _slots(self, rows: Any, some: slice, swa: Any, attn: Any, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Lists of row numbers of a request -> (slots of the page pool [n, K], how many [n]). rows[0] is of token
-        `first`."""
+    def _slots(self, n: int, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
+        """The indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
         from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
 
+        assert self.topk_indices_buffer is not None
         return compute_global_topk_indices_and_lens(
-            rows[some.start - first : some.stop - first],
-            swa.token_to_req_indices[some],
+            self.topk_indices_buffer[:n],
+            swa.token_to_req_indices[:n],
             attn.block_table,
             attn.block_size // self.compress_ratio,
-            swa.is_valid_token[some],
+            swa.is_valid_token[:n],
         )
 
-    def _attend(
+    def _decode(
         self, q: Tensor, out: Tensor, window: Tensor, lengths: Tensor, listed: tuple[Tensor, Tensor] | None
     ) -> None:
         more: dict[str, Any] = {}
@@ -95,6 +90,22 @@ class Forward:
             q, dsv4.Fp8Cache.from_pages(self.swa_cache_layer.kv_cache), window, window_lengths=lengths,
             sink=self.attn_sink, softmax_scale=self.scale, out=out, **more,
         )  # fmt: skip
+
+
+def sparse_fwd(
+    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, attn_sink: Tensor, topk_length: Tensor, out: Tensor
+) -> None:
+    """FlashMLA's flash_mla_sparse_fwd as vLLM's prefill calls it: q [n, H, 512], kv [rows, 1, 512], a bf16 workspace,
+    indices int32 [n, 1, W], what is behind topk_length [n] undefined."""
+    rows, lists = kv[:, 0], indices[:, 0]
+    if not q.is_cuda:
+        rows = rows.to(q.dtype)  # the workspace is bf16 whatever the model is; exact
+        behind = torch.arange(lists.shape[1]) >= topk_length[:, None]
+        lists = lists.masked_fill(behind, -1)  # values are checked there
+    dsv4.v4_attention(
+        q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out
+    )
+    calls["prefill"] += 1
 
 
 def swa_backend() -> type:
@@ -146,11 +157,31 @@ def cpu_class() -> type:
         swa_backend_cls = swa_backend()
 
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
+            from vllm.v1.worker import workspace
+
             check_choice(vllm_config)
+            if not workspace.is_workspace_manager_initialized():  # vLLM's CPU worker does without
+                workspace.init_workspace_manager(torch.device("cpu"))
             super().__init__(vllm_config, *rest, **options)
+            if "compressor" in parts():
+                for compressor in (self.compressor, self.indexer and self.indexer.compressor):
+                    if compressor is not None:
+                        compressor.__class__ = cpu_compressor()
             logger.info("%s: dsv4 on a CPU, %d heads", self.prefix, self.padded_heads)
 
     return Dsv4Attention
+
+
+@functools.cache
+def cpu_compressor() -> type:
+    """vLLM's CPU class with the steps of the NVIDIA one, of which the plug-in replaces the last."""
+    from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+    from vllm.models.deepseek_v4.cpu.cpu_compressor import DeepseekV4CPUCompressor
+
+    class Compressor(DeepseekV4CPUCompressor):  # type: ignore[misc]
+        forward = DeepseekCompressor.forward
+
+    return Compressor
 
 
 def check_device() -> None:
