@@ -187,7 +187,9 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
 
 
 def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
-    """dsv4.compress to rows, to a pool and to FP8 pages; rows and index keys into FP8 pages."""
+    """dsv4.compress to rows, to a pool and to FP8 pages, also from an engine's states; rows and index keys into FP8
+    pages."""
+    from dsv4.kernels.shared.compress import pages
     from dsv4.kernels.shared.index.keys import write_keys
     from dsv4.runtime import launch
 
@@ -198,6 +200,11 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
         for part, parameters, numbers in itertools.product(parts, (torch.bfloat16, torch.float32), ROW_NUMBERS):
             for pool in (None, torch.empty(2, 8, part[1], dtype=torch.bfloat16), _packed(part[1])):
                 kernels.run(_compress_problem(*part, sizes.rope, parameters, pool, numbers))
+        one, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+        for (m, d, overlap), parameters in itertools.product(parts, (torch.bfloat16, torch.float32)):
+            if (made := _packed(d)) is not None:
+                states, weight = torch.empty(1, 4, 2 * d * (1 + overlap)), torch.empty(d, dtype=parameters)
+                pages.run(states, one, one.int(), one, table, one, weight, torch.empty(16, sizes.rope), made, m, 1e-6)
         for rows, numbers in itertools.product((torch.bfloat16, torch.float32), ROW_NUMBERS):
             slots = torch.zeros(1, dtype=numbers)
             kernels.write(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("triton")
-from dsv4.commands.compile import ROWS, problems, v4_problems  # noqa: E402
-from dsv4.runtime import aot, calls, dispatch  # noqa: E402
+from dsv4.commands import variants  # noqa: E402
+from dsv4.runtime import aot, dispatch  # noqa: E402
 from dsv4.runtime.launch import ReadyLaunch  # noqa: E402
 
 
@@ -28,14 +28,15 @@ def old(monkeypatch, tmp_path):
     return SimpleNamespace(directory=tmp_path, target=target, done=done)
 
 
-def launches(kind: str, how: str, target) -> list:
-    found = v4_problems(kind, how) if kind in ROWS else problems(512, "bf16", kind, how)
-    return [x for p in found for x in calls.launches_of(p, target)]
+PARTS = [
+    ("v4", "fp8", "list"), ("v4", "bf16", "table"), ("paged", 512, "bf16", "split"), ("dense", 512, "bf16", "prefill"),
+    ("index", True, 1), ("compress",),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, how", [("fp8", "list"), ("bf16", "table"), ("paged", "split"), ("dense", "prefill")])
-def test_every_launch_comes_from_a_file(old, kind, how):
-    found = launches(kind, how, old.target)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: " ".join(map(str, part)))
+def test_every_launch_comes_from_a_file(old, part):
+    found = variants.launches(part, variants.Sizes(), "sm_100a")
     assert found
     for x in found:
         name = aot.variant(x.kernel.__name__, [aot.argument_type(a) for a in x.arguments], x.constants, "sm_100a")
@@ -45,7 +46,7 @@ def test_every_launch_comes_from_a_file(old, kind, how):
 
 
 def test_a_kernel_without_a_file_is_named_and_not_compiled(old):
-    x = launches("fp8", "list", old.target)[0]
+    x = variants.launches(PARTS[0], variants.Sizes(), "sm_100a")[0]
     message = f"{x.kernel.__name__}-.* cannot be compiled here: .* need triton >= 3.9; found 3.7"
     with pytest.raises(RuntimeError, match=message):
         ReadyLaunch(x, old.target)
@@ -53,6 +54,6 @@ def test_a_kernel_without_a_file_is_named_and_not_compiled(old):
 
 def test_without_a_directory_nothing_is_compiled_either(old):
     """softsm takes no files: it asks the same question, and gets the same words."""
-    x = launches("fp8", "list", old.target)[0]
+    x = variants.launches(PARTS[0], variants.Sizes(), "sm_100a")[0]
     with pytest.raises(RuntimeError, match="need triton >= 3.9; found 3.7"):
         ReadyLaunch(x, old.target._replace(aot=None, backend="softsm"))

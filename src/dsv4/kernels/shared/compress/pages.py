@@ -15,7 +15,7 @@ from dsv4.runtime import launch
 
 
 @triton.jit(do_not_specialize=[
-    "m", "state_page", "state_line", "table_line", "rope_line", "rows", "page_rows", "page_stride",
+    "m", "state_page", "state_stride", "state_line", "table_line", "rope_line", "rows", "page_rows", "page_stride",
 ])  # fmt: skip
 def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_ptr, norm_ptr, cos_sin_ptr, out_ptr,
                eps, m, state_page, state_stride, state_line, table_line, rope_line, rows, page_rows, page_stride,
