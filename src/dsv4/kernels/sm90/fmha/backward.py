@@ -9,6 +9,7 @@ sees every key, the products go by pieces of rows (dQ) and of keys (dK, dV), eac
 Varlen batches go sequence by sequence, which reads cu_seqlens on the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -42,9 +43,15 @@ def supports(b: FmhaBackward) -> str | None:
 
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
+    by_sequence(b, lambda p, *tensors: Chain(p, *tensors[:6]).run(*tensors[6:]))
+
+
+def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
+    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv) for a dense batch, or for each sequence of a varlen one; what it
+    gets is what a Chain gets."""
     p = b.forward
     if p.kind == "dense":
-        _dense(b)
+        _dense(b, run)
         return
     for x in (b.dq, b.dk, b.dv, b.dsink):
         if x is not None:
@@ -63,12 +70,12 @@ def backward(b: FmhaBackward) -> None:
         _dense(FmhaBackward(
             one, b.dout[None, rows], None if b.dlse is None else b.dlse[rows].T[None],
             *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))), dsink,
-        ))  # fmt: skip
+        ), run)  # fmt: skip
         if dsink is not None:
             b.dsink.add_(dsink)
 
 
-def _dense(b: FmhaBackward) -> None:
+def _dense(b: FmhaBackward, run: Callable[..., None]) -> None:
     p = b.forward
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
@@ -88,7 +95,7 @@ def _dense(b: FmhaBackward) -> None:
     k, v = (_addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
     dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else torch.empty_like(q)
     dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
-    Chain(p, q, k, v, dout, lse2, delta).run(dq, dk, dv)
+    run(p, q, k, v, dout, lse2, delta, dq, dk, dv)
     if b.dq is not None and group > 1:
         b.dq.copy_(dq.unflatten(2, (p.max_seqlen_q, group)).permute(0, 2, 1, 3, 4).flatten(2, 3))
 
@@ -123,7 +130,7 @@ def _addressable(x: Tensor) -> Tensor:
     return x if dense and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(128, 16, rank=len(block))
     strides = [s if n > 1 else TILE for s, n in zip(x.stride()[:-1], x.shape)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
@@ -146,7 +153,7 @@ class Chain:
         self.keys = k.shape[2]
         self.masked = p.left >= 0 or p.right >= 0
         self.fp16 = q.dtype == torch.float16
-        self.ds_scale = self._ds_scale()
+        self.ds_scale = ds_scale(dout, v) if self.fp16 else lse2.flatten()[:1]  # or unread
 
     def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         slabs = self._slabs()
@@ -197,8 +204,8 @@ class Chain:
         pairs = slab.pairs.stop - slab.pairs.start
         items = pairs * -(-rows // TILE) * -(-self.keys // TILE)
         arguments = [
-            *(_descriptor(x, [1, 1, TILE, 64]) for x in (self.q, self.k, self.dout, self.v)),
-            *(_descriptor(x, [1, 64, 64]) for x in (p_slab, ds_slab)),
+            *(descriptor(x, [1, 1, TILE, 64]) for x in (self.q, self.k, self.dout, self.v)),
+            *(descriptor(x, [1, 64, 64]) for x in (p_slab, ds_slab)),
             self.lse2.flatten(0, 1)[slab.pairs], self.delta.flatten(0, 1)[slab.pairs], self.ds_scale,
             p.softmax_scale * LOG2E.value, FP16_P_SCALE, self.rows, rows, slab.rows.start, self.rows // p.group,
             self.keys, p.group, NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
@@ -265,13 +272,12 @@ class Chain:
         last = size if self.p.left < 0 else min(size, (end - 1 - offset + self.p.left + 1) * group - rows.start)
         return min(first, size), max(last, min(first, size))
 
-    def _ds_scale(self) -> Tensor:
-        """For fp16: a power of two that brings |dS| <= 2 |dO| |v| near the top of its range. fp32 [1]."""
-        if not self.fp16:
-            return self.lse2.flatten()[:1]  # unread
-        longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (self.dout, self.v)]
-        most = 2 * longest[0] * longest[1]
-        return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)
+
+def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
+    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| near the top of its range. fp32 [1]."""
+    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (dout, v)]
+    most = 2 * longest[0] * longest[1]
+    return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -1,0 +1,54 @@
+"""Gradients of fmha on sm_100a: which kernels, and their launches. Deterministic, without atomics.
+
+head dim    kernels                                              products of the size of the scores, workspace
+64, 128     backward_rows, then backward_tiles twice             7, none
+"""
+
+from torch import Tensor, float16
+
+from dsv4.fmha.backward import FmhaBackward
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.shared.fmha.tiles import NO_BOUND
+from dsv4.kernels.shared.softmax import LOG2E
+from dsv4.kernels.sm90.fmha.backward import FP16_P_SCALE, by_sequence, descriptor, ds_scale
+from dsv4.kernels.sm100.fmha.backward_tiles import backward_tiles
+
+
+def supports(b: FmhaBackward) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    if b.forward.kind == "paged":
+        return "paged keys have no gradient"
+    return None if b.forward.head_dim <= 128 else f"head dim {b.forward.head_dim} has no kernel for sm_100a yet"
+
+
+def backward(b: FmhaBackward) -> None:
+    """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
+    by_sequence(b, tiles)
+
+
+def tiles(
+    p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None,
+) -> None:  # fmt: skip
+    """q, dout, dq [B, Hkv, R, D], R packed rows; k, v, dk, dv [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
+    batch, heads, rows, d = q.shape
+    keys, fp16 = k.shape[2], q.dtype == float16
+    of_rows, of_keys = [[descriptor(x, [1, 1, 128, 64]) for x in pair] for pair in ((q, dout), (k, v))]
+    common = [
+        p.softmax_scale * LOG2E.value, p.softmax_scale, FP16_P_SCALE, rows, rows // p.group, keys, p.group,
+        NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right, heads,
+    ]  # fmt: skip
+    stats = [lse2, delta, ds_scale(dout, v) if fp16 else lse2]
+    options = dict(D=d, SCALED=fp16, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
+    if dk is not None or dv is not None:
+        if dk is None or dv is None:  # both come from one launch
+            dk, dv = (k.new_empty(k.shape) if x is None else x for x in (dk, dv))
+        grid = (-(-keys // 128), batch * heads)
+        backward_tiles[grid](*of_keys, *of_rows, *stats, dk, dv, *common, *dk.stride()[:3], *dv.stride()[:3],
+                             KEYS=True, **options)  # fmt: skip
+    if dq is not None:
+        grid = (-(-rows // 128), batch * heads)
+        backward_tiles[grid](*of_rows, *of_keys, *stats, dq, dq, *common, *dq.stride()[:3], *dq.stride()[:3],
+                             KEYS=False, **options)  # fmt: skip
+
+

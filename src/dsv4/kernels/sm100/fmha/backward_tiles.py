@@ -1,0 +1,375 @@
+"""Gradients of FMHA on sm_100a, head dims 64 and 128: two launches of one kernel, no atomics, the same bits every run.
+
+A CTA owns 128 rows of X and streams tiles of 128 rows of Y past them. Who is who::
+
+    launch    X0, X1    Y0, Y1    S = X0 Y0^T   dP = X1 Y1^T        accumulated in tensor memory
+    KEYS      K, V      Q, dO     S^T           dP^T                dV += P^T dO,  dK += dS^T Q
+    queries   Q, dO     K, V      S             dP                  dQ += dS K
+
+    P = 2^(S scale - lse2) where seen     dS = P (dP - delta)
+
+P^T and dS^T are the left operands as they lie in tensor memory; nothing is transposed. Seven products of the size of
+the scores where a kernel that adds dQ by atomics needs five: no fp32 workspace, no second pass over it, one order of
+summation. Query heads of one KV head are packed rows (tiles.py), so that dK and dV are summed over them in the loop.
+Role chart (KEYS)::
+
+    load      1 warp   | X0 X1 | Y0 Y1 of tile 0 | of tile 1 | ...
+    mma       1 warp   | S0 dP0 |      | dV(P0) S1 |       | dK(dS0) dP1 | dV(P1) S2 | ...
+    left      4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 0-63 of every tile
+    right     4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 64-127
+
+While the two take the exponentials of one tile the tensor core has dS of the one before, and the other way round.
+
+tensor memory   columns        holds                                       head dim 64     128
+s               128            S, fp32 [128, 128]; P takes the place       128             128
+dp              128            dP; dS takes the place                      128             128
+acc             2 x D          dK and dV; D with one: dQ                   128             256
+                                                                           = 384           = 512
+
+P and dS of columns 0-63, as 16-bit numbers, lie in the first half of the columns where S had them, and those of 64-127
+in the first half of theirs: left and right touch different columns, and the left operand is two tiles of K = 64.
+
+shared memory   bytes               holds
+x               2 x 256 D           [128, D] each: X0, X1
+y               2 x 2 x 256 D       [128, D] each: Y0 and Y1 of tile j at 2 (j % 2) and the next (all: 192 KiB at 128)
+barriers        8 each
+
+barrier         arrives             count       waits              means
+x_ready         TMA bytes           1           mma                X is there
+y_ready[i]      TMA bytes           1           mma                slot i is filled
+y_free[i]       commit of mma       1           load               the products that read slot i are complete
+s_ready         commit of mma       1           left, right        S is complete
+p_ready         left, right         2           mma                S is read; KEYS: P is stored
+dp_ready        commit of mma       1           left, right        dP is complete
+ds_ready        left, right         2           mma                dS is stored, dP is read
+done            commit of mma       1           left, right        the accumulators are complete
+
+S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
+the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
+product; lse2 of rows past the end is +inf, which makes P 0.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+
+
+@aggregate
+class Memory:
+    x: Value
+    y: Value
+    s: Value
+    dp: Value
+    acc: Value
+
+
+@aggregate
+class Barriers:
+    x_ready: Value
+    y_ready: Value
+    y_free: Value
+    s_ready: Value
+    p_ready: Value
+    dp_ready: Value
+    ds_ready: Value
+    done: Value
+
+
+@aggregate
+class Sizes:
+    rows: Value  # packed query rows
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value
+    right: Value
+
+
+@aggregate
+class Share:
+    """What one CTA has to do: of X the rows from `own` on, of Y `tiles` tiles from row `first` on."""
+
+    batch: Value
+    head: Value  # KV head
+    own: Value
+    first: Value
+    tiles: Value
+
+
+@aggregate
+class Numbers:
+    """Of the rows of this (sequence, KV head): the exponent to subtract, delta. The scales of S (base 2), P and dS."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    scale: Value
+    p_scale: Value
+    ds_scale: Value
+
+
+@aggregate
+class Result:
+    """Gradients of this (sequence, KV head): KEYS: dk and dv, else dq; how far their rows are apart, in elements."""
+
+    ptr0: Value
+    ptr1: Value
+    stride0: Value
+    stride1: Value
+    factor0: Value
+    factor1: Value
+
+
+@gluon.jit
+def rows_of(desc, tile, ready, share, row, D: gl.constexpr):
+    """[128, D] of packed rows from `row` on, in panels of 64 columns."""
+    BOX: gl.constexpr = desc.layout
+    panels = reinterpret(tile, [D // 64, 1, 1, 128, 64], BOX)
+    for panel in gl.static_range(D // 64):
+        tma_load(desc, [share.batch, share.head, row, panel * 64], ready, panels.index(panel))
+
+
+@gluon.jit
+def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, D: gl.constexpr):
+    mbarrier.expect(barriers.x_ready, 2 * 128 * D * 2)
+    rows_of(x0_desc, memory.x.index(0), barriers.x_ready, share, share.own, D)
+    rows_of(x1_desc, memory.x.index(1), barriers.x_ready, share, share.own, D)
+    for j in range(0, share.tiles):
+        phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
+        slot = 2 * (j % 2)
+        mbarrier.wait(barriers.y_free.index(slot), phase)
+        mbarrier.expect(barriers.y_ready.index(slot), 128 * D * 2)
+        rows_of(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), share, share.first + j * 128, D)
+        mbarrier.wait(barriers.y_free.index(slot + 1), phase)
+        mbarrier.expect(barriers.y_ready.index(slot + 1), 128 * D * 2)
+        rows_of(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), share, share.first + j * 128, D)
+
+
+@gluon.jit
+def operand(tile, H: gl.constexpr, DTYPE: gl.constexpr):
+    """Where the 16-bit numbers [128, 64] of half H lie: the first half of the columns of its fp32 numbers."""
+    half = tile.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
+    return half.reinterpret(DTYPE, [128, 128], TensorMemoryLayout([128, 128], col_stride=1)).slice(0, 64)
+
+
+@gluon.jit
+def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
+    """acc += P or dS [128, 128], by halves, times y [128, D]; first: overwrite."""
+    for h in gl.static_range(2):
+        tcgen05_mma(operand(tile, h, DTYPE), y.slice(h * 64, 64, dim=0), acc, use_acc=(h > 0) | (first == 0))
+
+
+@gluon.jit
+def mma_role(memory, barriers, share, KEYS: gl.constexpr):
+    x, y, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
+    DTYPE: gl.constexpr = x.dtype
+    n = share.tiles
+    mbarrier.wait(barriers.x_ready, 0)
+    if n > 0:
+        mbarrier.wait(barriers.y_ready.index(0), 0)
+        tcgen05_mma(x.index(0), y.index(0).permute((1, 0)), s, use_acc=False)
+        tcgen05_commit(barriers.s_ready)
+        mbarrier.wait(barriers.y_ready.index(1), 0)
+        tcgen05_mma(x.index(1), y.index(1).permute((1, 0)), dp, use_acc=False)
+        tcgen05_commit(barriers.dp_ready)
+        if not KEYS:
+            tcgen05_commit(barriers.y_free.index(1))
+        for j in range(0, n):
+            slot = 2 * (j % 2)
+            more = j + 1 < n
+            next_slot = 2 - slot
+            next_phase = ((j + 1) // 2) % 2
+            begins = (j == 0).to(gl.int32)
+            mbarrier.wait(barriers.p_ready, j % 2)
+            if KEYS:
+                accumulate(acc.index(1), s, y.index(slot + 1), begins, DTYPE)
+                tcgen05_commit(barriers.y_free.index(slot + 1))
+            if more:
+                mbarrier.wait(barriers.y_ready.index(next_slot), next_phase)
+                tcgen05_mma(x.index(0), y.index(next_slot).permute((1, 0)), s, use_acc=False)
+                tcgen05_commit(barriers.s_ready)
+            mbarrier.wait(barriers.ds_ready, j % 2)
+            accumulate(acc.index(0), dp, y.index(slot), begins, DTYPE)
+            tcgen05_commit(barriers.y_free.index(slot))
+            if more:
+                mbarrier.wait(barriers.y_ready.index(next_slot + 1), next_phase)
+                tcgen05_mma(x.index(1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
+                tcgen05_commit(barriers.dp_ready)
+                if not KEYS:
+                    tcgen05_commit(barriers.y_free.index(next_slot + 1))
+        tcgen05_commit(barriers.done)
+
+
+@gluon.jit
+def seen(p, row, key, sizes, R: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr):
+    """p [128, 64] with 0 where the row does not see the key; row, key: of the tile's first element."""
+    if KEYS:
+        k = (key + gl.arange(0, 128, layout=R))[:, None]
+        token = (row + gl.arange(0, 64, layout=C)) // sizes.group
+        first = first_key(token, sizes.tokens, sizes.keys, sizes.left)[None, :]
+        end = end_key(token, sizes.tokens, sizes.keys, sizes.right)[None, :]
+    else:
+        k = (key + gl.arange(0, 64, layout=C))[None, :]
+        token = (row + gl.arange(0, 128, layout=R)) // sizes.group
+        first = first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]
+        end = end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
+    return gl.where((k >= first) & (k < end), p, 0.0)
+
+
+@gluon.jit
+def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+               SCALED: gl.constexpr):  # fmt: skip
+    """Columns 64 H .. 64 H + 63 of every tile: P, then dS; in the end, a half of the result."""
+    s = memory.s.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
+    dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
+    DTYPE: gl.constexpr = memory.x.dtype
+    L: gl.constexpr = s.get_reg_layout()
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    C: gl.constexpr = gl.SliceLayout(0, L)
+    if not KEYS:  # a row per thread
+        own = share.own + gl.arange(0, 128, layout=R)
+        lse2 = gl.load(numbers.lse2_ptr + own, mask=own < sizes.rows, other=float("inf"))[:, None]
+        delta = gl.load(numbers.delta_ptr + own, mask=own < sizes.rows, other=0.0)[:, None]
+    for j in range(0, share.tiles):
+        at = share.first + j * 128  # in Y
+        row = share.own
+        key = at
+        if KEYS:  # a row per column: every thread has all of them
+            row = at
+            key = share.own
+            column = at + H * 64 + gl.arange(0, 64, layout=C)
+            lse2 = gl.load(numbers.lse2_ptr + column, mask=column < sizes.rows, other=float("inf"))[None, :]
+        mbarrier.wait(barriers.s_ready, j % 2)
+        p = gl.exp2(s.load() * numbers.scale - lse2)
+        # Keys that every row of the tile sees, and no others, need no mask.
+        token_last = gl.minimum((row + 127) // sizes.group, sizes.tokens - 1)
+        all_first = first_key(token_last, sizes.tokens, sizes.keys, sizes.left)
+        all_end = end_key(row // sizes.group, sizes.tokens, sizes.keys, sizes.right)
+        if (key < all_first) | (key + 128 > all_end):
+            if KEYS:
+                p = seen(p, row + H * 64, key, sizes, R, C, KEYS)
+            else:
+                p = seen(p, row, key + H * 64, sizes, R, C, KEYS)
+        if KEYS:
+            if SCALED:
+                operand(memory.s, H, DTYPE).store((p * numbers.p_scale).to(DTYPE))
+            else:
+                operand(memory.s, H, DTYPE).store(p.to(DTYPE))
+        mbarrier.arrive(barriers.p_ready, count=1)
+        if KEYS:
+            delta = gl.load(numbers.delta_ptr + column, mask=column < sizes.rows, other=0.0)[None, :]
+        mbarrier.wait(barriers.dp_ready, j % 2)
+        ds = p * (dp.load() - delta)
+        if SCALED:
+            ds = ds * numbers.ds_scale
+        operand(memory.dp, H, DTYPE).store(ds.to(DTYPE))
+        mbarrier.arrive(barriers.ds_ready, count=1)
+    if share.tiles > 0:
+        mbarrier.wait(barriers.done, 0)
+    if KEYS:
+        if H == 0:
+            finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.keys, 0, D)
+        else:
+            finish(memory.acc.index(1), result.ptr1, result.stride1, result.factor1, share, sizes.keys, 0, D)
+    else:
+        finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.rows, H * (D // 2),
+               D // 2)  # fmt: skip
+
+
+@gluon.jit
+def finish(acc, ptr, stride, factor, share, rows, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns BEGIN .. of an accumulator [128, D] times factor -> rows of the gradient; 0 where nothing was added."""
+    L: gl.constexpr = acc.slice(0, 32).get_reg_layout()
+    row = share.own + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+    offset = row.to(gl.int64) * stride
+    for c in gl.static_range(WIDTH // 32):
+        column = BEGIN + c * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        x = gl.zeros([128, 32], gl.float32, L)
+        if share.tiles > 0:
+            x = acc.slice(BEGIN + c * 32, 32).load() * factor
+        gl.store(ptr + offset[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@gluon.jit
+def streamed(own, sizes, KEYS: gl.constexpr):
+    """(first row, end) of Y that some of the 128 rows of X from `own` on meet."""
+    offset = sizes.keys - sizes.tokens
+    if KEYS:
+        last = gl.minimum(own + 127, sizes.keys - 1)
+        first = gl.minimum(gl.maximum(own - sizes.right - offset, 0), sizes.tokens)
+        end = gl.maximum(gl.minimum(last + sizes.left - offset + 1, sizes.tokens), 0)
+        return first * sizes.group, end * sizes.group
+    token = own // sizes.group
+    token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
+    return first_key(token, sizes.tokens, sizes.keys, sizes.left), end_key(token_last, sizes.tokens, sizes.keys,
+                                                                           sizes.right)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[
+    "scale", "factor", "p_scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "batch0", "head0",
+    "stride0", "batch1", "head1", "stride1",
+])  # fmt: skip
+def backward_tiles(x0_desc, x1_desc, y0_desc, y1_desc, lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, scale, factor,
+                   p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0, stride0, batch1, head1,
+                   stride1, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr,
+                   SCORE_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+    """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). factor: what
+    dQ and dK are multiplied by; SCALED (fp16): P was multiplied by p_scale and dS by the number at ds_scale_ptr."""
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    OUTPUTS: gl.constexpr = 2 if KEYS else 1
+    x = gl.allocate_shared_memory(x0_desc.dtype, [2, 128, D], MATRIX)
+    y = gl.allocate_shared_memory(x0_desc.dtype, [4, 128, D], MATRIX)
+    s = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
+    dp = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
+    acc = allocate_tensor_memory(gl.float32, [OUTPUTS, 128, D], TensorMemoryLayout([128, D], col_stride=1))
+    y_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    y_free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    x_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(4):
+        mbarrier.init(y_ready.index(i), count=1)
+        mbarrier.init(y_free.index(i), count=1)
+    mbarrier.init(x_ready, count=1)
+    mbarrier.init(s_ready, count=1)
+    mbarrier.init(p_ready, count=2)
+    mbarrier.init(dp_ready, count=1)
+    mbarrier.init(ds_ready, count=2)
+    mbarrier.init(done, count=1)
+
+    pair = gl.program_id(1)
+    batch = pair // kv_heads
+    head = pair - batch * kv_heads
+    own = gl.program_id(0) * 128
+    sizes = Sizes(rows, tokens, keys, group, left, right)
+    first, end = streamed(own, sizes, KEYS)
+    share = Share(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128)
+    ds_scale = 1.0
+    factor0 = factor
+    factor1 = 1.0
+    if SCALED:
+        ds_scale = gl.load(ds_scale_ptr)
+        factor0 = factor / ds_scale
+        factor1 = 1.0 / p_scale
+    numbers = Numbers(lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows, scale, p_scale,
+                      ds_scale)  # fmt: skip
+    ptr0 += batch.to(gl.int64) * batch0 + head.to(gl.int64) * head0
+    ptr1 += batch.to(gl.int64) * batch1 + head.to(gl.int64) * head1
+    result = Result(ptr0, ptr1, stride0, stride1, factor0, factor1)
+    memory = Memory(x, y, s, dp, acc)
+    barriers = Barriers(x_ready, y_ready, y_free, s_ready, p_ready, dp_ready, ds_ready, done)
+    gl.warp_specialize([
+        (score_role, (memory, barriers, share, sizes, numbers, result, 0, D, KEYS, SCALED)),
+        (score_role, (memory, barriers, share, sizes, numbers, result, 1, D, KEYS, SCALED)),
+        (mma_role, (memory, barriers, share, KEYS)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, D)),
+    ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,91 @@
+"""The gradients of fmha by the Blackwell kernels, through softsm, against the fp64 formulas."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fmha_gradients import BF16, FP16, check, request, varlen_request
+
+import dsv4
+import softsm
+from dsv4.kernels.sm100.fmha import backward
+
+
+def run(b):
+    with softsm.use("sm_100a"):
+        backward.backward(b)
+
+
+CASES = {
+    "full-hd128": dict(t=130, s=150, heads=(1, 1), d=128),
+    "causal-gqa-sink-dlse-fp16-hd64": dict(
+        t=70, s=200, heads=(4, 2), d=64, dtype=FP16, causal=True, sink=True, dlse=True
+    ),
+    "window-hd128": dict(t=200, s=150, heads=(2, 1), d=128, window=(40, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    b, want, low = request(**CASES[name])
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(t=129, s=257, heads=(2, 2), batch=2),
+        dict(t=300, s=70, heads=(1, 1), causal=True, sink=True),  # rows that see nothing
+        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that nobody sees, a group of 3
+        dict(t=1, s=140, heads=(8, 1), softmax_scale=-0.1),
+        dict(t=300, s=40, heads=(1, 1), window=(0, 1)),  # tiles of rows and of keys that nobody sees
+    ],
+)
+def test_every_head_dim(d, dtype, options):
+    b, want, low = request(d=d, dtype=dtype, **options)
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+def test_only_what_is_wanted():
+    for name in ("dq", "dk", "dv"):
+        b, want, low = request(t=140, s=130, heads=(1, 1), d=64)
+        b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})
+        run(b)
+        check(b, want, low)
+
+
+@pytest.mark.slow
+def test_varlen_goes_sequence_by_sequence():
+    b, want, low = varlen_request()
+    run(b)
+    check(b, want, low)
+
+
+LONG = {"keys": dict(t=60, s=900), "queries": dict(t=900, s=60)}  # eight tiles go past a CTA: a slot is filled 4 times
+
+
+@pytest.mark.parametrize(
+    "long, order",
+    [("queries", "latest"), *(pytest.param(x, y, marks=pytest.mark.slow)
+                              for x in LONG for y in ("latest", "eager", "random") if (x, y) != ("queries", "latest"))],
+)  # fmt: skip
+def test_no_race_whenever_copies_and_products_complete(long, order):
+    b, want, low = request(heads=(1, 1), d=64, **LONG[long])
+    with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+def test_autograd_takes_them_and_says_where_there_are_none():
+    q, k, v = (torch.randn(1, 5, 1, 256, dtype=BF16, requires_grad=True) for _ in "qkv")
+    with softsm.use("sm_100a"):
+        out = dsv4.fmha(q, k, v, backend="softsm")
+        with pytest.raises(ValueError, match="backend: 'softsm' cannot compute these gradients: head dim 256"):
+            out.sum().backward()
