@@ -111,7 +111,7 @@ def _run(
         raise
     call = _calls.get(key)
     if call is None:
-        call = _prepare(op, given, backend, target, problem or _problem(op, given), device)
+        call = _prepare(op, given, backend, target, device)
         if len(_calls) >= MOST:
             del _calls[next(iter(_calls))]
         _calls[key] = call
@@ -191,7 +191,9 @@ def _allocated(outputs: Outputs, given: Given, device: torch.device | str) -> tu
     return out, second
 
 
-def _prepare(op: Operation, given: Given, backend: str, target: Target, problem: Any, device: torch.device) -> Call:
+def _prepare(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> Call:
+    given = given._replace(arguments=_distinct(given.arguments))
+    problem = _problem(op, given)
     module = dispatch.kernel_module(op.folder, target.capability)
     if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
         accepted = "bfloat16, float16; float32 on backend 'cpu'"
@@ -208,6 +210,19 @@ def _prepare(op: Operation, given: Given, backend: str, target: Target, problem:
     tensors = {name: given.arguments[name] for name in op.tensors}
     program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
     return Call(outputs, Ready(program, target))
+
+
+def _distinct(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With an object of its own for every tensor: a program tells tensors by identity, and which arguments are the same
+    tensor is not in the key."""
+    seen: set[int] = set()
+    found = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and id(x) in seen:
+            x = x.detach()
+        seen.add(id(x))
+        found[name] = x
+    return found
 
 
 def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:

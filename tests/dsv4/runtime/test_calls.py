@@ -55,6 +55,24 @@ def test_tensors_that_came_as_one_and_come_as_two(prepared):
     assert prepared == ["fmha", "fmha"]
 
 
+def test_lists_and_pools_that_came_as_one_and_come_as_two(prepared):
+    """What a program makes of an argument depends on the argument, not on which other one was the same tensor."""
+    for turn in range(4):
+        problem = v4_problem()
+        if turn in (0, 3):
+            problem |= dict(compressed=problem["window"], compressed_indices=problem["window_indices"])
+        got = dsv4.v4_attention(**problem, return_lse=True, backend="softsm")
+        assert_agrees(got, reference.v4_attention, **problem)
+    for turn in range(3):
+        q, k, v = (torch.randn(9, 1, 64).bfloat16() for _ in range(3))
+        cu_q = torch.tensor([0, 4, 9], dtype=torch.int32)
+        cu_k = cu_q if turn == 0 else torch.tensor([0, 2, 9], dtype=torch.int32)
+        given = dict(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        got = dsv4.fmha_varlen(**given, max_seqlen_q=5, max_seqlen_k=7, return_lse=True, backend="softsm")
+        assert_agrees(got, reference.fmha_varlen, **given)
+    assert prepared == ["v4_attention", "fmha_varlen"]
+
+
 def test_no_tensor_of_a_call_is_kept(prepared):
     q, k, v = (torch.randn(1, 9, 1, 64).bfloat16() for _ in range(3))
     kept = [weakref.ref(x) for x in (q, k, v, dsv4.fmha(q, k, v, backend="softsm"))]
