@@ -14,7 +14,7 @@ Bytes are not arrivals, they are announced with `expect`; a barrier initialised 
 The first time round is special. A slot is free before anybody has freed it, so the load role waits for parity 1
 first: the phase *before* phase 0 counts as complete. Wait for parity 0 there and the kernel stands still: the load
 role waits for a product, the product for a copy, and nobody moves. On a GPU that is a process that does not end.
-softsm sees that no warp can go on, and says who waits for which barrier, for which phase, and who should have
+softsm sees that no warp can make progress, and says who waits for which barrier, for which phase, and who should have
 arrived.
 
 Registers are shared out among the roles too (`worker_num_regs`): a load warp needs few, a softmax thread with a row

@@ -123,7 +123,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
 
 
 def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
-    """How many of the rows 0 .. length - 1 are this rank's, dealt out as by :func:`local_rows`."""
+    """How many of the rows 0 .. length - 1 are this rank's, sharded as by :func:`local_rows`."""
     rank, size = _place(group)
     _whole("lengths", lengths)
     checks.at_least(1, "block", block)

@@ -21,14 +21,14 @@ app = typer.Typer(
 
 
 ORDERS = ("eager", "latest", "random")
-# What `run`, `check` and `trace` take alike. Options may stand before or behind the file; what softsm does not know,
-# and everything behind --, goes to the program.
+# Shared by `run`, `check` and `trace`. Options may come before or after the file; options unknown to softsm, and
+# everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
 File = Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line (behind -- "
+        help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line (after -- "
         "where softsm has an option of the same name)"
     ),
 ]
@@ -37,10 +37,10 @@ Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
 Sides = Annotated[str, typer.Option(help="x,y,z")]
 Block = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")]
 Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
-Sms = Annotated[int, typer.Option(help="SMs played")]
+Sms = Annotated[int, typer.Option(help="SMs to emulate")]
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
-Seed = Annotated[int, typer.Option(help="of random order and random arguments")]
-Strict = Annotated[bool, typer.Option(help="check PTX 9.4 to the letter")]
+Seed = Annotated[int, typer.Option(help="seed of random order and random arguments")]
+Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]
 
 
 def _show_version(asked: bool) -> None:
@@ -136,7 +136,7 @@ def explain(
     k: Annotated[int, typer.Option(help="of the tile, in elements")] = 64,
     kind: Annotated[str, typer.Option(help="of the instruction descriptor: f16, f8f6f4, mxf4, ...")] = "f16",
 ) -> None:
-    """What a diagnostic means and how to mend it; or a picture of a layout. Without a topic: all there are."""
+    """What a diagnostic means and how to fix it; or a picture of a layout. Without a topic: a list of both."""
     from softsm.report.explain import Tile, show
 
     try:
@@ -284,7 +284,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, 
     import runpy
 
     if "torch" not in sys.modules:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process plays without the GPU, if there is one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
     from softsm.engine.launch import options
     from softsm.triton_driver.install import use
 

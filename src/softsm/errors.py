@@ -1,4 +1,4 @@
-"""The exceptions a user of softsm can meet. Every message says what, where and, where known, how to mend it."""
+"""The exceptions a user of softsm can meet. Every message says what, where and, where known, how to fix it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fault(SoftsmError):
 
 
 class Deadlock(Fault):
-    """No warp can go on. The message lists what each one waits for."""
+    """No warp can make progress. The message lists what each one waits for."""
 
     def __init__(self, message: str):
         super().__init__("deadlock", message, placed=True)

@@ -44,7 +44,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
         return  # tests that load PTX themselves need neither
     if "torch" not in sys.modules:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process plays without the GPU, if there is one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
     import torch
 
     from softsm.triton_driver.install import use

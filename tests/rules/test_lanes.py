@@ -24,7 +24,7 @@ def lanes_hold(make, **more):
     for strict in (True, False):
         report = holds(make, args=ARGS, block=32, strict=strict, **more)
         assert "lane" in report.diagnostics[0].parties[1].who, str(report)
-        assert "bar.warp.sync" in report.diagnostics[0].mend
+        assert "bar.warp.sync" in report.diagnostics[0].fix
     return report
 
 
@@ -138,7 +138,7 @@ def test_lanes_of_one_store_do_not_write_different_values_to_one_place_of_global
     report = store(".global.u32", "%r0")
     assert report.codes() == ["race"], str(report)
     first, second = report.diagnostics[0].parties
-    assert "lane 31" in first.who and "lane 0" in second.who and "undefined" in report.diagnostics[0].mend
+    assert "lane 31" in first.who and "lane 0" in second.who and "undefined" in report.diagnostics[0].fix
     assert not store(".global.u32", "7")
     assert not store(".global.u32", "%r0", "setp.eq.u32 %p4, %r0, 5;\n", "@%p4")
     assert not store(".global.u8", "%r0", step)

@@ -50,7 +50,7 @@ def test_a_map_changed_in_place_is_released_and_acquired(missing, strict):
 
     report = holds(make, args=ARGS, strict=strict)
     (finding,) = report.diagnostics
-    assert "tensor map" in finding.message and "fence.proxy.tensormap" in finding.mend, str(report)
+    assert "tensor map" in finding.message and "fence.proxy.tensormap" in finding.fix, str(report)
 
 
 def test_a_published_map_is_acquired():

@@ -73,7 +73,7 @@ def test_advice_for_a_race_between_ctas_is_no_barrier(cluster, advice):
     """bar.sync and mbarriers of a CTA order nothing between CTAs."""
     report = findings(plain("mov.u32 %r40, %ctaid.x;\n" + t.out("%r40", "%rd2", "0")), ARGS, grid=2, cluster=cluster)
     between = [d for d in report if "(0, 0, 0)" in str(d) and "(1, 0, 0)" in str(d)]
-    assert between and all(advice in d.mend and "put a barrier," not in d.mend for d in between), str(report)
+    assert between and all(advice in d.fix and "put a barrier," not in d.fix for d in between), str(report)
 
 
 def test_a_named_barrier_orders_its_arrivals_before_its_waits():
@@ -269,7 +269,7 @@ def test_a_dependent_grid_waits_for_the_one_before_it(use):
     assert not after_another_grid(WAIT + USES[use])
     report = after_another_grid(USES[use])
     assert report.codes() == ["race"] and "the grid before this one" in str(report), str(report)
-    assert "griddepcontrol.wait" in report.diagnostics[0].mend
+    assert "griddepcontrol.wait" in report.diagnostics[0].fix
     assert not after_another_grid(USES[use], dependent=False)
 
 

@@ -8,7 +8,7 @@ from softsm.errors import Deadlock, Fault, PtxError, StepBudget, Unsupported
 
 
 @pytest.mark.parametrize("error", [
-    Fault("out-of-bounds", "load of 4 bytes"), Deadlock("no warp can go on"), StepBudget("used up"),
+    Fault("out-of-bounds", "load of 4 bytes"), Deadlock("no warp can make progress"), StepBudget("used up"),
     PtxError("expected a register", 3, 5), Unsupported("no such instruction", 7, 1),
 ], ids=lambda e: type(e).__name__)  # fmt: skip
 def test_errors_can_be_pickled(error):

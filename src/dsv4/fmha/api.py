@@ -44,7 +44,7 @@ RULES = """
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Raises:
-        ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
+        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values run always on
             a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page that
             does not exist is not read.
 """

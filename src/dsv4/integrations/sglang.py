@@ -7,7 +7,7 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
 ``DSV4_SGLANG=1`` that does nothing but say so in the log. With it, SGLang's two FlashMLA functions are replaced by
 those of :mod:`dsv4.integrations.flash_mla`; caches, lists, indexer, compressor and schedule stay SGLang's.
 
-SGLang logs errors of a plug-in and goes on without it. An untested version is therefore no exception here but the end
+SGLang logs errors of a plug-in and continues without it. An untested version is therefore no exception here but the end
 of the process, with the reason. Kernels of SGLang that would bypass dsv4 (fused "mega" attention, FP8 queries in
 prefill) raise when they are reached.
 """

@@ -257,7 +257,7 @@ class PagedModel:
             while serving:
                 serving.step()
                 if not serving.fed:
-                    checks.fail("prompts", "no place for one", "fewer requests of others; drop those that are over")
+                    checks.fail("prompts", "no place for one", "fewer requests of others; drop finished ones")
         finally:
             for job in list(serving.jobs):
                 serving.cancel(job)
@@ -293,7 +293,7 @@ class PagedModel:
         begun = sum(name not in self.requests for name in names)
         if len(self.requests) + begun > self.limit:
             came = f"{begun} requests more than the {len(self.requests)} there are"
-            checks.fail("new", came, f"at most {self.limit} at a time; drop those that are over")
+            checks.fail("new", came, f"at most {self.limit} at a time; drop finished ones")
         missing = -len(self.places.pages.free)
         for name, count in zip(names, counts):
             request = self.requests.get(name)

@@ -1,6 +1,6 @@
 """Validation shared by every public operation.
 
-An error is a ValueError of one form: ``argument: got what came; accepted: what is accepted``. Functions here look at
+An error is a ValueError of one form: ``argument: got VALUE; accepted: VALUES``. Functions here look at
 shapes, dtypes, devices and strides, which costs nothing and is safe under torch.compile; the functions that read
 tensor values say so and run only where :func:`values_checked` allows.
 """
@@ -27,7 +27,7 @@ def fail(argument: str, got: Any, accepted: str) -> NoReturn:
 
 
 def describe(x: Any) -> str:
-    """What came, in words for an error text."""
+    """A value in words, for an error text."""
     if isinstance(x, Tensor) and x.is_nested:
         return "a nested tensor"
     if isinstance(x, Tensor):
@@ -192,7 +192,7 @@ def derivatives() -> bool:
 
 
 def forward_only(**tensors: Tensor | None) -> None:
-    """What has no derivative refuses an input that wants one, instead of cutting it off in silence."""
+    """What has no derivative refuses an input that wants one, instead of silently cutting it off."""
     if not derivatives():
         return
     if torch.is_grad_enabled():
@@ -204,7 +204,7 @@ def forward_only(**tensors: Tensor | None) -> None:
 
 
 def no_tangents(**tensors: Tensor | None) -> None:
-    """There are no forward-mode derivatives; torch would drop them in silence."""
+    """There are no forward-mode derivatives; torch would silently drop them."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, x in tensors.items():

@@ -70,7 +70,7 @@ def resolve(backend: str, device: torch.device) -> str:
 
 @contextmanager
 def entered(backend: str, device: torch.device) -> Iterator[Target]:
-    """Within, launches go to the device, or to the emulator that plays one."""
+    """Within, launches go to the device, or to the emulator."""
     if backend == "cuda":
         with torch.cuda.device(device):
             yield cuda_target(device)
@@ -111,7 +111,7 @@ def compile_target(arch: str, pair: bool = False) -> Target:
 
 
 def softsm_arch() -> str:
-    """The architecture that softsm plays now, else the default."""
+    """The architecture that softsm emulates now, else the default."""
     import softsm
 
     return softsm.active_arch() or DEFAULT_SOFTSM_ARCH

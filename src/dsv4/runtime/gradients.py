@@ -6,7 +6,7 @@ Inference does not come here. A public function that sees grad mode and an input
     torch.ops.dsv4.X_backward(...)   the gradients, called by autograd
 
 Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. The gradient of
-a gradient is refused by name, and so are tangents (forward mode), which torch would drop in silence.
+a gradient is refused by name, and so are tangents (forward mode), which torch would silently drop.
 """
 
 import importlib

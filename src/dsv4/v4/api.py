@@ -128,7 +128,7 @@ def v4_attention(
         reverse mode); with out= or plan= an input that requires grad raises under grad mode.
 
     Raises:
-        ValueError: names the argument, what came and what is accepted. Checks that read tensor values run always on
+        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values run always on
             a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
     """
     checks.flag("return_lse", return_lse)

@@ -122,7 +122,7 @@ class BarrierChecks:
         """The CTA ends: bytes that came and were never announced ended some phase too early, or none."""
         for barrier in cta.barriers.values():
             if barrier.tx < 0:
-                text = f"{barrier.name}: {-barrier.tx} bytes have come that no expect_tx announced"
+                text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"
                 self.report.add(Diagnostic("barrier-tx", text))
 
     def phase_skipped(self, barrier) -> None:

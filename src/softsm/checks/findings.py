@@ -58,7 +58,7 @@ class Findings:
             this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
             if kind == sh.UNINITIALISED:
                 self.report.add(
-                    Diagnostic("uninitialised", f"{memory} bytes are read, but nobody wrote them", (this,))
+                    Diagnostic("uninitialised", f"{memory} bytes are read, but nothing wrote them", (this,))
                 )
                 continue
             did = "read" if kind == sh.WAR else "wrote"
@@ -73,10 +73,10 @@ class Findings:
             else:
                 other_op = None
                 other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
-            mend = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
+            fix = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
-            mend = mend or self.across(w, them)
-            found = self.race(this, other, f"{memory} memory", other_op, mend)
+            fix = fix or self.across(w, them)
+            found = self.race(this, other, f"{memory} memory", other_op, fix)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
@@ -136,27 +136,27 @@ class Findings:
             "put tcgen05.wait::ld.sync.aligned between the load and the first use of its registers",
         )
 
-    def add_race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> None:
-        self.report.add(self.race(this, other, memory, other_op, mend))
+    def add_race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> None:
+        self.report.add(self.race(this, other, memory, other_op, fix))
 
-    def race(self, this: Party, other: Party, memory: str, other_op, mend: str = "") -> Diagnostic:
-        if mend:
+    def race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> Diagnostic:
+        if fix:
             pass
         elif other_op is not None and other_op is self.checker.grids.before:
-            mend = grids.MEND
+            fix = grids.FIX
         elif other_op is not None:
-            mend = (
+            fix = (
                 f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this "
                 "access"
             )
         elif this.who.startswith("warp"):
-            mend = "put a barrier, or an mbarrier arrive and wait, between the two"
+            fix = "put a barrier, or an mbarrier arrive and wait, between the two"
         else:
-            mend = (
+            fix = (
                 "order them by a barrier, and put fence.proxy.async between the generic write and the "
                 "asynchronous access"
             )
-        return Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), mend)
+        return Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), fix)
 
     def party(self, w, op, what: str, pc: int | None = None, lane: int = -1) -> Party:
         program = self.machine.program

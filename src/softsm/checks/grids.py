@@ -16,7 +16,7 @@ from softsm.checks.order import Order
 from softsm.engine.asynchrony import AsyncOp
 
 KIND = "grid before this one"
-MEND = (
+FIX = (
     "put griddepcontrol.wait (gdc_wait) before the first access of what the grid before it touches, or launch without "
     "programmatic dependent launch"
 )

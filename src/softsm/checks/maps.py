@@ -50,19 +50,19 @@ class MapChecks:
         written = self.maps.get(address)
         if written is None:
             return
-        mend = ""
+        fix = ""
         if not self.has_seen(w, written.slot, written.epoch):
-            mend = "order them by a barrier, and put fence.proxy.tensormap::generic.acquire before the copy"
+            fix = "order them by a barrier, and put fence.proxy.tensormap::generic.acquire before the copy"
         elif not written.released:
-            mend = "put fence.proxy.tensormap::generic.release behind the change of the map"
+            fix = "put fence.proxy.tensormap::generic.release after the change of the map"
         elif not any(self.has_seen(w, *fence) for fence in written.acquired):
-            mend = "put fence.proxy.tensormap::generic.acquire with the map's address before the copy"
-        if mend:
+            fix = "put fence.proxy.tensormap::generic.acquire with the map's address before the copy"
+        if fix:
             where = f"the tensor map at {address:#x}"
             self.findings.add_race(
                 self.findings.party(w, None, f"issues a copy with {where}"),
                 self.findings.party(written.warp, None, f"wrote {where}", pc=written.pc),
                 "a tensor map",
                 None,
-                mend,
+                fix,
             )

@@ -1,5 +1,5 @@
 """Asynchronous operations under the checkers: numbered and compared when they are issued, waited for before their CTA
-ends. So a race is found although the values came out right."""
+ends. So a race is found although the values are right."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class TensorChecks:
             self.report.add(
                 Diagnostic(
                     "uninitialised",
-                    "tensor-memory cells are read, but nobody wrote them",
+                    "tensor-memory cells are read, but nothing wrote them",
                     (self.findings.party(w, op, f"reads {where}"),),
                 )
             )
@@ -109,9 +109,9 @@ class TensorChecks:
                 continue
             if write and did == "wrote" and self.read_between(shadow, window, other, op):
                 continue
-            mend = ""
+            fix = ""
             if self.strict and self.order.knows(w, number):
-                mend = (
+                fix = (
                     "they are synchronised, but tcgen05.fence::before_thread_sync before the arrival, or "
                     "tcgen05.fence::after_thread_sync after the wait, is missing"
                 )
@@ -120,7 +120,7 @@ class TensorChecks:
                 self.findings.party(other.warp, other, f"{did} {where}"),
                 "tensor memory",
                 other,
-                mend,
+                fix,
             )
         if note == "accumulate f32":
             text = "the product adds to cells that were stored as packed values of 16 bits or less"

@@ -360,7 +360,7 @@ class Model:
                 line = self.code.instructions[i].line if i < len(self.code.instructions) else 0
                 opcode = self.code.instructions[i].opcode if i < len(self.code.instructions) else "an event"
                 places.append(f"warp {warps[w][1]} at PTX line {line} ({opcode})")
-        why = "the replay came to a stand, so there is no time for this kernel"
+        why = "the replay stalled, so there is no prediction for this kernel"
         return f"{self.trace.name}: {why}: " + "; ".join(places[:6])
 
     # ---- the grid -------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class DeadlockWatch:
         blocked = (f for c in machine.live for w in c.warps for f in w.fragments if f.blocked is not None)
         late = [f for f in blocked if f.blocked.limited]
         if changes == self.timed_out_at or not late:
-            self.found("no warp can go on")
+            self.found("no warp can make progress")
         self.timed_out_at = changes
         for f in late:
             f.blocked.on.waiters.remove(f)

@@ -109,7 +109,7 @@ def _explain(w, mask: int, o, ignored: int) -> None:
         if target % o.size or (nbytes and source % o.size):
             raise w.fault("misaligned", f"{what}: addresses must be multiples of {o.size} bytes")
         if target >> 24 != w.cta.rank:
-            raise w.fault("out-of-bounds", f"{what}: shared address {target:#x} is not in the own CTA")
+            raise w.fault("out-of-bounds", f"{what}: shared address {target:#x} is not in this CTA")
         shared_bytes(w, target, o.size, what, o.size)
         if nbytes:
             global_view(w, source, nbytes, what)

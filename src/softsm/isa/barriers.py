@@ -131,7 +131,7 @@ class NamedBarrier(Arrivals):
         ]
         count = f"{self.arrived} of {self.expected()} threads have arrived"
         return f"barrier {self.number}: {count}" + (
-            f"; not there: warps {', '.join(missing)}" if self.count is None and missing else ""
+            f"; missing: warps {', '.join(missing)}" if self.count is None and missing else ""
         )
 
     def inside_now(self) -> set[int]:
@@ -363,7 +363,7 @@ class ClusterBarrier(Arrivals):
 
     def describe(self) -> str:
         missing = self.missing()
-        return f"the cluster barrier; not there: {', '.join(map(str, missing[:6]))}" + (
+        return f"the cluster barrier; missing: {', '.join(map(str, missing[:6]))}" + (
             f" and {len(missing) - 6} more" if len(missing) > 6 else ""
         )
 

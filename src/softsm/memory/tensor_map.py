@@ -199,7 +199,7 @@ def encode_im2col(
 
 
 def check(m: TensorMap) -> None:
-    """The driver's rules, each ValueError naming the field, what came and what is accepted."""
+    """The driver's rules, each ValueError naming the field, what it got and what is accepted."""
     kind = m.data_type
     padded = kind in _PADDED
     if m.interleave != 0:
@@ -359,7 +359,7 @@ def from_image(image: bytes) -> TensorMap:
     magic, *f = _IMAGE.unpack_from(image)
     if magic != _MAGIC:
         blank = "it is all zeros" if not any(image) else f"it starts {image[:8].hex()}"
-        raise ValueError(f"the 128 bytes are no tensor map made by softsm ({blank})")
+        raise ValueError(f"the 128 bytes are not a tensor map made by softsm ({blank})")
     kind, rank, interleave, mode, atomicity, promotion, fill, is_im2col, base = *f[:8], f[8]
     rank += 1
     if (mode, atomicity) not in _SPLIT_SWIZZLE:

@@ -306,7 +306,7 @@ class _Body:
         first = scope.labels.get(name, scope.lists.get(name))
         if first is not None:
             raise self.source.error(
-                f"the label '{name}' stands in lines {first} and {line} of one scope", start
+                f"the label '{name}' is defined in lines {first} and {line} of one scope", start
             )
         following = peek(Cursor(self.source, match.end()))
         if following in ("branchtargets", "calltargets", "callprototype"):

@@ -1,8 +1,8 @@
-"""The codes of all findings: what each one means and how to mend it. `softsm explain CODE` prints an entry."""
+"""The codes of all findings: what each one means and how to fix it. `softsm explain CODE` prints an entry."""
 
 from __future__ import annotations
 
-# code -> (what it says, how to mend it)
+# code -> (meaning, how to fix it)
 CODES: dict[str, tuple[str, str]] = {
     # order
     "race": (
@@ -21,23 +21,23 @@ CODES: dict[str, tuple[str, str]] = {
         "Put barrier.cluster.arrive and barrier.cluster.wait before the exit, or let the CTA wait for the last access.",
     ),
     "deadlock": (
-        "No warp can go on: every one waits for something that nobody is left to do.",
+        "No warp can make progress: each one waits for something that no other warp will do.",
         "Follow the wait-for cycle: the barrier with missing arrivals or bytes names who arrived "
         "last and what is missing.",
     ),
     # barriers
     "barrier-count": (
-        "The number of arrivals a barrier expects cannot be what was meant.",
+        "The number of arrivals that a barrier expects cannot be right.",
         "The count of mbarrier.init is the number of arrivals of a phase (1 for a TMA barrier); "
         "bytes belong to expect_tx. "
         "The thread count of bar.sync is the number of threads that take part, in whole warps.",
     ),
     "barrier-phase": (
-        "A phase of a barrier passed without anybody waiting for it, or a wait names a phase that is over for long.",
+        "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago.",
         "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end.",
     ),
     "barrier-tx": (
-        "The bytes announced by expect_tx are not the bytes that the copies of the phase bring.",
+        "The bytes announced by expect_tx differ from the bytes that the copies of the phase deliver.",
         "expect_tx counts the whole boxes of all copies that signal the barrier in that phase, "
         "filled elements included.",
     ),
@@ -56,8 +56,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
     "barrier-remote": (
-        "An mbarrier of another CTA is used where only the own one may be.",
-        "Peers may arrive and complete bytes; initialising and waiting is for the own CTA.",
+        "An mbarrier of another CTA is used where only the CTA's own is allowed.",
+        "Other CTAs may arrive and complete bytes; only the CTA itself may initialise and wait.",
     ),
     "barrier-uninitialised": (
         "There is no mbarrier at this address.",
@@ -65,24 +65,24 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     # values
     "uninitialised": (
-        "Something is read that nobody has written.",
-        "Write it, or wait for the copy that brings it, before reading.",
+        "A value is read that was never written.",
+        "Write it, or wait for the copy that delivers it, before reading.",
     ),
     "nan": (
         "A NaN enters the accumulator of a matrix product.",
         "Replace the element by 0 where it is loaded: 0 * NaN is NaN, so masking the other operand is not enough.",
     ),
     "operand": (
-        "A matrix product read another element than the one it was expected to read.",
+        "A matrix product read a different element from the one expected.",
         "Compare how the tile is written with how the descriptor reads it; `softsm explain descriptor` draws the map.",
     ),
     "type": (
-        "Tensor-memory cells are read as another type than they were written as.",
+        "Tensor-memory cells are read as a different type from the one they were written as.",
         "A in tensor memory is packed: convert (cvt.rn.bf16x2.f32) before tcgen05.st, and read the "
         "columns it was stored to.",
     ),
     "out-of-bounds-fill": (
-        "A TMA box lies wholly outside its tensor, so it brings nothing but fill.",
+        "A TMA box lies entirely outside its tensor, so it delivers only fill values.",
         "Bound the loop by the tensor's extent, or check the coordinates: their unit is elements, innermost first.",
     ),
     "out-of-bounds": (
@@ -130,7 +130,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Allocate them, and deallocate after the last use.",
     ),
     "descriptor": (
-        "A shared-memory matrix descriptor cannot be meant: fixed bits, swizzle mode or the memory it covers.",
+        "A shared-memory matrix descriptor is invalid: its fixed bits, swizzle mode or the memory it covers.",
         "`softsm explain descriptor` shows its fields and the bytes it reads.",
     ),
     "idesc": (
@@ -154,12 +154,12 @@ CODES: dict[str, tuple[str, str]] = {
         "Launch with clusters (.reqnctapercluster 1 is enough), or copy with loads and stores.",
     ),
     "multicast": (
-        "The CTA mask of a multicast names CTAs that are not there.",
+        "The CTA mask of a multicast names CTAs that do not exist.",
         "Use bits below the cluster size.",
     ),
-    "copy-size": ("The size of a bulk copy is not possible.", "Sizes are multiples of 16 bytes."),
+    "copy-size": ("The size of a bulk copy is not allowed.", "Sizes are multiples of 16 bytes."),
     "metadata": (
-        "Metadata of a sparse product name one position twice, or with sp::ordered_metadata in falling order.",
+        "Metadata of a sparse product name one position twice, or with sp::ordered_metadata in descending order.",
         "Two different positions of 0 to 3 for every four columns, the smaller one in the lower bits.",
     ),
     # wgmma
@@ -178,27 +178,27 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     # control
     "divergent": (
-        "An .aligned or .sync instruction is reached by a part of the warp only.",
+        "Only part of the warp reaches an .aligned or .sync instruction.",
         "Move it out of the divergent branch, or elect one thread after it.",
     ),
     "branch-index": (
-        "A jump through a table by an index that the table does not have.",
+        "A jump table is indexed out of range.",
         "Compare the index of brx.idx with the number of its targets.",
     ),
     "recursion": ("A device function calls itself.", "Write a loop: functions have one frame each here."),
     "cluster-rank": ("mapa names a CTA that the cluster does not have.", "Use ranks below %cluster_nctarank."),
     "unsupported": (
         "An operation with operands that softsm has no semantics for.",
-        "docs/isa.md lists what there is.",
+        "docs/isa.md lists the supported instructions.",
     ),
-    "address": ("A variable has no address in this place.", "See the name; that is a fault of softsm."),
+    "address": ("A variable has no address here.", "This is a bug in softsm; report it with the PTX."),
     "special-register": (
-        "A predefined register without a value here.",
+        "A predefined register that has no value here.",
         "Use another one.",
     ),
     "copy": ("An asynchronous copy could not be done.", "See the message: it names the operand and the instruction."),
-    "internal": ("softsm met a state it does not know.", "That is a fault of softsm; report it with the PTX."),
-    "step-budget": ("The launch used up its budget of instructions.", "Look for a loop that does not end."),
+    "internal": ("softsm reached an unexpected state.", "This is a bug in softsm; report it with the PTX."),
+    "step-budget": ("The launch exceeded its instruction budget.", "Look for an infinite loop."),
     "trap": ("The program executed trap.", "Its own check failed; see the line."),
     "assert": ("A device-side assertion failed.", "See the message."),
 }
@@ -208,5 +208,5 @@ def sentence(code: str) -> str:
     return CODES[code][0] if code in CODES else ""
 
 
-def mend(code: str) -> str:
+def fix(code: str) -> str:
     return CODES[code][1] if code in CODES else ""

@@ -164,8 +164,8 @@ def findings(machine) -> list[Diagnostic]:
         for barrier in cta.barriers.values():
             if barrier.waiters and barrier.pending == 0 and barrier.tx:
                 if barrier.tx > 0:
-                    what = f"{barrier.tx} of the bytes announced by expect_tx never come"
+                    what = f"{barrier.tx} of the bytes announced by expect_tx never arrive"
                 else:
-                    what = f"{-barrier.tx} more bytes have come than expect_tx announced"
+                    what = f"{-barrier.tx} more bytes have arrived than expect_tx announced"
                 out.append(Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}"))
     return out

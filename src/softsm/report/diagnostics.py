@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from softsm.report.codes import CODES, mend
+from softsm.report.codes import CODES, fix
 
 __all__ = ["CODES", "Diagnostic", "Party", "Report"]
 
@@ -39,7 +39,7 @@ class Diagnostic:
     code: str  # 'race', 'uninitialised', 'in-flight', ...; `softsm explain CODE`
     message: str  # one sentence of what
     parties: tuple[Party, ...] = ()
-    mend: str = ""
+    fix: str = ""
     raised: bool = False  # it stopped the kernel: the launch raised it as well
 
     def key(self) -> tuple:
@@ -52,9 +52,9 @@ class Diagnostic:
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
         lines += [f"  {name} {party}" for name, party in zip(("this  ", "other ", "      "), self.parties)]
-        advice = self.mend or mend(self.code)
+        advice = self.fix or fix(self.code)
         if advice:
-            lines.append(f"  mend: {advice}")
+            lines.append(f"  fix: {advice}")
         return "\n".join(lines)
 
 

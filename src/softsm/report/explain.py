@@ -1,6 +1,6 @@
 """`softsm explain`: what a diagnostic means, and pictures of layouts: who holds which cell, where a tile lies.
 
-    softsm explain race                                     a code: what it says, how to mend it
+    softsm explain race                                     a code: what it says, how to fix it
     softsm explain tcgen05.ld.16x256b.x2                    an instruction: lanes x columns, thread and register in each
     softsm explain descriptor 0x4000404000010040 --rows 16  a matrix descriptor: fields, and the bytes a tile covers
     softsm explain idesc 0x08400490 --kind f16              an instruction descriptor of tcgen05.mma
@@ -100,7 +100,7 @@ def overview() -> RenderableType:
 
 def code(name: str) -> RenderableType:
     sentence, advice = CODES[name]
-    return Group(Text(name, style="bold"), Text(f"  what  {sentence}"), Text(f"  mend  {advice}"))
+    return Group(Text(name, style="bold"), Text(f"  what  {sentence}"), Text(f"  fix  {advice}"))
 
 
 # ---- instructions ------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def tensor_move(parts: list[str]) -> RenderableType:
         f"{tm.span(shape, repeat, packed)} columns of 32 bits."
     ]
     if tm.WIDTHS[shape] * repeat > shown:
-        words.append(f"The first {shown} columns are drawn; the pattern goes on.")
+        words.append(f"The first {shown} columns are drawn; the pattern continues.")
     if packed:
         words.append("16-bit packing: a register holds the low halves of two neighbouring cells.")
     words.append(

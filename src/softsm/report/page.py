@@ -191,13 +191,13 @@ def _joined(buffers: list[Buffer]) -> list[Buffer]:
 
 
 def diagnostic(d, recorder: Recorder, again: int) -> dict:
-    from softsm.report.codes import mend
+    from softsm.report.codes import fix
 
     more = f" (and {again} more between the same source lines)" if again else ""
     return {
         "code": d.code,
         "message": d.message + more,
-        "mend": d.mend or mend(d.code),
+        "fix": d.fix or fix(d.code),
         "parties": [party(p, recorder) for p in d.parties],
     }
 

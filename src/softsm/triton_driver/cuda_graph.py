@@ -1,4 +1,4 @@
-"""torch.cuda.CUDAGraph while softsm plays the GPU: launches and torch functions are kept, and done again by `replay`.
+"""torch.cuda.CUDAGraph while softsm emulates the GPU: launches and torch functions are kept and repeated by `replay`.
 
 As on a GPU nothing is computed while a graph is captured: what the recorded calls write is put back at the end.
 """

@@ -8,7 +8,7 @@ DEFAULT_SMS = 4
 
 
 class InUse:
-    """One use of softsm: what it plays. `shimmed`: device="cuda" means CPU tensors."""
+    """One use of softsm: what it emulates. `shimmed`: device="cuda" means CPU tensors."""
 
     def __init__(self, arch: str, sms: int, shimmed: bool = False):
         self.arch, self.sms, self.shimmed = arch, sms, shimmed
@@ -24,7 +24,7 @@ def current() -> InUse | None:
 
 
 def active_arch() -> str | None:
-    """The architecture softsm plays now, or None when it is not in use."""
+    """The architecture softsm emulates now, or None when it is not in use."""
     state = current()
     return state.arch if state else None
 

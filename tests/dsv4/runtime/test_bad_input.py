@@ -1,4 +1,4 @@
-"""Bad input to the fmha family: a ValueError that names the argument, what came and what is accepted."""
+"""Bad input to the fmha family: a ValueError that names the argument, what it got and what is accepted."""
 
 import pytest
 import torch

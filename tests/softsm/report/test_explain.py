@@ -31,7 +31,7 @@ def cells(text: str, row: str) -> list[str]:
 def test_every_code_has_a_sentence_and_a_way_to_mend() -> None:
     for code in CODES:
         text = say(code)
-        assert text.startswith(code) and "mend" in text and len(text.split()) > 6
+        assert text.startswith(code) and "fix" in text and len(text.split()) > 6
 
 
 def test_every_code_that_is_raised_is_explained() -> None:

@@ -103,7 +103,7 @@ def test_a_diagnostic_fails_the_test(tmp_path) -> None:
     done = run(tmp_path, TESTS, "--softsm")
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "FAILED test_it.py::test_racy" in done.stdout
-    assert "race: " in done.stdout and "mend: " in done.stdout and "st.shared.u32" in done.stdout
+    assert "race: " in done.stdout and "fix: " in done.stdout and "st.shared.u32" in done.stdout
 
 
 def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:

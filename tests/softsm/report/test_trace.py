@@ -222,5 +222,5 @@ def test_findings_in_a_browser(tmp_path) -> None:
     with tracing(tmp_path, title="racy"):
         launch(RACY)
     said = browse(tmp_path / "report.html", tmp_path)
-    assert said["errors"] == [] and "race: " in said["findings"] and "Mend" in said["findings"]
+    assert said["errors"] == [] and "race: " in said["findings"] and "Fix" in said["findings"]
     assert "cp.async.bulk" in said["findings"] and said["hot"] >= 2

@@ -12,7 +12,7 @@ vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`
 * ``--attention-backend DSV4`` is accepted, and puts dense models on :func:`dsv4.fmha_paged`. A dense model without it
   keeps vLLM's choice.
 
-Nothing falls back in silence. An untested version of vLLM, a changed signature, a GPU without kernels or another
+Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels or another
 ``--attention-backend`` for DeepSeek-V4 raise, and say how to switch the plug-in off. The name DSV4 is unknown to vLLM
 where the plug-in is off, so asking for it there is an error of vLLM's.
 """

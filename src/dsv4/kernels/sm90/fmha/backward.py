@@ -281,7 +281,7 @@ def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU, or of what plays it."""
+    """Of the GPU, or of the emulator."""
     if device.type == "cuda":
         return _of_gpu(device)
     active = driver.active
