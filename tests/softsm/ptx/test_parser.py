@@ -415,7 +415,7 @@ $L__info_string0:
     ("ld.global.b32 %r1, [%rd1;", 7, 25, "expected ']' after an address, found ';'"),
     ("st.global.v2.b32 [%rd1], {%r1, %r2;", 7, 26, "expected ';' after 'st.global.v2.b32'"),
     ("bra Lopp;\nLoop:", 7, 5, "there is no label 'Lopp' in this scope (did you mean 'Loop'?)"),
-    ("L: ret;\nL: ret;", 8, 1, "the label 'L' stands in lines 7 and 8 of one scope"),
+    ("L: ret;\nL: ret;", 8, 1, "the label 'L' is defined in lines 7 and 8 of one scope"),
     ("mov.b32 %r1, 099;", 7, 14, "'099' is not a number that PTX can hold"),
     ("mov.b32 %r1, 1 / 0;", 7, 16, "this constant expression has no value"),
     (".regg .b32 x;", 7, 1, "softsm does not know the directive '.regg' in a function (did you mean 'reg'?)"),
