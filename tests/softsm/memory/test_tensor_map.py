@@ -174,7 +174,7 @@ def test_replace_refuses_by_field(field, ordinal, value):
 
 def test_foreign_bytes_are_refused():
     junk = np.arange(NBYTES, dtype=np.uint8)
-    with pytest.raises(ValueError, match="no tensor map"):
+    with pytest.raises(ValueError, match="not a tensor map"):
         from_image(junk.tobytes())
     with pytest.raises(ValueError, match="neither a tensor map"):
         replace_field(junk, "rank", 0, 1)
