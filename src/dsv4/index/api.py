@@ -78,7 +78,7 @@ def index_topk(
         k = k.page_view()
     checks.flag("return_scores", return_scores)
     arguments: dict[str, Any] = dict(
-        q=q, k=k, weights=weights, topk=checks.at_least(0, "topk", topk), positions=positions,
+        q=q, k=k, weights=weights, topk=problem.width(topk), positions=positions,
         ratio=checks.at_least(1, "ratio", ratio), lengths=lengths,
         block_table=block_table, request_starts=request_starts,
         scale=None if scale is None else checks.number("scale", scale),

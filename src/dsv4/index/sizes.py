@@ -7,26 +7,38 @@ MAX_TOPK = 4096
 INDEX_BYTES = 256 << 20
 # Neighbouring rows whose greatest score is kept beside the scores; the widest lists that are chosen by it.
 GROUP = 16
+LINE_UNIT = 4 * GROUP
 MAX_TOPK_BY_GROUPS = 1024
 
 
 def index_line(capacity: int) -> int:
-    """Scores of a query with so many rows, up to whole groups."""
-    return -(-capacity // GROUP) * GROUP
+    """Scores of a query with so many rows, up to what can be read 16 bytes at a time, maxima too."""
+    return -(-capacity // LINE_UNIT) * LINE_UNIT
+
+
+def power_of_two(n: int) -> int:
+    """The least one that is not less."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def index_kept(capacity: int, topk: int) -> int:
+    """Rows that the choice by groups sorts at most."""
+    return max(2 * power_of_two(min(topk, capacity)), 128)
 
 
 def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
     """fp32 words that index_topk needs for a query with so many rows: the scores, the greatest one of every group, and
-    what each round of the choice keeps (an ordered score and a number)."""
-    kept = 1 << (max(min(topk, capacity), 1) - 1).bit_length()
-    items = capacity
-    words = index_line(capacity) + index_line(capacity) // GROUP
+    what the choice keeps, two words each: by groups, or in rounds."""
+    kept = power_of_two(max(min(topk, capacity), 1))
+    items, rounds = capacity, 0
     while True:
         pieces = -(-items // max(INDEX_PIECE, kept))
-        words += 2 * pieces * kept
+        rounds += pieces * kept
         if pieces <= 1:
-            return words
+            break
         items = pieces * kept
+    by_groups = index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
+    return index_line(capacity) + index_line(capacity) // GROUP + 2 * max(rounds, by_groups)
 
 
 def index_block(queries: int, capacity: int, topk: int = MAX_TOPK) -> int:

@@ -24,7 +24,7 @@ FORMAT = 3
 # What the cubins are made of.
 SOURCES = ("compat.py", "shared/**/*.py", "sm90/**/*.py", "sm100/**/*.py")
 # Triton's element types of TMA descriptors -> CUtensorMapDataType
-TMA_TYPES = {8: 10, 9: 8, 10: 9}
+TMA_TYPES = {0: 0, 8: 10, 9: 8, 10: 9}
 
 
 @cache

@@ -212,6 +212,7 @@ BAD = {
     "k device": ((Q, K.to("meta"), W, 2), dict(lengths=L), "k"),
     "weights shape": ((Q, K, W[:, :1], 2), dict(lengths=L), "weights"),
     "topk negative": ((Q, K, W, -1), dict(lengths=L), "topk"),
+    "topk past all row numbers": ((Q, K, W, 2**62), dict(lengths=L), "topk"),
     "topk float": ((Q, K, W, 2.0), dict(lengths=L), "topk"),
     "ratio": ((Q, K, W, 2), dict(positions=L, ratio=0), "ratio"),
     "neither": ((Q, K, W, 2), {}, "positions, lengths"),

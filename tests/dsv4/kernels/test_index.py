@@ -1,11 +1,13 @@
 """The index_topk kernels on a CPU, through softsm: the scores of each architecture, one choice for both."""
 
+from dataclasses import replace
+
 import index_cases
 import pytest
 import torch
 
 import dsv4
-from dsv4.index import sizes
+from dsv4.index import cpu, problem, sizes
 from dsv4.kernels.compat import TRITON_VERSION
 
 
@@ -19,6 +21,20 @@ def arch(request):
 def test_requests_in_pages_with_ties(arch):
     arguments = index_cases.ragged()
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
+
+
+def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypatch):
+    """Where values are not checked, as on a GPU."""
+    monkeypatch.setattr("dsv4.runtime.checks.values_checked", lambda x: False)
+    arguments = index_cases.ragged()
+    arguments["weights"] = -arguments["weights"].abs() - 1  # all scores are negative: zeros would come first
+    arguments["block_table"][0, 3] = -7
+    arguments["block_table"][2, 1] = 10**6
+    lists, scores = index_cases.kernel(arch, **arguments)
+    given = problem.build(**arguments)
+    want = replace(given, out=torch.empty_like(lists), scores=torch.empty_like(scores))
+    cpu.forward(want)
+    assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
 
 
 @pytest.mark.slow

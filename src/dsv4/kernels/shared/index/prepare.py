@@ -10,12 +10,16 @@ from dsv4.index.problem import IndexProblem
 from dsv4.index.sizes import (
     GROUP,
     INDEX_PIECE,
+    LINE_UNIT,
     MAX_TOPK,
     MAX_TOPK_BY_GROUPS,
     index_block,
+    index_kept,
     index_line,
     index_words,
+    power_of_two,
 )
+from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.prepare import inverse_of, is_aligned
 from dsv4.kernels.shared.index.choose import index_choose
 from dsv4.kernels.shared.index.scores import BATCH, ONE, OWN, STARTS
@@ -55,7 +59,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
         scratch = program.room("scratch", (index_block(p.batch, p.max_seqlen_k, p.topk) * words,), torch.float32)
-    step = scratch.numel() // words
+    step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     how, names = _how(p, program)
     q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
     for first in range(0, p.batch, step):
@@ -115,22 +119,36 @@ def _score(
     q, k = names["q_ptr"], names["k_ptr"]
     # Queries of one sequence share the keys that a program reads.
     each = 1 if how == OWN.value else p.batch // max(p.sequences, 1)
-    heads, dims = max(16, _power(p.q_heads)), max(64, _power(p.head_dim))
+    heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
-    splits = choose_splits(blocks, residents * target.multiprocessors, p.max_seqlen_k, merged=False)
+    places = residents * target.multiprocessors
+    splits = choose_splits(blocks, places, p.max_seqlen_k, merged=False)
+    if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
+        splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
     inverse, shift = inverse_of(p.k.shape[1])
     arguments = names | dict(
         weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
-        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0), row_stride=_cells(k, 1),
+        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0),
+        row_stride=8 if p.fp8 else _cells(k, 1),
         page_inverse=inverse, page_shift=shift, stride_qn=_cells(q, 0), stride_qh=_cells(q, 1),
         stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=index_line(p.max_seqlen_k),
         maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
     )  # fmt: skip
+    if "keys_desc" in kernel.arg_names:
+        arguments["keys_desc"] = _boxes(k)
     program.launch(
         kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
-        WHOLE=p.head_dim == dims, **options,
+        WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, **options,
     )  # fmt: skip
+
+
+def _boxes(k: Slot) -> TensorDescriptor:
+    """FP8 pages as TMA sees them: boxes of 64 keys."""
+    pages, rows, _ = k.shape
+    stride = k.stride(0) if pages > 1 else rows * 132 // 16 * 16
+    layout = gl.NVMMASharedLayout(128, 8, rank=3)
+    return TensorDescriptor(k, [pages, rows, 128], [stride, 128, 1], [1, 64, 128], layout)
 
 
 def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
@@ -145,19 +163,21 @@ def _choose(
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
     assert p.out is not None
     line = index_line(p.max_seqlen_k)
-    kept = _power(min(p.topk, p.max_seqlen_k))
-    room, at = count * kept, count * (line + line // GROUP)
+    kept, groups = index_kept(p.max_seqlen_k, p.topk), power_of_two(line // GROUP)
+    at = count * (line + line // GROUP)
+    # Few queries: the time of one counts. Many: more of them on a multiprocessor.
+    warps, high = (16, 8) if count < 4 * target.multiprocessors else (8, 4)
     arguments = names | dict(
-        source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line, maxima_line=line // GROUP,
-        kept_ptr=scratch.words(at, room, torch.int32), kept_numbers_ptr=scratch.words(at + room, room, torch.int32),
+        source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line // LINE_UNIT,
+        kept_ptr=scratch.words(at, count * kept, torch.int32),
+        groups_ptr=scratch.words(at + count * kept, count * kept, torch.int32),
         out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
         topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
         want_scores=int(p.scores is not None), kept_size=kept,
     )  # fmt: skip
     program.launch(
-        index_choose, (count,), arguments, HOW=how, POOL=not p.request_rows, GROUPS=_power(line // GROUP), KEPT=kept,
-        # Few queries: the time of one counts. Many: more of them on a multiprocessor.
-        WIDTH=max(kept, _power(p.topk)), num_warps=8 if count < 4 * target.multiprocessors else 4,
+        index_choose, (count,), arguments, HOW=how, POOL=not p.request_rows, GROUPS=groups, KEPT=kept,
+        WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, num_warps=warps if kept > 128 else 4,
     )  # fmt: skip
 
 
@@ -166,9 +186,9 @@ def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
     assert p.out is not None
     items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
     source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
-    kept = _power(min(p.topk, items))
+    kept = power_of_two(min(p.topk, items))
     while True:
-        size = max(kept, min(_power(items), INDEX_PIECE), 128)
+        size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
         pieces = -(-items // size)
         last = pieces == 1
         warps = min(max(size // 2048, 4), 8)
@@ -184,17 +204,12 @@ def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
         )  # fmt: skip
         program.launch(
             index_select, (count, pieces), arguments, HOW=how, POOL=not p.request_rows, FIRST=source is scratch,
-            LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, _power(p.topk)), num_warps=warps,
+            LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), num_warps=warps,
         )  # fmt: skip
         if last:
             return
         items = line = pieces * kept
         source, numbers = chosen, chosen_numbers
-
-
-def _power(n: int) -> int:
-    """The power of two that is not less."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _rows_of_cells(program: Program, x: Slot) -> Slot:

@@ -1,8 +1,9 @@
 """Index scores in Triton itself, for every architecture; and what all kernels of the indexer share.
 
-    score(n, s) = factor * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, scores_line]
+    score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, scores_line]
 
-and, beside the scores, the greatest one of every GROUP of neighbouring rows, for choose.py.
+Keys are bf16 or fp16, without scales, or e4m3 in the pages of dsv4.index.cache. And, beside the scores, the greatest
+one of every GROUP of neighbouring rows, for choose.py.
 
 In the product, keys are the rows and heads the columns: the sum over heads stays within few lanes of a warp.
 """
@@ -73,6 +74,7 @@ def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split,
     tiles = (most + ROWS - 1) // ROWS
     each = (tiles + splits - 1) // splits
     column = tl.arange(0, DIMS)
+    CELL: tl.constexpr = 128 // q.dtype.primitive_bitwidth
     for tile in range(split * each, tl.minimum((split + 1) * each, tiles)):
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < most
@@ -85,15 +87,22 @@ def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split,
         here = there[:, None]
         if not WHOLE:
             here = here & (column < dims)[None, :]
-        k = tl.load(k_ptr + at[:, None] * 8 + column[None, :], mask=here, other=0.0)
+        # Of what is not there nothing is read: zeros, whose scale is NaN.
+        k = tl.load(k_ptr + at[:, None] * CELL + column[None, :], mask=here, other=0.0)
+        scale = tl.where(there, 1.0, float("nan"))
+        if CELL == 16:
+            scales_ptr = k_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+            scale_at = page.to(tl.int64) * page_stride * 4 + page_rows * 32 + row % page_rows
+            scale = tl.load(scales_ptr + scale_at, mask=there, other=float("nan"))
         each_head = relu(tl.dot(k, q)) * w[None, :]
-        total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2)  # [ROWS, QUERIES]
-        total *= factor
-        total = tl.where(there[:, None] & (total == total), total, -float("inf")) + 0.0
+        total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2) * (scale * factor)[:, None]
+        total = tl.where(total == total, total, -float("inf")) + 0.0  # [ROWS, QUERIES]
         here = row[:, None] < seen[None, :]
         line = (query - at_once).to(tl.int64)[None, :]
-        tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=here)
-        greatest = tl.reshape(tl.where(here, total, -float("inf")), [ROWS // GROUP, GROUP, QUERIES])
+        total = tl.where(here, total, -float("inf"))
+        written = (seen + GROUP - 1) // GROUP * GROUP
+        tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=row[:, None] < written[None, :])
+        greatest = tl.reshape(total, [ROWS // GROUP, GROUP, QUERIES])
         group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
         tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < seen[None, :])
 
@@ -110,9 +119,11 @@ def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, sc
                  WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One program: QUERIES neighbouring queries and a share of the rows that they see.
 
-    Strides of q and k are in units of 8 elements. Line n of the scores is that of query first_query + n; only what a
-    query sees is written.
+    Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
+    query sees is written, and -inf up to a whole group.
     """
+    CELL: tl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
+    k_ptr = k_ptr.to(q_ptr.dtype, bitcast=True)
     begin = first_query + tl.program_id(0) * QUERIES
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -125,7 +136,7 @@ def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, sc
     here = given[:, None]
     if not WHOLE:
         here = here & (dim < dims)[None, :]
-    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * 8 + dim[None, :], mask=here, other=0.0)
+    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * CELL + dim[None, :], mask=here, other=0.0)
     q = tl.trans(q)
     w = tl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=given, other=0.0).to(tl.float32)
     query = begin + tl.arange(0, QUERIES)

@@ -1,7 +1,6 @@
 """index_topk on sm_100a: the kernels that need no knowledge of the architecture."""
 
 from dsv4.index.problem import IndexProblem
-from dsv4.kernels.shared.index.fp8_scores import index_scores_fp8
 from dsv4.kernels.shared.index.prepare import prepare_topk, supports
 from dsv4.kernels.shared.index.scores import index_scores
 from dsv4.runtime.dispatch import Target
@@ -11,7 +10,7 @@ __all__ = ["prepare", "supports"]
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
-    prepare_topk(p, target, program, index_scores_fp8 if p.fp8 else index_scores, tiling)
+    prepare_topk(p, target, program, index_scores, tiling)
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

@@ -1,8 +1,8 @@
-"""index_topk on sm_90a: the scores by the kernels in scores.py and fp8_scores.py, the choice by the shared ones."""
+"""index_topk on sm_90a: the scores by the kernels in scores.py and pages.py, the choice by the shared ones."""
 
 from dsv4.index.problem import IndexProblem
 from dsv4.kernels.shared.index.prepare import prepare_topk, supports
-from dsv4.kernels.sm90.index.fp8_scores import index_scores_fp8_sm90
+from dsv4.kernels.sm90.index.pages import BOX, index_scores_pages_sm90
 from dsv4.kernels.sm90.index.scores import index_scores_sm90
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -13,10 +13,17 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
-    if p.fp8:
-        prepare_topk(p, target, program, index_scores_fp8_sm90, fp8_tiling)
+    if p.fp8 and p.k.shape[1] % BOX.value == 0:
+        prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling)
     else:
-        prepare_topk(p, target, program, index_scores_sm90, tiling)
+        prepare_topk(p, target, program, index_scores_sm90, fp8_tiling if p.fp8 else tiling)
+
+
+def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Queries of a sequence share keys."""
+    if each >= 2 and heads <= 64:
+        return 2, 4, dict(num_warps=4, maxnreg=128)
+    return 1, 4, dict(num_warps=4)
 
 
 def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
