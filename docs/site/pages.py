@@ -162,6 +162,7 @@ def cell(text: str) -> str:
 
 def plots() -> Iterator[tuple[str, str]]:
     """Every record of `dsv4 bench --json`, as its own command would print and draw it."""
+    from dsv4.bench import summary
     from dsv4.commands import bench
 
     parts = [
@@ -171,20 +172,21 @@ def plots() -> Iterator[tuple[str, str]]:
     ]
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
-        if not isinstance(record, dict) or "ceilings" not in record:
+        if not summary.is_record(record):
             continue
         name = f"plots/{path.stem}.svg"
         yield name, drawn(lambda file, record=record: bench.draw(record, file))
         parts.append(f"## {path.stem}\n\n`dsv4 bench --from benchmarks/results/{path.name}` prints this table.")
         parts.append(f"![Speed relative to the best peer]({name})\n\n{bench.markdown(record)}")
-    parts.append(gradients())
+    parts += gradients()
     yield "plots.md", "\n\n".join(parts) + "\n"
 
 
-def gradients() -> str:
+def gradients() -> list[str]:
     """The timed cases of benchmarks/backward.py: ours, and the best of torch in the same process."""
-    rows = []
-    for case in json.loads((RESULTS / "backward-h200.json").read_text()):
+    rows, path = [], RESULTS / "backward-h200.json"
+    found = json.loads(path.read_text()) if path.exists() else []
+    for case in found if isinstance(found, list) else []:
         if "TFLOP/s" not in case:
             continue
         peers = {name: case.get(f"{name} TFLOP/s") for name in ("cudnn", "flash", "efficient")}
@@ -194,7 +196,7 @@ def gradients() -> str:
         rows.append(f"| {case['case']} | {case['ms']:.2f} | {case['TFLOP/s']:.0f} | {theirs} |")
     head = "| case | ms | TFLOP/s | torch's best, TFLOP/s | speed |\n|---|---|---|---|---|\n"
     about = "`python benchmarks/backward.py`; (batch, heads, length, head dim), bf16."
-    return f"## Gradients\n\n{about}\n\n{head}" + "\n".join(rows)
+    return [f"## Gradients\n\n{about}\n\n{head}" + "\n".join(rows)] if rows else []
 
 
 def drawn(draw: Callable[[Any], None]) -> str:

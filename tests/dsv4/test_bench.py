@@ -1,6 +1,5 @@
 """What `dsv4 bench` says, from recorded measurements: the README's table is theirs, and the arithmetic is right."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,33 +10,48 @@ from typer.testing import CliRunner
 
 import softsm
 from dsv4 import bench as measuring
-from dsv4.bench import backward, measured, peers, timing
+from dsv4.bench import backward, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.v4 import V4Case
 from dsv4.cli import app
 from dsv4.commands import bench
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
+RECORDS = summary.records(ROOT / "benchmarks/results")
+RECORD = RECORDS[0]
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_table_in_the_readme_is_the_recorded_one():
-    assert bench.replaced(README, RECORD) == README, (
-        "run: dsv4 bench --from benchmarks/results/h200.json --write README.md"
+    assert bench.replaced(README, RECORDS) == README, (
+        f"run: {bench.COMMAND}"
     )
 
 
 def test_a_file_without_marks_is_refused():
     with pytest.raises(typer.BadParameter, match="no marks"):
-        bench.replaced("nothing here", RECORD)
+        bench.replaced("nothing here", RECORDS)
 
 
 def test_what_was_recorded_are_cases_with_a_peer():
     names = {case.name for case in measuring.cases("all")}
-    for case in RECORD["cases"]:
+    assert RECORDS
+    for case in (case for record in RECORDS for case in record["cases"] if summary.has_peer(case)):
         assert case["case"] in names
         assert case["microseconds"]["dsv4"] > 0 and bench.best_peer(case) in case["microseconds"]
+
+
+def test_a_summary_counts_losses_and_wins_of_a_kind():
+    def case(name: str, ours: float, **theirs: float) -> dict:
+        return {"case": name, "microseconds": {"dsv4": ours, **theirs}}
+
+    cases = [case("prefill full hd64", 2.0, a=1.0, b=3.0), case("prefill causal hd64 (1, 2:2, 9)", 1.0, a=4.0)]
+    cases += [case("write 1 FP8 rows", 1.0, b=1.0), case("write 9 FP8 rows", 1.0)]  # the last has no peer
+    record = {"device": "G", "torch": "1", "triton": "2", "ceilings": {}, "cases": cases}
+    text = summary.table([record])
+    assert "| prefill hd64 | 2 | a | 0.50x | 2.25x | 4.00x |" in text
+    assert "| write | 1 | b | 1.00x | 1.00x | 1.00x |" in text
+    assert summary.is_record(record) and not summary.is_record([record])
 
 
 def test_names_of_cases_are_different():
