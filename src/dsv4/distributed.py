@@ -251,7 +251,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setti
     piece = q.shape[1] // pieces
     options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
     queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
-    states = [State(x) for _, x in queries]
+    states = [State(x, q.dtype if method == "gather" else torch.float32) for _, x in queries]
     if method == "gather":
         whole_k = _unshard(k, 1, order, group)
         whole_v = whole_k if v is k else _unshard(v, 1, order, group)
@@ -284,11 +284,12 @@ def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tu
 
 
 class State:
-    """What a piece of queries has seen so far: one partial as it came, or the merge of several, in fp32."""
+    """What a piece of queries has seen so far. dtype: fp32 where partials are merged, so that the result is rounded
+    once; q's where there is one call."""
 
-    def __init__(self, q: Tensor):
+    def __init__(self, q: Tensor, dtype: torch.dtype):
         b, t, heads, _ = q.shape
-        self.out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        self.out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         self.lse = torch.full((b, heads, t), float("-inf"), dtype=torch.float32, device=q.device)
         self.parts = 0
 
@@ -300,14 +301,11 @@ class State:
         if seen is None:
             return
         t, s, window = seen
-        out, lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, **options)
-        if self.parts == 0:
-            self.out[:, :t], self.lse[:, :, :t] = out, lse
-        else:
-            # fp32 from the second partial on, so that each of them is rounded once and not at every merge
-            self.out = self.out.float()
-            seen = [self.out[:, :t], out], [self.lse[:, :, :t], lse]
-            self.out[:, :t], self.lse[:, :, :t] = merge_states(*seen)
+        out = torch.empty(q[:, :t].shape, dtype=self.out.dtype, device=q.device)
+        lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, out=out, **options)[1]
+        if self.parts > 0:
+            out, lse = merge_states([self.out[:, :t], out], [self.lse[:, :, :t], lse])
+        self.out[:, :t], self.lse[:, :, :t] = out, lse
         self.parts += 1
 
     def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:

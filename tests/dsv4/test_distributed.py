@@ -79,7 +79,7 @@ def test_a_piece_of_queries_sees_what_it_should(t, s, shift, left, right, split)
     if right >= 0:
         seen &= j <= i + right
     want, want_lse = reference.attend(*(x[0].transpose(0, 1) for x in (q, k, v)), seen, None, 0.125, torch.float64)
-    state = distributed.State(q)
+    state = distributed.State(q, torch.float32)
     for begin, end in ((0, split), (split, s)):
         if begin < min(end, s):
             part = slice(begin, min(end, s))

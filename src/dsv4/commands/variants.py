@@ -84,7 +84,7 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     """Of one part of `wanted`."""
     kind, *rest = part
-    target = dispatch.compile_target(arch)
+    target, version = dispatch.compile_target(arch), dispatch.triton_version()
     if kind == "compress":
         return compress_launches(sizes, arch)
     if kind == "model":
@@ -92,13 +92,13 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     if kind == "v4":
         found: Iterable[Any] = v4_problems(*rest)
     elif kind == "index":
-        found = index_problems(*rest, sizes)
+        found = index_problems(rest[0], rest[1], sizes)
     else:
         found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
     made = []
     for p in found:
         made += calls.launches_of(p, target)
-        if isinstance(p, FmhaProblem) and arch == "sm_90a" and dispatch.triton_version() >= (3, 9):
+        if isinstance(p, FmhaProblem) and arch == "sm_90a" and version is not None and version >= (3, 9):
             made += calls.launches_of(p, dispatch.compile_target(arch, pair=True))  # taken with DSV4_PAIR=1
     return made
 

@@ -184,10 +184,11 @@ def dense_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
         yield f"strided-{how}", of(partial(fmha_cases.strided, how=how)), {"strided"}
     yield "k-is-v", of(fmha_cases.same_kv), {"mqa"}
     yield "repeatable", of(partial(dense, size={"t": 130, "s": 140, **two}), repeat=True), {"deterministic"}
-    for name, lengths, options in [
+    packed: list[tuple[str, list[tuple[int, int]], dict[str, Any]]] = [
         ("mixed", [(1, 129), (50, 50), (0, 0), (64, 128)], {"causal": True}),
         ("window-sink", [(30, 60), (61, 61), (2, 150)], {"window": (31, 0), "sink": True}),
-    ]:
+    ]
+    for name, lengths, options in packed:
         yield f"varlen-{name}", of(partial(fmha_cases.varlen, lengths=lengths, **options), lse=True), {"varlen"}
     yield "varlen-nan-neighbour", of(fmha_cases.varlen_nan), {"varlen", "nan"}
 
