@@ -161,6 +161,17 @@ def test_reusing_the_source_of_a_tma_store_requires_wait_group_read():
     holds(make, args=MAPPED, strict=False)
 
 
+def test_reusing_the_source_of_the_newer_of_two_tma_stores_requires_a_wait_for_it():
+    """The first wait leaves the newer one alone, though it may be over by then; the second is for it."""
+
+    def make(keep):
+        body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        body += t.only("%p0", BULK_STORE + STORE + READ_DONE.replace("0", "1")) + when(keep, t.only("%p0", READ_DONE))
+        return tma(body + "bar.sync 0;\n" + t.fill("a", 4096, 6) + t.only("%p0", DONE))
+
+    holds(make, args=MAPPED)
+
+
 def test_reading_what_a_tma_store_wrote_requires_wait_group():
     def make(keep):
         body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"

@@ -302,8 +302,10 @@ def do_bulk_wait(w, mask, o):
         if op.kind.endswith("(read)"):
             w.machine.require(op)
             observe(w, op)
-    mine.closed = before  # a later wait_group may ask for the writes
-    while mine.closed and all(op.done for op in mine.closed[0][1]):
+    # A later wait_group may ask for the writes; and for a group that is newer, though its operations be over already.
+    newer = {id(ops) for _, ops in mine.closed}
+    mine.closed = before
+    while mine.closed and id(mine.closed[0][1]) not in newer and all(op.done for op in mine.closed[0][1]):
         mine.closed.pop(0)
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from fmha_gradients import BF16, FP16, check, request, varlen_request
 
-import dsv4
 import softsm
+from dsv4 import suites
+from dsv4.kernels.sm90.fmha import backward as hopper
 from dsv4.kernels.sm100.fmha import backward
 
 
@@ -22,6 +22,7 @@ CASES = {
         t=70, s=200, heads=(4, 2), d=64, dtype=FP16, causal=True, sink=True, dlse=True
     ),
     "window-hd128": dict(t=200, s=150, heads=(2, 1), d=128, window=(40, 3)),
+    "causal-hd512": dict(t=130, s=150, heads=(1, 1), d=512, causal=True),
 }
 
 
@@ -33,7 +34,7 @@ def test_gradients(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     "options",
@@ -83,9 +84,19 @@ def test_no_race_whenever_copies_and_products_complete(long, order):
     check(b, want, low)
 
 
-def test_autograd_takes_them_and_says_where_there_are_none():
-    q, k, v = (torch.randn(1, 5, 1, 256, dtype=BF16, requires_grad=True) for _ in "qkv")
-    with softsm.use("sm_100a"):
-        out = dsv4.fmha(q, k, v, backend="softsm")
-        with pytest.raises(ValueError, match="backend: 'softsm' cannot compute these gradients: head dim 256"):
-            out.sum().backward()
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_no_race_between_the_tiles_of_a_multiprocessor(order, monkeypatch):
+    """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
+    b, want, low = request(t=300, s=520, heads=(1, 1), d=256, causal=True)
+    with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+def test_autograd_takes_them():
+    (case,) = suites.select("backward", "backward/causal-gqa-sink-d64-bf16")
+    result = suites.run_case(case, suites.Where("softsm", "sm_100a", checked=True), seed=1)
+    assert result.ok, result.why()

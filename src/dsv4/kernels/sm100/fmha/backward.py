@@ -2,6 +2,8 @@
 
 head dim    kernels                                              products of the size of the scores, workspace
 64, 128     backward_rows, then backward_tiles twice             7, none
+256, 512    backward_rows, then the chain of Hopper              5, 1 GiB for P and dS
+            with backward_scores of this folder
 """
 
 from torch import Tensor, float16
@@ -10,7 +12,8 @@ from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
-from dsv4.kernels.sm90.fmha.backward import FP16_P_SCALE, by_sequence, descriptor, ds_scale
+from dsv4.kernels.sm90.fmha.backward import FP16_P_SCALE, Chain, by_sequence, descriptor, ds_scale
+from dsv4.kernels.sm100.fmha.backward_scores import backward_scores
 from dsv4.kernels.sm100.fmha.backward_tiles import backward_tiles
 
 
@@ -18,12 +21,22 @@ def supports(b: FmhaBackward) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if b.forward.kind == "paged":
         return "paged keys have no gradient"
-    return None if b.forward.head_dim <= 128 else f"head dim {b.forward.head_dim} has no kernel for sm_100a yet"
+    return None
 
 
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
-    by_sequence(b, tiles)
+    by_sequence(b, tiles if b.forward.head_dim <= 128 else chain)
+
+
+class BlackwellChain(Chain):
+    kernel = backward_scores
+    stored = [1, 128, 64]
+    options = dict(SLOTS=5, SCORE_REGS=208, LOAD_REGS=88)
+
+
+def chain(p: FmhaProblem, *tensors: Tensor) -> None:
+    BlackwellChain(p, *tensors[:6]).run(*tensors[6:])
 
 
 def tiles(

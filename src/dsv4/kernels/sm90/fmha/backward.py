@@ -147,6 +147,10 @@ class Slab:
 class Chain:
     """Slab by slab: scores, then products. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
 
+    kernel = backward_scores
+    stored = [1, 64, 64]  # of P and dS at once
+    options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
+
     def __init__(self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor):
         self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
         self.batch, self.heads, self.rows, self.width = q.shape
@@ -205,16 +209,14 @@ class Chain:
         items = pairs * -(-rows // TILE) * -(-self.keys // TILE)
         arguments = [
             *(descriptor(x, [1, 1, TILE, 64]) for x in (self.q, self.k, self.dout, self.v)),
-            *(descriptor(x, [1, 64, 64]) for x in (p_slab, ds_slab)),
+            *(descriptor(x, self.stored) for x in (p_slab, ds_slab)),
             self.lse2.flatten(0, 1)[slab.pairs], self.delta.flatten(0, 1)[slab.pairs], self.ds_scale,
             p.softmax_scale * LOG2E.value, FP16_P_SCALE, self.rows, rows, slab.rows.start, self.rows // p.group,
             self.keys, p.group, NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
             self._pieces(rows), self._pieces(self.keys), pairs, slab.pairs.start, self.heads,
         ]  # fmt: skip
         grid = (min(items, multiprocessors(self.q.device)),)
-        backward_scores[grid](
-            *arguments, D=self.width, SLOTS=6, SCALED=self.fp16, SCORE_REGS=240, LOAD_REGS=24, num_warps=4
-        )
+        type(self).kernel[grid](*arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
 
     def _products(self, p_slab, ds_slab, n: int, heads: slice, rows: slice, dq, dk, dv, sums) -> None:
         """Everything of heads [h] of one sequence: p_slab, ds_slab [h, rows, padded keys]."""
