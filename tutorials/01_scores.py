@@ -95,3 +95,9 @@ def show() -> None:
     s, want, report = attempt(64, 16, wait=False, order="eager")
     say(f"Without the wait the result is right by luck (relative error {compare(s, want):.1g}); softsm says:")
     say(str(next(iter(report))))
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

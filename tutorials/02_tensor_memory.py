@@ -78,3 +78,9 @@ def show() -> None:
     for shape in SHAPES[:4]:
         cells = ", ".join(str(owner(shape, 5, r)) for r in range(4))
         say(f"{shape:8} thread 5, registers 0 to 3 hold (lane, column) {cells}")
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

@@ -88,3 +88,9 @@ def show() -> None:
     p, want, _ = attempt()
     say(f"P: relative error {compare(p, want):.2g} (bf16 rounds to {2.0**-9:.2g}). Without the wait for the product:")
     say(str(next(iter(attempt(wait=False, order='eager')[2]))))
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

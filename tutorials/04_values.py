@@ -116,3 +116,9 @@ def show() -> None:
     wrong = ((ts - want).norm() / want.norm()).item()
     say(f"P stored as fp32: relative error {wrong:.2g} by TS, {compare(ss, want):.2g} by SS; softsm says:")
     say(str(next(iter(report))))
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

@@ -129,3 +129,9 @@ def show() -> None:
         o, want, _ = attempt(keys, rescale=False)
         say(f"{keys} keys: relative error {compare(*attempt(keys)[:2]):.2g}; without the rescaling of O "
             f"{((o - want).norm() / want.norm()).item():.2g}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

@@ -130,3 +130,9 @@ def show() -> None:
     o, want, _ = attempt(256, 192)
     say(f"head dim 256: relative error {compare(o, want):.2g}")
     say(", ".join(f"P[{row}, 8] lies at byte {place(row, 8)}" for row in (0, 1, 3, 8)))
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

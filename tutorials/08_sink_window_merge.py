@@ -92,3 +92,9 @@ def show() -> None:
     twice = once * (1 - torch.sigmoid(0.7 - torch.logsumexp(lse, 0)))[:, None]
     wrong = ((twice - want[0, :, 0]).norm() / want.norm()).item()
     say(f"sink applied once: relative error {compare(once, want[0, :, 0]):.2g}; in each part: {wrong:.2g}")
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

@@ -114,3 +114,9 @@ def check_pair() -> None:
 def show() -> None:
     o, want, report = attempt()
     say(f"head dim 512 by a pair of CTAs: relative error {compare(o, want):.2g}; {report}")
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

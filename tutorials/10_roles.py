@@ -133,3 +133,9 @@ def show() -> None:
         attempt(first=0)
     except softsm.errors.Deadlock as why:
         say(f"The load role waits for parity 0 first:\n{why}")
+
+
+if __name__ == "__main__":
+    from read import main
+
+    main(__file__)

@@ -20,9 +20,10 @@ def read(path: Path, console: Console) -> None:
     chapter.show()
 
 
-def main() -> None:
+def main(*chapters: str) -> None:
+    """Read the chapters of these numbers or files; of none: all."""
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "src")]
-    wanted = [f"{int(n):02}_" for n in sys.argv[1:]]
+    wanted = [f"{int(Path(name).name.split('_')[0]):02}_" for name in chapters]
     console = Console(highlight=False)
     for path in sorted(FOLDER.glob("[0-9]*.py")):
         if not wanted or path.name[:3] in wanted:
@@ -32,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -120,7 +120,7 @@ def tutorials() -> Iterator[tuple[str, str]]:
         prose = ast.get_docstring(ast.parse(text)) or ""
         if path.name in ("read.py", "ladder.py"):
             continue
-        code = text.split('"""', 2)[2].strip()
+        code = text.split('"""', 2)[2].partition('\n\nif __name__ == "__main__":')[0].strip()
         run = f"read.py {int(path.name[:2])}" if path.name[0].isdigit() else path.name
         title = "" if prose.startswith("# ") else "# Serving, step by step\n\n"
         shell = f"```sh\npython tutorials/{run}\n```"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -199,10 +200,12 @@ def _traced(made) -> None:
         typer.echo("no timeline: the package perfetto is missing (pip install softsm[trace])")
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=OPTIONS)
 def time(
     file: Annotated[Path, typer.Argument(help="a Python program with Triton or Gluon kernels")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="its command line")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="its command line (after -- where softsm has an option of the same name)")
+    ] = None,
     arch: Annotated[str, typer.Option(help="sm_90a or sm_100a; default: SOFTSM, else the GPU's")] = "",
     gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
     clock: Annotated[float, typer.Option(help="GHz of the multiprocessors; default: what the model expects")] = 0.0,
@@ -376,4 +379,16 @@ def _stop(message: str) -> None:
 
 
 def main() -> None:
-    app(prog_name="softsm")
+    status = 0
+    try:
+        app(prog_name="softsm")
+    except SystemExit as done:
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
+    if "triton._C.libtriton" not in sys.modules:
+        sys.exit(status)
+    # Triton's bindings end a program that compiled a Gluon kernel with a page about leaked functions, unless the
+    # interpreter is not torn down.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

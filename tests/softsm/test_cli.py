@@ -245,6 +245,12 @@ def test_trace_prints_what_it_found(racy, tmp_path):
     assert done.output.count("race: two accesses of global memory") == 2
 
 
+def test_options_of_time_behind_the_file_are_taken(tmp_path):
+    (tmp_path / "program.py").write_text("raise SystemExit(3)\n")
+    result = CliRunner().invoke(app, ["time", str(tmp_path / "program.py"), "--gpu", "b2"])
+    assert result.exit_code == 1 and "gpu: got 'b2', accepted are" in result.output
+
+
 def test_version():
     import importlib.metadata
 

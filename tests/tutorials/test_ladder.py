@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -49,3 +50,17 @@ def test_every_chapter_names_its_exhibits() -> None:
     assert len(CHAPTERS) == 10
     for path in CHAPTERS:
         assert re.search(r"^Museum: exhibits? \d+", chapter(path).__doc__, re.M), path.name
+
+
+def test_a_chapter_run_directly_prints_its_page_and_its_checks() -> None:
+    """Chapter 2, which launches least."""
+    path = FOLDER / "02_tensor_memory.py"
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Museum: exhibits" in done.stdout
+    assert done.stdout.count("\nok ") == len(checks(path))
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_every_chapter_can_be_run_directly(path: Path) -> None:
+    assert path.read_text().endswith("    from read import main\n\n    main(__file__)\n")
