@@ -22,6 +22,7 @@ class Touched(NamedTuple):
 
     origins: list[int]
     shadows: list[np.ndarray]
+    elsewhere: list[np.ndarray]  # of other processes that had a share of it, see checks/division.py
 
 
 class MemoryAccesses:
@@ -39,7 +40,7 @@ class MemoryAccesses:
         allocations = self.global_memory.allocations
         sizes = ((a.end + 3) // 4 - a.start // 4 for a in allocations)
         shadows = [np.zeros(size * sh.GLOBAL_RECORD, np.uint32) for size in sizes]
-        return Touched([a.start & ~3 for a in allocations], shadows)
+        return Touched([a.start & ~3 for a in allocations], shadows, [])
 
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or

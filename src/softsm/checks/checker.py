@@ -10,6 +10,7 @@
     grids        the grid before, under programmatic dependent launch
     findings     from what the compiled code notes to diagnostics with both parties
     products     operands of matrix products (None unless they are looked at)
+    division     accesses since the launch was divided between processes (None unless it was)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from softsm.checks import shadow as sh
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
+from softsm.checks.division import DividedAccesses
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
@@ -53,6 +55,7 @@ class Checker:
         self.maps = MapChecks(self)
         self.grids = GridChecks(self.order, self.operations, self.memory, earlier)
         self.products: Products | None = None
+        self.division: DividedAccesses | None = None
         if strict or checks.expectations or report.tap is not None:
             self.products = Products(self, report.tap, checks.expectations, strict)
         checks.last[:] = [self.memory.touched]
@@ -95,12 +98,24 @@ class Checker:
         self.operations.unfinished(cta)
         self.operations.left_by_peers(cta)
         self.barriers.left(cta)
+        self.release(cta)
+
+    def release(self, cta) -> None:
         self.free.append(cta.view.slot0)
         cta.view.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock for place in cta.view.locations.values() for clock in place.clocks.values()]
         self.order.drop([*gone, *(w.view.clock for w in cta.warps)])
+
+    def dividing(self) -> None:
+        """From now on several processes go on with the launch."""
+        self.division = DividedAccesses(self)
+
+    def abandon(self, cta) -> None:
+        """The CTA goes on in another process."""
+        self.division.abandon(cta)
+        self.release(cta)
 
     def close(self) -> None:
         """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would

@@ -32,14 +32,30 @@ class GridChecks:
             return
         number = order.number()
         self.before = operations.by_number[number] = AsyncOp(KIND, None, 0, 0, lambda: None, number=number)
-        for start, mine in zip(*memory.touched):
-            for other_start, theirs in zip(*earlier):
+        take_in(earlier)
+        for start, mine in zip(memory.touched.origins, memory.touched.shadows):
+            for other_start, theirs in zip(earlier.origins, earlier.shadows):
                 inherit(mine, start, theirs, other_start, number)
 
     def over(self, w) -> None:
         """griddepcontrol.wait: the grid before has ended, and what it wrote is visible."""
         if self.before is not None:
             self.order.observe(w, self.before)
+
+
+def take_in(grid: Touched) -> None:
+    """What other processes did for that grid, into the fields that `inherit` asks for."""
+    for flags in grid.elsewhere:
+        first = 0
+        for shadow in grid.shadows:
+            records = shadow.reshape(-1, sh.GLOBAL_RECORD)
+            of = flags[first : first + len(records)]
+            wrote, read = np.flatnonzero(of & 15), np.flatnonzero(of & 16)
+            records[wrote, 0] = sh.ASYNC
+            records[wrote, 3] |= of[wrote] & np.uint32(15)
+            records[read, 4] = sh.ASYNC
+            first += len(records)
+    grid.elsewhere.clear()
 
 
 def inherit(mine: np.ndarray, start: int, theirs: np.ndarray, other_start: int, number: int) -> None:

@@ -7,6 +7,8 @@ that module as `records`.
 
 from __future__ import annotations
 
+import numpy as np
+
 from softsm.checks import shadow
 from softsm.checks.shadow import (
     ASYNC,
@@ -27,7 +29,7 @@ from softsm.checks.shadow import (
     WAW,
     WHOLE_WARP,
 )
-from softsm.engine.lanes import i8, load32, load64, store32, u4
+from softsm.engine.lanes import i8, load32, load64, store8, store32, u4
 from softsm.engine.program import S_CLOCK, S_KNOWN
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
@@ -185,6 +187,25 @@ def lines(S, offsets, count, write, pc, flags):
         for word in range(first, first + 4):
             clock, known = records.sget(S, S_CLOCK), records.sget(S, S_KNOWN)
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
+
+
+@compiled("void(i8, i8, i8, i8, i8)")
+def touched_words(shadow, words, epochs, number, out):
+    """For checks/division.py, one byte for each record of global memory: bytes written (4 bits), and 16 when read, by
+    warps after `epochs` or by asynchronous operations from `number` on."""
+    for word in range(words):
+        at = shadow + word * 4 * GLOBAL_RECORD
+        flags = i8(0)
+        for k in range(3):
+            field = at if k == 0 else at + 4 + 12 * k
+            agent, epoch = i8(load32(field)), i8(load32(field + 4))
+            if agent >= ASYNC:
+                new = epoch >= number
+            else:
+                new = agent != 0 and epoch > i8(load32(epochs + 4 * (agent - 1)))
+            if new:
+                flags |= i8(load32(at + 12)) & 15 if k == 0 else i8(16)
+        store8(out + word, np.uint8(flags))
 
 
 @compiled("void(i8, i8, i8, i8)")

@@ -202,6 +202,8 @@ def traced_barrier(machine: TracingMachine) -> type:
 class TracingMachine(Machine):
     """Runs some clusters of the grid and leaves a LaunchTrace with the timer that asked for it."""
 
+    divisible = False
+
     def __init__(self, *arguments):
         *rest, chosen = arguments
         super().__init__(*rest, replace(chosen, sms=4))  # those that run; the program sees the GPU's number

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from softsm.engine import division
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
 from softsm.engine.scheduler import Cta, Machine
@@ -44,6 +45,7 @@ class Options:
     sms: int = 4
     budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
     arch: str = ""
+    processes: int = 0  # at most so many share a launch; 0: as engine/division.py has it
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
@@ -191,6 +193,11 @@ class Kernel:
         twin = Kernel(self.module, self.function, checking=True)
         twin.variables = self.variables
         return twin
+
+    @functools.cached_property
+    def independent(self) -> bool:
+        """Do its clusters stay away from each other?"""
+        return division.independent(self.module, self.program.specials)
 
     @functools.cached_property
     def undefined(self) -> list:

@@ -8,6 +8,7 @@ that part until the others arrive. Scheduling is cooperative: a warp runs until 
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from softsm.checks.views import CtaView, WarpView
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine, Blocked, Waitable
 from softsm.engine.deadlock import DeadlockWatch
+from softsm.engine.division import Division
 from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault, StepBudget
 
@@ -159,6 +161,8 @@ class Sm:
 
 
 class Machine:
+    divisible = True  # may its CTAs go on in several processes? Not where somebody follows each event.
+
     def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
         self.program: pg.Program = kernel.program
         self.kernel, self.grid, self.block, self.cluster_shape = kernel, grid, block, cluster
@@ -262,9 +266,19 @@ class Machine:
 
     def run(self) -> None:
         self.admit()
+        self.division = Division(self)
+        try:
+            self.loop()
+            self.division.join()
+        finally:
+            self.division.stop()
+
+    def loop(self) -> None:
         ready, engine = self.ready, self.engine
-        watch = self.watch
+        watch, division = self.watch, self.division
         while self.live:
+            if perf_counter() > division.due:
+                division.divide()
             watch.turn()
             if not ready:
                 if engine.pending:
@@ -444,7 +458,7 @@ class Machine:
         """The launch is over, or has failed: nothing in here is part of a circle any more."""
         for cta in self.live:
             cta.forget()
-        self.live, self.current, self.watch = [], None, None
+        self.live, self.current, self.watch, self.division = [], None, None, None
         self.ready.clear()
         self.engine.pending.clear()
         for sm in self.sms:

@@ -107,13 +107,7 @@ class TensorMemory(Waitable):
 
     def at_exit(self, cta) -> None:
         """The CTA has ended: columns still held are a leak (they would block every later CTA on the SM)."""
-        leaked = [a for a in self.allocations.values() if a.owner is cta]
-        for a in leaked:
-            del self.allocations[a.column]
-        self.relinquished.discard(id(cta))
-        self.groups.pop(id(cta), None)
-        self.pair_requests.pop(id(cta), None)
-        self.pair_grants.pop(id(cta), None)
+        leaked = self.forget(cta)
         if leaked:
             self.wake()
             a = leaked[0]
@@ -122,6 +116,17 @@ class TensorMemory(Waitable):
                 f"{cta} exits with tensor-memory columns {a.column}..{a.column + a.columns - 1} allocated at PTX line "
                 f"{a.line}; add tcgen05.dealloc before the exit",
             )
+
+    def forget(self, cta) -> list[Allocation]:
+        """The CTA is no longer here; returns what it held."""
+        held = [a for a in self.allocations.values() if a.owner is cta]
+        for a in held:
+            del self.allocations[a.column]
+        self.relinquished.discard(id(cta))
+        self.groups.pop(id(cta), None)
+        self.pair_requests.pop(id(cta), None)
+        self.pair_grants.pop(id(cta), None)
+        return held
 
     # ---- checks ------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class RecordingEngine(AsyncEngine):
 
 
 class RecordingMachine(Machine):
+    divisible = False
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.recorder: Recorder = self.options.recorder

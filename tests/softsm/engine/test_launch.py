@@ -184,7 +184,8 @@ def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
 
     monkeypatch.setattr(checker.Checker, "close", close)
     with softsm.checking():
-        softsm.load(IN_FLIGHT.replace("WAIT", "cp.async.wait_all;")).launch(40, 1, [np.zeros(16, np.uint32)])
+        kernel = softsm.load(IN_FLIGHT.replace("WAIT", "cp.async.wait_all;"))
+        kernel.launch(40, 1, [np.zeros(16, np.uint32)], processes=1)
     ctas = {op.warp.cta for op in kept}
     assert len(ctas) == 40
     assert all(op.warp.cta.view is None and op.warp.R is None for op in kept)
