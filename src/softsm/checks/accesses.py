@@ -33,6 +33,7 @@ class MemoryAccesses:
         self.global_memory, self.warps = checker.machine.global_memory, checker.warps
         self.module, self.spans = checking_module(), spans_module()
         self.races = np.zeros(1 + sh.MAX_RACES * sh.RACE_FIELDS, np.int64)
+        self.races_address = self.races.ctypes.data
         self.touched = self.shadow_global()
         self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
 
@@ -46,7 +47,7 @@ class MemoryAccesses:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
         ('tensor', box)."""
         w, number = op.warp, op.number
-        base = w.view.clock.ctypes.data
+        base = self.order.address(w)
         known = base + 8 * self.order.slots
         fenced = known if generic else known + 4 * WORDS
         # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
@@ -56,17 +57,17 @@ class MemoryAccesses:
         if place in ("shared", "spans"):
             cta = region[1]
             spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
-            slot = w.view.slot
-            current = w.view.clock[slot if seen == base else self.order.slots + slot] >> 1 == w.view.clock[slot] >> 1
+            slot, clock = w.view.slot, w.view.clock
+            current = clock.item(slot if seen == base else self.order.slots + slot) >> 1 == clock.item(slot) >> 1
             lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
             if write and cta is not w.cta and not self.checker.strict:
                 told = np.maximum(w.view.clock[: self.order.slots], w.view.loose)
                 seen = told.ctypes.data
             self.spans.asynchronous(
-                cta.view.shadow.ctypes.data,
+                cta.view.address,
                 self.warps,
                 cta.view.slot0,
-                spans.ctypes.data,
+                spans.__array_interface__["data"][0],
                 len(spans),
                 write,
                 number,
@@ -74,7 +75,7 @@ class MemoryAccesses:
                 seen,
                 known,
                 fenced,
-                self.races.ctypes.data,
+                self.races_address,
                 w.pc,
                 slot + 1 if current else 0,
                 lane,
@@ -99,7 +100,7 @@ class MemoryAccesses:
             seen,
             known,
             fenced,
-            self.races.ctypes.data,
+            self.races_address,
             w.pc,
             flags,
         )
@@ -113,9 +114,9 @@ class MemoryAccesses:
             self.spans.span(w.state, low, high, write, w.pc)
         else:
             self.checker.operations.touches_peer(w, cta)
-            base = w.view.clock.ctypes.data
+            base = self.order.address(w)
             self.spans.peer(
-                cta.view.shadow.ctypes.data,
+                cta.view.address,
                 self.warps,
                 cta.view.slot0,
                 w.view.slot + 1,
@@ -127,7 +128,7 @@ class MemoryAccesses:
                 (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
                 w.pc,
                 int(self.order.newest[0]),
-                self.races.ctypes.data,
+                self.races_address,
                 lane,
             )
         self.checker.findings.collect(w)
@@ -138,7 +139,7 @@ class MemoryAccesses:
         i = bisect.bisect_right(memory.starts, low) - 1
         if i < 0 or i >= len(self.touched.shadows):
             return
-        base = w.view.clock.ctypes.data
+        base = self.order.address(w)
         for word in range(low & ~3, high, 4):
             touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
             self.module.global_record(
@@ -152,7 +153,7 @@ class MemoryAccesses:
                 base + 8 * self.order.slots,
                 w.view.slot + 1,
                 int(self.order.newest[0]),
-                self.races.ctypes.data,
+                self.races_address,
             )
         self.checker.findings.collect(w)
 
@@ -163,5 +164,6 @@ class MemoryAccesses:
                 self.access(w, cta, at, at + 16, write)
             return
         offsets = np.ascontiguousarray(offsets, np.int64)
-        self.spans.lines(w.state, offsets.ctypes.data, len(offsets), write, w.pc, sh.QUIET if same else 0)
+        at = offsets.__array_interface__["data"][0]
+        self.spans.lines(w.state, at, len(offsets), write, w.pc, sh.QUIET if same else 0)
         self.checker.findings.collect(w)

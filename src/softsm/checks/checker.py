@@ -77,7 +77,8 @@ class Checker:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
-        cta.view = CtaView(self.free.pop(), np.zeros(words * (sh.FIXED + 2 * self.warps), np.uint32))
+        shadow = np.zeros(words * (sh.FIXED + 2 * self.warps), np.uint32)
+        cta.view = CtaView(self.free.pop(), shadow, shadow.ctypes.data)
         cta.exit_hooks.append(self.findings.ended)
         for w in cta.warps:
             slot = cta.view.slot0 + w.index

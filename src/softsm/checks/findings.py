@@ -35,7 +35,7 @@ class Findings:
     def collect(self, w, op=None) -> None:
         """Turn the compiled code's findings into diagnostics."""
         races = self.checker.memory.races
-        n = int(races[0])
+        n = races.item(0)
         if not n:
             return
         entries = races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()

@@ -45,29 +45,33 @@ class Operations:
         op.number, op.instruction = number, op.warp.instruction()
         self.by_number[number] = op
         self.by_number.pop(number - sh.OPS, None)
-        op.publishes = np.zeros(2 * order.slots + order.words, np.uint32)
-        sections = (order.known, order.sent) if strict else (order.known,)
-        if op.kind == "tcgen05.commit":
-            op.publishes[:] = order.snapshot(w)
+        commit = op.kind == "tcgen05.commit"
+        if commit:  # other operations tell of themselves alone, see Order.publisher
+            op.publishes = order.told_by(op)
+            own = order.snapshot(w)
             if strict:  # it tells of tcgen05 operations, and releases nothing else
-                op.publishes[: 2 * order.slots] = 0
-        for section in sections:
-            op.publishes[section][word] |= mask
-            if op.kind == "tcgen05.commit" and op.lane in w.view.issued:
-                op.publishes[section] |= w.view.issued[op.lane]
+                own[: 2 * order.slots] = 0
+            order.join(op.publishes, own)
+            for section in (order.known, order.sent) if strict else (order.known,):
+                if op.lane in w.view.issued:
+                    op.publishes[section] |= w.view.issued[op.lane]
         if len(w.cta.cluster) > 1:
             places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]
             for cta in {*places, *(x.home for x in op.signals if getattr(x, "home", None) is not None)} - {w.cta}:
                 cta.view.used_by.append(number)
-        if op.kind == "tcgen05.commit":
-            if not strict:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
-                w.view.issued.setdefault(op.lane, np.zeros(WORDS, np.uint32))[word] |= mask
+        if commit and strict:
+            return
+        if commit or op.kind in TENSOR:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
+            issued = w.view.issued.get(op.lane)
+            if issued is None:
+                issued = w.view.issued[op.lane] = np.zeros(WORDS, np.uint32)
+            issued[word] |= mask
+        if commit:
             return
         if op.kind == "cp.async arrival":
+            op.publishes = order.told_by(op)
             op.publishes[order.known] |= w.view.copies
             return
-        if op.kind in TENSOR:
-            w.view.issued.setdefault(op.lane, np.zeros(WORDS, np.uint32))[word] |= mask
         if op.kind in MUST_END:
             w.cta.view.outstanding.append(number)
         if op.kind == "cp.async":

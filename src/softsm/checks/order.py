@@ -44,6 +44,10 @@ class Order:
         self.addresses[id(clock)] = clock.ctypes.data
         return clock
 
+    def address(self, w) -> int:
+        """Where the warp's clock is."""
+        return self.addresses[id(w.view.clock)]
+
     def join(self, target: np.ndarray, source: np.ndarray) -> None:
         where = self.addresses
         a, b = where.get(id(target)) or target.ctypes.data, where.get(id(source)) or source.ctypes.data
@@ -62,7 +66,7 @@ class Order:
     def number(self) -> int:
         """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
         know the new one."""
-        number = int(self.newest[0])
+        number = self.newest.item(0)
         self.newest[0] = number + 1
         if number % 32 == 0:
             for clock in self.clocks.values():
@@ -71,8 +75,8 @@ class Order:
 
     def tick(self, w) -> None:
         """A new epoch, an even number: the lanes of the warp have met, or what was before has been passed on."""
-        slot = w.view.slot
-        w.view.clock[slot] = (w.view.clock[slot] | np.uint32(1)) + np.uint32(1)
+        view = w.view
+        view.clock[view.slot] = (view.clock.item(view.slot) | 1) + 1
 
     def snapshot(self, w) -> np.ndarray:
         """What the warp can pass on now; its own later accesses are not part of it."""
@@ -91,6 +95,8 @@ class Order:
         """What the current arrival publishes; a relaxed one only what a fence of these scopes released before."""
         op = self.performing
         if op is not None:
+            if op.publishes is None:
+                op.publishes = self.told_by(op)
             return op.publishes
         w = self.machine.current
         if not relaxed:
@@ -100,6 +106,13 @@ class Order:
             if scope in fences or scope not in SCOPES:  # .sys
                 self.join(sent, clock)
         return sent
+
+    def told_by(self, op) -> np.ndarray:
+        """What the completion of an operation tells: that it is complete."""
+        clock, bit = np.zeros(2 * self.slots + self.words, np.uint32), op.number % sh.OPS
+        for section in (self.known, self.sent) if self.strict else (self.known,):
+            clock[section.start + bit // 32] = 1 << bit % 32
+        return clock
 
     def clock_of(self, thing) -> SyncClock:
         clock = thing.clock
@@ -183,17 +196,16 @@ class Order:
         """A wait of the issuing thread says that op is complete."""
         number = op.number
         if number:
-            bit = number % sh.OPS
-            mask = np.uint32(1 << bit % 32)
-            w.view.clock[self.known][bit // 32] |= mask
-            if self.strict:
-                w.view.clock[self.tensor][bit // 32] |= mask
+            clock, bit = w.view.clock, number % sh.OPS
+            for section in (self.known, self.tensor) if self.strict else (self.known,):
+                at = section.start + bit // 32
+                clock[at] = clock.item(at) | 1 << bit % 32
 
     def knows(self, w, number: int, section: slice | None = None) -> bool:
-        if int(self.newest[0]) - number >= sh.OPS - 64:
+        if self.newest.item(0) - number >= sh.OPS - 64:
             return True
         bit = number % sh.OPS
-        return bool(w.view.clock[section or self.known][bit // 32] >> np.uint32(bit % 32) & 1)
+        return bool(w.view.clock.item((section or self.known).start + bit // 32) >> bit % 32 & 1)
 
 
 class SyncClock:

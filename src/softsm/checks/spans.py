@@ -29,7 +29,7 @@ from softsm.checks.shadow import (
     WAW,
     WHOLE_WARP,
 )
-from softsm.engine.lanes import i8, load32, load64, store8, store32, u4
+from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import S_CLOCK, S_KNOWN
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
@@ -189,6 +189,55 @@ def lines(S, offsets, count, write, pc, flags):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def tensor_survey(table, held, groups, low, high, write, me, known, newest, out):
+    """Tensor memory, cells [low, high) of the lane groups: which operations wrote them (and read them, for a write) and
+    are neither `me` nor known to be complete. out[0]: 1 when nobody wrote a cell, 2 << k when one holds kind k; behind
+    it the operations, 2 * number for a writer and one more for a reader. Returns how many."""
+    flags, n, tables = i8(0), i8(0), 3 if write else 1
+    for g in range(8):
+        if (groups >> g) & 1 == 0:
+            continue
+        for column in range(low, high):
+            at = g * 512 + column
+            flags |= i8(2) << i8(load8(held + at))
+            for k in range(tables):
+                number = i8(load64(table + 8 * (at + 4096 * k)))
+                if number == 0:
+                    if k == 0:
+                        flags |= 1
+                    continue
+                entry = 2 * number + (1 if k else 0)
+                if n and i8(load64(out + 8 * n)) == entry or number == me:
+                    continue
+                if records.complete(known, number, newest):
+                    continue
+                there = False
+                for i in range(1, n + 1):
+                    there = there or i8(load64(out + 8 * i)) == entry
+                if not there:
+                    n += 1
+                    store64(out + 8 * n, np.uint64(entry))
+    store64(out, np.uint64(flags))
+    return n
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
+def tensor_mark(table, held, groups, low, high, write, me, kind):
+    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
+    for g in range(8):
+        if (groups >> g) & 1 == 0:
+            continue
+        for column in range(low, high):
+            at = g * 512 + column
+            if write:
+                store64(table + 8 * at, np.uint64(me))
+                store8(held + at, np.uint8(kind))
+            else:
+                store64(table + 8 * (at + 8192), load64(table + 8 * (at + 4096)))
+                store64(table + 8 * (at + 4096), np.uint64(me))
+
+
 @compiled("void(i8, i8, i8, i8, i8)")
 def touched_words(shadow, words, epochs, number, out):
     """For checks/division.py, one byte for each record of global memory: bytes written (4 bits), and 16 when read, by
@@ -215,7 +264,8 @@ def join(target, source, clocks, words):
         b = load32(source + 4 * k)
         if b > load32(target + 4 * k):
             store32(target + 4 * k, b)
-    for k in range(clocks, clocks + words):
-        b = load32(source + 4 * k)
-        if b:
-            store32(target + 4 * k, load32(target + 4 * k) | b)
+    # `clocks` and `words` are even: bits by pairs of words, most of which are zero
+    for k in range(clocks, clocks + words, 2):
+        pair = load64(source + 4 * k)
+        if pair:
+            store64(target + 4 * k, load64(target + 4 * k) | pair)

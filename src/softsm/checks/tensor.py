@@ -21,10 +21,13 @@ PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
 class TensorShadow:
+    """Of one SM. The compiled code of checks/spans.py knows how it is laid out."""
+
     def __init__(self) -> None:
-        self.writer = np.zeros((LANE_GROUPS, COLUMNS), np.int64)
-        self.readers = [np.zeros((LANE_GROUPS, COLUMNS), np.int64) for _ in range(2)]
+        table = np.zeros((3, LANE_GROUPS, COLUMNS), np.int64)
+        self.writer, *self.readers = table
         self.held = np.zeros((LANE_GROUPS, COLUMNS), np.uint8)
+        self.address, self.held_address = table.ctypes.data, self.held.ctypes.data
 
 
 @functools.lru_cache(maxsize=1 << LANE_GROUPS)
@@ -40,12 +43,6 @@ def cells(groups: int, low: int, high: int):
     """The cells of a region as an index into the tables of a TensorShadow."""
     rows = rows_of(groups)
     return (rows, slice(low, high)) if isinstance(rows, slice) else np.ix_(rows, range(low, high))
-
-
-def distinct(numbers: np.ndarray) -> list[int]:
-    """The different numbers; almost always there is one."""
-    first = numbers[0, 0]
-    return [int(first)] if (numbers == first).all() else np.unique(numbers).tolist()
 
 
 class Where:
@@ -68,6 +65,9 @@ class TensorChecks:
         self.order, self.operations, self.findings = checker.order, checker.operations.by_number, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
+        self.survey, self.mark = checker.memory.spans.tensor_survey, checker.memory.spans.tensor_mark
+        self.found = np.zeros(1 + 3 * LANE_GROUPS * COLUMNS, np.int64)
+        self.found_address = self.found.ctypes.data
 
     def shadow_of(self, cta) -> TensorShadow:
         shadow = self.by_sm.get(cta.sm.index)
@@ -85,11 +85,14 @@ class TensorChecks:
         note = more[1] if len(more) > 1 else ""
         shadow = self.shadow_of(cta)
         w = op.warp
-        window = cells(groups, low, high)
         where = Where(groups, low, high)
         verb = "writes" if write else "reads"
-        writers = distinct(shadow.writer[window])
-        if (not write or note.startswith("accumulate")) and 0 in writers:
+        order = self.order
+        seen = order.address(w) + 4 * (order.tensor if self.strict else order.known).start
+        n = self.survey(shadow.address, shadow.held_address, groups, low, high, write, op.number, seen,
+                        order.newest.item(0), self.found_address)  # fmt: skip
+        flags, *entries = self.found[: n + 1].tolist()
+        if flags & 1 and (not write or note.startswith("accumulate")):
             self.report.add(
                 Diagnostic(
                     "uninitialised",
@@ -97,13 +100,10 @@ class TensorChecks:
                     (self.findings.party(w, op, f"reads {where}"),),
                 )
             )
-        others = {(n, "wrote") for n in writers if n}
-        if write:
-            for ring in shadow.readers:
-                others |= {(n, "read") for n in distinct(ring[window]) if n}
-        for number, did in sorted(others):
+        window = cells(groups, low, high) if entries or flags & ~1 else None
+        for number, did in sorted((x >> 1, "read" if x & 1 else "wrote") for x in entries):
             other = self.operations.get(number)
-            if other is None or other is op or self.order.knows(w, number, self.order.tensor if self.strict else None):
+            if other is None:
                 continue
             if self.in_order(other, did, op, write):
                 continue
@@ -122,19 +122,18 @@ class TensorChecks:
                 other,
                 fix,
             )
-        if note == "accumulate f32":
+        if note == "accumulate f32" and flags & 2 << STORED_PACKED:
             text = "the product adds to cells that were stored as packed values of 16 bits or less"
             self.check_held(op, shadow, window, STORED_PACKED, text, "adds to {}", where)
+        kind = UNKNOWN
         if write:
-            shadow.writer[window] = op.number
-            shadow.held[window] = ACCUMULATOR if op.kind == "tcgen05.mma" else STORED.get(note, UNKNOWN)
-            return
-        if note in PACKED:
+            kind = ACCUMULATOR if op.kind == "tcgen05.mma" else STORED.get(note, UNKNOWN)
+        elif note in PACKED:
             for held, text in HELD.items():
-                text = f"cells of operand A are read as packed {note}, but {text}"
-                self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
-        shadow.readers[1][window] = shadow.readers[0][window]
-        shadow.readers[0][window] = op.number
+                if flags & 2 << held:
+                    text = f"cells of operand A are read as packed {note}, but {text}"
+                    self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
+        self.mark(shadow.address, shadow.held_address, groups, low, high, write, op.number, kind)
 
     def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: Where) -> None:
         """Cells that must not hold values of some kind. what: the operation does with them, {} being the place."""

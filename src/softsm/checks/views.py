@@ -36,6 +36,7 @@ class WarpView:
 class CtaView:
     slot0: int  # of its first warp
     shadow: np.ndarray | None  # of its shared memory, see checks/shadow.py
+    address: int  # of the shadow
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers

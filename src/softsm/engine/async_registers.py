@@ -7,9 +7,6 @@ the race checker is told. Types of registers and the flow of values are noted he
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable
 from types import SimpleNamespace
 
 from softsm.engine import program as pg
@@ -24,11 +21,6 @@ def owners_of(function: Function) -> dict[str, str]:
             names = [x.name for v in item.operands[:2] if isinstance(v, Vector) for x in v.items if isinstance(x, Reg)]
             owners.update((name, owners.get(name, names[0])) for name in names)
     return owners
-
-
-def row_set(rows: Iterable[int]) -> int:
-    """Rows of a register file as the bits of a number."""
-    return functools.reduce(operator.or_, (1 << row for row in rows), 0)
 
 
 class AsyncRegisters:
@@ -63,7 +55,7 @@ class AsyncRegisters:
                 continue
             from softsm.isa.wgmma import do_settle
 
-            self.insert_macro(start, do_settle, rows=row_set(number for _, number in used), move=move, known={})
+            self.insert_macro(start, do_settle, rows=pg.row_set(number for _, number in used), move=move, known={})
             for settled in used & self.wgmma_busy.keys():
                 self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 
@@ -97,7 +89,7 @@ class AsyncRegisters:
 
             sources = {("R", self.rows.get(name, -1)) for name in self.read}
             copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending.keys())
-            self.insert_macro(start, do_early_use, rows=row_set(early), copy=copy)
+            self.insert_macro(start, do_early_use, rows=pg.row_set(early), copy=copy)
             for name in self.written if copy else ():
                 self.wgmma_pending.setdefault(("R", self.rows.get(name, -1)), early[0])
         elif self.wgmma_owners:
@@ -111,7 +103,7 @@ class AsyncRegisters:
         if fresh and not (ins.opcode == "mov" and self.read & mine):
             from softsm.isa.wgmma import do_early_use
 
-            self.insert_macro(start, do_early_use, rows=row_set(self.rows[name] for name in fresh), copy=False)
+            self.insert_macro(start, do_early_use, rows=pg.row_set(self.rows[name] for name in fresh), copy=False)
             self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
 
     def insert_macro(self, at: int, function, **operands) -> None:

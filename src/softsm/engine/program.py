@@ -9,7 +9,9 @@ Control and memory operations have the fixed numbers below; arithmetic ones foll
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -41,6 +43,11 @@ SHARED_START = 1024  # the first KiB of a CTA's window belongs to the system, as
 RANK_SHIFT = 24  # shared::cluster address = rank << 24 | offset
 
 ALL = 0xFFFFFFFF
+
+
+def row_set(rows: Iterable[int]) -> int:
+    """Rows of a register file as the bits of a number."""
+    return functools.reduce(operator.or_, (1 << row for row in rows), 0)
 
 
 @dataclass(slots=True)

@@ -70,10 +70,10 @@ class Warp:
         return self.cta.machine
 
     def instruction(self):
-        return self.machine.program.instructions[self.pc]
+        return self.cta.machine.program.instructions[self.pc]
 
     def line(self) -> int:
-        return self.instruction().line
+        return self.cta.machine.program.instructions[self.pc].line
 
     def where(self) -> str:
         ins = self.instruction()
@@ -307,6 +307,7 @@ class Machine:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
         run_code, p, checker = self.run_code, self.program, self.checker
+        races = checker.memory.races if checker is not None else None
         self.current = warp
         while True:
             fragments = warp.fragments
@@ -324,7 +325,7 @@ class Machine:
             self.steps += steps
             quantum -= steps
             fragment.pc = warp.pc = pc
-            if checker is not None and checker.memory.races[0]:
+            if checker is not None and races.item(0):
                 checker.findings.collect(warp)
             if multi:
                 fragment.steps += steps

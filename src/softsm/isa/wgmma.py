@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.async_registers import row_set
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.engine.in_flight import Batch, GroupSequence, Warpgroup
 from softsm.errors import Fault
@@ -159,7 +158,7 @@ def lower_mma(asm, ins, modifiers) -> None:
             asm.macro(do_unfenced, ins)
         asm.wgmma_pending.update((x, x[1]) for x in used)
     asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
-              add=asm.src(scale_d, "p"), d_set=row_set(rows), a_set=row_set(a_rows if from_registers else ()),
+              add=asm.src(scale_d, "p"), d_set=pg.row_set(rows), a_set=pg.row_set(a_rows if from_registers else ()),
               line=ins.line)  # fmt: skip
 
 

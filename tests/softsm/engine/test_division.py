@@ -86,7 +86,7 @@ def test_an_error_of_another_process_is_raised_here(divided, body, kind):
 def findings(body: str, processes: int, strict: bool = False) -> list:
     with softsm.checking(strict=strict) as report:
         launch(body, processes)
-    return [(d.code, sorted((p.ptx_line, p.deed()) for p in d.parties), d.mend) for d in report]
+    return [(d.code, sorted((p.ptx_line, p.deed()) for p in d.parties), d.fix) for d in report]
 
 
 @pytest.mark.parametrize("body", [RACE, LOOK], ids=["two stores", "store and load"])
