@@ -107,33 +107,38 @@ def choice_error(q, cache, weights, topk, lists, *, lengths, block_table, reques
     """How far the worst row that was chosen lies below the worst one that should have been, in fp64 and relative to the
     largest sum of magnitudes of the query; infinite where a list is not of `visible` different rows of the request."""
     assert request_rows
-    rows, page = cache.unpack(torch.float64), cache.rows_per_page
+    page = cache.rows_per_page
     starts = range(len(q) + 1) if request_starts is None else request_starts.tolist()
     worst = 0.0
     for r in range(len(block_table)):
-        for n in range(starts[r], min(starts[r + 1], len(q))):
-            m, listed = int(lengths[n]), lists[n][lists[n] >= 0].long()
-            if len(listed) != min(m, topk) or len(listed.unique()) != len(listed) or bool((listed >= m).any()):
-                return float("inf")
-            if m > topk:
-                slots = block_table[r].long().repeat_interleave(page)[:m] * page + torch.arange(m) % page
-                parts = (q[n].double() @ rows[slots].T).relu() * weights[n, :, None].double()
-                scores = parts.sum(0)
-                behind = scores.sort(descending=True).values[topk - 1] - scores[listed].min()
-                worst = max(worst, float(behind / parts.abs().sum(0).max()))
+        some = slice(starts[r], min(starts[r + 1], len(q)))
+        seen, listed = lengths[some].long(), lists[some].long().sort(-1, descending=True).values
+        count = (listed >= 0).sum(-1)
+        twice = (listed[:, 1:] == listed[:, :-1]) & (listed[:, 1:] >= 0)
+        if bool((count != seen.clamp_max(topk)).any() | twice.any() | (listed >= seen[:, None]).any()):
+            return float("inf")
+        m = int(seen.max()) if len(seen) else 0
+        if m > topk:
+            slots = block_table[r].long().repeat_interleave(page)[:m] * page + torch.arange(m) % page
+            parts = (q[some].double() @ rows_of(cache, slots).T).relu() * weights[some, :, None].double()  # [n, H, m]
+            hidden = torch.arange(m) >= seen[:, None]
+            scores = parts.sum(1).masked_fill(hidden, float("-inf"))
+            least = scores.gather(1, listed.clamp_min(0)).masked_fill(listed < 0, float("inf")).amin(-1)
+            behind = (scores.sort(-1, descending=True).values[:, topk - 1] - least).masked_fill(seen <= topk, 0.0)
+            worst = max(worst, float((behind / parts.abs().sum(1).amax(-1)).max()))
     return worst
 
 
 def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, out, *, ratio, eps) -> float:
-    """The largest error of a row that this call made, in units of what packing may change it by: half a step of e4m3
-    and of bf16, or half of the least number of a scale at most twice what the largest value needs."""
+    """The largest error of (up to eight of) the rows that this call made, in units of what packing may change them by:
+    half a step of e4m3 and of bf16, or half of the least number of a scale at most twice what the largest value needs.
+    """
     from dsv4.compress.api import pooled
 
-    d, lines, width, got, worst = len(norm), states.shape[1], states.shape[2] // 2, out.unpack(torch.float64), 0.0
-    for n, position in enumerate(positions.tolist()):
-        if (position + 1) % ratio or tokens[n] < 0 or slots[n] < 0:
-            continue
-        parts = []
+    d, lines, width, worst = len(norm), states.shape[1], states.shape[2] // 2, 0.0
+    last = (((positions + 1) % ratio == 0) & (tokens >= 0) & (slots >= 0)).nonzero()[:, 0].tolist()
+    for n in last[:: max(1, len(last) // 8)]:
+        position, parts = int(positions[n]), []
         for t in range(max(0, position + 1 - ratio * width // d), position + 1):
             half = d if width > d and t > position - ratio else 0  # of CSA, the second half of its own window
             line = states[table[requests[n], t // lines], t % lines]
@@ -142,8 +147,19 @@ def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, 
         where = torch.tensor([position // ratio * ratio])
         row = pooled(kv[None], gate[None], norm.double(), eps, cos_sin.double(), where)[0]
         bound = row.abs() * (2**-4 + 2**-8) + row.abs().max() * 2 / 448 * 2**-10
-        worst = max(worst, float(((got[slots[n]] - row).abs() / bound).max()))
+        worst = max(worst, float(((rows_of(out, slots[n : n + 1]) - row).abs() / bound).max()))
     return worst
+
+
+def rows_of(cache, slots):
+    """Unpacked rows of an Fp8Cache or an IndexCache, in fp64."""
+    from dsv4.caches import dequantize_rows
+
+    at = slots // cache.rows_per_page, slots % cache.rows_per_page
+    data, scales = cache.data_view()[at], cache.scale_view()[at]
+    if data.shape[-1] == 128:
+        return data.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double()
+    return dequantize_rows(data, scales, torch.float64)
 
 
 def main(checkpoint: str, requests: str, result: str) -> None:
@@ -170,7 +186,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
             record(os.environ["DSV4_RECORD"])
         engine = LLM(
             model=str(Path(checkpoint).resolve()), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=8,
-            enforce_eager=True, kv_cache_memory_bytes=1 << 28, **asked["engine"],
+            enforce_eager=True, **asked["engine"],
         )  # fmt: skip
         batches = []
         for batch in asked["batches"]:
