@@ -1,0 +1,62 @@
+"""What the plug-in for vLLM calls, on a GPU: eagerly and in a CUDA graph, with what vLLM leaves undefined undefined."""
+
+import paged_states
+import pytest
+import torch
+
+from dsv4.compress.pages import compress_pages
+from dsv4.integrations.vllm import v4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def captured(call):
+    """A graph of the call, which has run before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kind", ["csa", "hca", "indexer"])
+def test_compressed_rows_from_states_in_pages(kind, graph):
+    def run(out, **given):
+        moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        cache = type(out)(torch.zeros_like(out.storage, device="cuda"), out.rows_per_page, out.page_stride)
+        if graph:
+            kept = captured(lambda: compress_pages(**moved, out=cache))
+            cache.storage.zero_()
+            kept.replay()
+        else:
+            compress_pages(**moved, out=cache)
+        out.storage.copy_(cache.storage.cpu())
+
+    paged_states.assert_rows(kind, run)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_prefill_from_a_workspace_looks_at_nothing_behind_the_lengths(heads):
+    n, rows, width = 70, 900, 640
+    q, kv = torch.randn(n, heads, 512).bfloat16(), torch.randn(rows, 1, 512).bfloat16()
+    kv[-50:] = float("nan")
+    lengths = torch.randint(0, width, (n,)).int()
+    lists = torch.randint(-(2**31), 2**31, (n, 1, width)).int()
+    for m, line in zip(lengths.tolist(), lists[:, 0]):
+        line[:m] = torch.randperm(rows - 50)[:m].int()
+    sink = torch.randn(heads)
+    given = dict(q=q, kv=kv, indices=lists, attn_sink=sink, topk_length=lengths)
+    wanted, out = torch.empty_like(q), torch.empty_like(q, device="cuda")
+    v4.sparse_fwd(**given, sm_scale=512**-0.5, out=wanted)
+    moved = {name: x.cuda() for name, x in given.items()}
+    graph = captured(lambda: v4.sparse_fwd(**moved, sm_scale=512**-0.5, out=out))
+    eager = out.clone()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, eager)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=2**-6, atol=2**-6)
