@@ -1,17 +1,25 @@
-"""Gradients of fmha on sm_90a: a chain of kernels and matrix products, deterministic, without atomics.
+"""Gradients of fmha on sm_90a.
 
-1. backward_rows      delta and the exponent of every query row
-2. backward_scores    P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
-3. torch's products   dV = P^T dO, dK = dS^T Q, dQ = dS K
+backward_rows         delta and the exponent of every query row. Then, at head dims 64 and 128,
 
-Five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. Where not every query
-sees every key, the products go by pieces of rows (dQ) and of keys (dK, dV), each with the range that it sees.
-Varlen batches go sequence by sequence, which reads cu_seqlens on the host.
+backward_fused        everything in one kernel, dQ added up in fp32 by atomics
+finish_dq             dQ in its place and dtype
+backward_dq           or, deterministic, dQ by itself, and the former without it
+
+and at the others a chain of kernels and matrix products without atomics:
+
+backward_scores       P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
+torch's products      dV = P^T dO, dK = dS^T Q, dQ = dS K
+
+The chain makes five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. Where
+not every query sees every key, the products go by pieces of rows (dQ) and of keys (dK, dV), each with the range that it
+sees. Varlen batches go sequence by sequence, which reads cu_seqlens on the host.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +32,16 @@ from dsv4.kernels.shared.fmha.backward_rows import backward_rows
 from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
+from dsv4.kernels.sm90.fmha.backward_dq import backward_dq
+from dsv4.kernels.sm90.fmha.backward_fused import backward_fused, finish_dq
 from dsv4.kernels.sm90.fmha.backward_scores import backward_scores
 
 SLAB_BYTES = 1 << 30  # of P and dS together
-# Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At small head dims the
-# products of so many pieces are over before the next can be launched.
-PIECES = {64: 2, 128: 2, 256: 4, 512: 8}
+# Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At head dim 256 those
+# products would be over before the next could be launched.
+PIECES = {256: 4, 512: 8}
 TILE = 128
+FUSED = (64, 128)  # head dims without a chain
 # P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
 FP16_P_SCALE = 2.0**14
 FP16_MOST = 2.0**14
@@ -43,7 +54,14 @@ def supports(b: FmhaBackward) -> str | None:
 
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
-    by_sequence(b, lambda p, *tensors: Chain(p, *tensors[:6]).run(*tensors[6:]))
+
+    def run(p: FmhaProblem, *tensors: Any) -> None:
+        if p.head_dim in FUSED:
+            Fused(p, *tensors[:6]).run(*tensors[6:], b.deterministic)
+        else:
+            Chain(p, *tensors[:6]).run(*tensors[6:])
+
+    by_sequence(b, run)
 
 
 def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
@@ -121,7 +139,8 @@ def _packed(x: Tensor, group: int) -> Tensor:
     """[B, T, Hq, D] as [B, Hkv, T * G, D]; a copy where one stride for the packed rows does not exist."""
     if group == 1:
         return _addressable(x.transpose(1, 2))
-    return x.unflatten(2, (-1, group)).transpose(1, 2).reshape(x.shape[0], -1, x.shape[1] * group, x.shape[3])
+    packed = x.unflatten(2, (-1, group)).transpose(1, 2).reshape(x.shape[0], -1, x.shape[1] * group, x.shape[3])
+    return _addressable(packed)  # of an expanded tensor, reshape makes a view
 
 
 def _addressable(x: Tensor) -> Tensor:
@@ -131,9 +150,64 @@ def _addressable(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, rank=len(block))
+    layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
     strides = [s if n > 1 else TILE for s, n in zip(x.stride()[:-1], x.shape)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+class Fused:
+    """Without scores in memory. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
+
+    def __init__(self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor):
+        self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
+        self.batch, self.heads, self.rows, self.width = q.shape
+        self.keys, self.pairs = k.shape[2], q.shape[0] * q.shape[1]
+        self.fp16 = q.dtype == torch.float16
+        self.factor = ds_scale(dout, v) if self.fp16 else lse2  # or unread
+        self.sizes = (
+            self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
+            NO_BOUND if p.right < 0 else p.right, self.heads,
+        )  # fmt: skip
+        self.constants = dict(D=self.width, SLOTS=2, SCALED=self.fp16, LOAD_REGS=24, num_warps=4)
+
+    def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, deterministic: bool) -> None:
+        """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""
+        alone = dk is None and dv is None
+        add = dq is not None and not deterministic and not alone
+        made = [x if x is not None and _addressable(x) is x else torch.empty_like(y)
+                for x, y in ((dq, self.q), (dk, self.k), (dv, self.v))]  # fmt: skip
+        if not alone:
+            tiles = -(-self.rows // 64) if add else 0
+            sums = torch.zeros(self.pairs * tiles * 64 * self.width, dtype=torch.float32, device=self.q.device)
+            self._keys(made[1], made[2], sums, tiles)
+            if add:
+                finish_dq[(tiles * self.pairs,)](
+                    sums, made[0], self.factor, self.p.softmax_scale, self.rows, tiles, self.heads,
+                    *row_strides(made[0]), D=self.width, SCALED=self.fp16, num_warps=4,
+                )  # fmt: skip
+        if dq is not None and not add:
+            self._rows(made[0])
+        for x, y in zip((dq, dk, dv), made):
+            if x is not None and y is not x:
+                x.copy_(y)
+
+    def _keys(self, dk: Tensor, dv: Tensor, sums: Tensor, tiles: int) -> None:
+        """dk, dv; and, with tiles of rows, dQ to sums."""
+        half, scale = self.width // 2, self.p.softmax_scale
+        operands = ((self.q, 64), (self.k, half), (self.dout, 64), (self.v, 64), (dk, 64), (dv, 64))
+        backward_fused[(-(-self.keys // TILE) * self.pairs,)](
+            *(descriptor(x, [1, 1, 64, columns]) for x, columns in operands), sums, self.lse2, self.delta, self.factor,
+            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, tiles * 64, DQ=tiles > 0, GRADIENT_REGS=240,
+            **self.constants,
+        )  # fmt: skip
+
+    def _rows(self, dq: Tensor) -> None:
+        operands = ((self.q, 64), (self.k, TILE), (self.dout, 64), (self.v, TILE), (dq, 64))
+        scale = self.p.softmax_scale
+        backward_dq[(-(-self.rows // TILE) * self.pairs,)](
+            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), self.lse2, self.delta, self.factor,
+            scale * LOG2E.value, scale, *self.sizes, DQ_REGS=240, **self.constants,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 
 @gluon.jit
-def gather_role(descriptors, smem, barriers, pools, line, query, head, blocks, width):
-    q_desc, dout_desc = descriptors
+def gather_role(descriptors, smem, barriers, pools, line, query, head, blocks, width, TURNED: gl.constexpr):
+    q_desc, dout_desc, turned_desc = descriptors
     q, dout, kv = smem
     q_ready, ready, free = barriers
     window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride = pools
@@ -63,7 +63,11 @@ def gather_role(descriptors, smem, barriers, pools, line, query, head, blocks, w
         for panel in gl.static_range(4):
             place = [query, head, half * 256 + panel * 64]
             tma_load(q_desc, place, q_ready, reinterpret(q.index(half), [4, 1, 64, 64], BOX).index(panel))
-            tma_load(dout_desc, place, q_ready, reinterpret(dout.index(half), [4, 1, 64, 64], BOX).index(panel))
+            panel_of_dout = reinterpret(dout.index(half), [4, 1, 64, 64], BOX).index(panel)
+            if half * 4 + panel < 8 - TURNED:
+                tma_load(dout_desc, place, q_ready, panel_of_dout)
+            else:
+                tma_load(turned_desc, [query, head, (half * 4 + panel - 8 + TURNED) * 64], q_ready, panel_of_dout)
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
     entry = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     phase = 1  # the first wait on an untouched barrier passes
@@ -95,8 +99,65 @@ def products(x, kv, step):
     return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 
 
+# Of a lane's eight numbers two are columns c, c + 1 of row r, two the same of row r + 8, four those of columns c + 8,
+# c + 9. Neighbouring lanes exchange, so that each has four columns of each row, and adds them at once: half as many
+# requests as with pairs. $10, $12: the rows' places, 0 = none; $18: the column, in bytes.
+ADD = gl.constexpr("""{
+.reg .pred odd, there; .reg .b32 lane, x, y, a, b, c, d; .reg .b64 place, column;
+mov.u32 lane, %laneid; and.b32 lane, lane, 1; setp.ne.b32 odd, lane, 0;
+cvt.u64.u32 column, $18; mov.b32 $0, 0; mov.b32 $1, 0;
+selp.b32 x, $2, $6, odd; selp.b32 y, $3, $7, odd;
+shfl.sync.bfly.b32 x, x, 1, 31, -1; shfl.sync.bfly.b32 y, y, 1, 31, -1;
+selp.b32 a, x, $2, odd; selp.b32 b, y, $3, odd; selp.b32 c, $6, x, odd; selp.b32 d, $7, y, odd;
+setp.ne.b64 there, $10, 0; add.s64 place, $10, column;
+@there red.global.add.v4.f32 [place], {a, b, c, d};
+selp.b32 x, $4, $8, odd; selp.b32 y, $5, $9, odd;
+shfl.sync.bfly.b32 x, x, 1, 31, -1; shfl.sync.bfly.b32 y, y, 1, 31, -1;
+selp.b32 a, x, $4, odd; selp.b32 b, y, $5, odd; selp.b32 c, $8, x, odd; selp.b32 d, $9, y, odd;
+setp.ne.b64 there, $12, 0; add.s64 place, $12, column;
+@there red.global.add.v4.f32 [place], {a, b, c, d};
+}""")
+
+
 @gluon.jit
-def gradients(dq, smem, scores, free, used, rows, target, step, H: gl.constexpr, ADD: gl.constexpr):
+def add(part, rows, target, first):
+    """target[rows, first .. first + 64] += part; rows of -1 take nothing."""
+    place = gl.where(rows >= 0, target.to(gl.int64) + rows.to(gl.int64) * 2048, 0)[:, None]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+    # the first column of a lane's four: among the first eight of sixteen, odd lanes among the second
+    column = (first + column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 2 * 4)[None, :]
+    part, place = gl.broadcast(part, place)
+    part, column = gl.broadcast(part, column * 4)
+    gl.inline_asm_elementwise(ADD, "=r,=r" + ",r" * 8 + ",l" * 8 + ",r" * 8, [part, place, column], dtype=gl.int8,
+                              is_pure=False, pack=8)  # fmt: skip
+
+
+# Of a lane's sixteen numbers, in pairs, those of rows r and r + 8 alternate. $12, $14: the rows' places, 0 = none; $28:
+# the column, in bytes.
+KEEP = gl.constexpr("""{
+.reg .pred there; .reg .b64 place, column;
+mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; cvt.u64.u32 column, $28;
+setp.ne.b64 there, $12, 0; add.s64 place, $12, column; @there st.global.v4.b32 [place], {$4, $6, $8, $10};
+setp.ne.b64 there, $14, 0; add.s64 place, $14, column; @there st.global.v4.b32 [place], {$5, $7, $9, $11};
+}""")
+
+
+@gluon.jit
+def keep(part, rows, target, first):
+    """part to target, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
+    neighbours in memory. Nothing of rows of -1."""
+    slot = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    place = gl.where(rows >= 0, target.to(gl.int64) + slot * 1024, 0)[:, None]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+    column = (first + column // 32 * 32 + column // 2 % 4 * 8)[None, :]
+    part, place = gl.broadcast(part.to(gl.bfloat16), place)
+    part, column = gl.broadcast(part, column * 2)
+    gl.inline_asm_elementwise(KEEP, "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16, [part, place, column],
+                              dtype=gl.int8, is_pure=False, pack=16)  # fmt: skip
+
+
+@gluon.jit
+def gradients(dq, smem, scores, free, used, rows, target, step, H: gl.constexpr, ATOMIC: gl.constexpr):
     """This half of dQ and of dKV of a block. target: (dkv, or where this block's contributions are stored)."""
     q, dout, kv = smem
     p16, ds16 = scores
@@ -104,8 +165,6 @@ def gradients(dq, smem, scores, free, used, rows, target, step, H: gl.constexpr,
     dq = warpgroup_mma(ds16, kv.index(opaque + H), dq, is_async=True)
     q_panels = reinterpret(q.index(H), [4, 64, 64], PANEL)
     dout_panels = reinterpret(dout.index(H), [4, 64, 64], PANEL)
-    column = H * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-    there = (rows >= 0)[:, None]
     for piece in gl.static_range(4):
         part = gl.zeros([64, 64], gl.float32, SCORES)
         at = zero(step) + piece
@@ -115,14 +174,12 @@ def gradients(dq, smem, scores, free, used, rows, target, step, H: gl.constexpr,
             dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
             mbarrier.arrive(free, count=1)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        if ADD:
-            place = target + rows.to(gl.int64)[:, None] * 512 + (column + piece * 64)[None, :]
-            gl.atomic_add(place, part, mask=there, sem="relaxed")
+        if piece == 3:
+            mbarrier.arrive(used, count=1)
+        if ATOMIC:
+            add(part, rows, target, H * 256 + piece * 64)
         else:
-            slot = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            place = target + slot[:, None] * 512 + (column + piece * 64)[None, :]
-            gl.store(place, part.to(gl.bfloat16), mask=there)
-    mbarrier.arrive(used, count=1)
+            keep(part, rows, target, H * 256 + piece * 64)
     return dq
 
 
@@ -146,7 +203,7 @@ def numbers(line, block, width, L: gl.constexpr):
 
 @gluon.jit
 def left_role(smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks, width,
-              ADD: gl.constexpr):  # fmt: skip
+              ATOMIC: gl.constexpr):  # fmt: skip
     """S, P; columns 0-255 of dQ and dKV."""
     q_ready, ready, free, p_ready, ds_ready, used = barriers
     lse2_ptr, delta_ptr, scale2, scale = stats
@@ -170,14 +227,14 @@ def left_role(smem, scores, p32, barriers, stats, line, target, target_step, dq_
         fence_async_shared()
         mbarrier.arrive(p_ready, count=1)
         mbarrier.wait(ds_ready, phase)
-        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 0, ADD)
+        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 0, ATOMIC)
         phase = phase ^ 1
     end(dq, kv, dq_desc, query, head, 0)
 
 
 @gluon.jit
 def right_role(smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks,
-               width, ADD: gl.constexpr):  # fmt: skip
+               width, ATOMIC: gl.constexpr):  # fmt: skip
     """dP, dS; columns 256-511 of dQ and dKV."""
     q_ready, ready, free, p_ready, ds_ready, used = barriers
     lse2_ptr, delta_ptr, scale2, scale = stats
@@ -198,7 +255,7 @@ def right_role(smem, scores, p32, barriers, stats, line, target, target_step, dq
         ds16.store(ds.to(ds16.dtype))
         fence_async_shared()
         mbarrier.arrive(ds_ready, count=1)
-        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 1, ADD)
+        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 1, ATOMIC)
         phase = phase ^ 1
     end(dq, kv, dq_desc, query, head, 1)
 
@@ -207,14 +264,15 @@ def right_role(smem, scores, p32, barriers, stats, line, target, target_step, dq
     "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
     "query_begin", "queries",
 ])  # fmt: skip
-def backward_listed(q_desc, dout_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr,
-                    target_ptr, scale2, scale, heads, width, window_rows, window_stride, window_blocks,
+def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr,
+                    compressed_ptr, target_ptr, scale2, scale, heads, width, window_rows, window_stride, window_blocks,
                     compressed_stride, query_begin, queries,
-                    ADD: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr):  # fmt: skip
+                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, RIGHT_REGS: gl.constexpr,
+                    GATHER_REGS: gl.constexpr):  # fmt: skip
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
-    to add to; without ADD the contributions, bf16 [head tiles, queries from query_begin on, width rounded up to 64,
-    512], to be summed later."""
+    to add to; without ATOMIC the contributions, bf16 [head tiles, queries from query_begin on, width rounded up to 64,
+    512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -242,7 +300,7 @@ def backward_listed(q_desc, dout_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, 
     line = rows_ptr + query.to(gl.int64) * width
     target = target_ptr
     target_step = 0
-    if not ADD:
+    if not ATOMIC:
         padded = (width + 63) // 64 * 64
         target += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
         target_step = 64 * 512
@@ -253,25 +311,34 @@ def backward_listed(q_desc, dout_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, 
     pools = (window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     gl.warp_specialize([
         (left_role, (smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks,
-                     width, ADD)),
+                     width, ATOMIC)),
         (right_role, (smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads,
-                      blocks, width, ADD)),
-        (gather_role, ((q_desc, dout_desc), smem, (q_ready, ready, free), pools, line, query, head, blocks, width)),
+                      blocks, width, ATOMIC)),
+        (gather_role, ((q_desc, dout_desc, turned_desc), smem, (q_ready, ready, free), pools, line, query, head, blocks,
+                       width, TURNED)),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["head_tiles", "entries", "per_tile"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, entries, per_tile):
-    """dkv[row] += its contributions, in the order of the lists: one program per row. order: where they lie, by row;
-    starts [rows + 1]: which of them are the row's. per_tile: contributions of one head tile."""
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    row = gl.program_id(0)
-    column = gl.arange(0, 512, layout=L)
+@gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
+def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, SOME: gl.constexpr):
+    """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
+    at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
+    one head tile."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
+    row = gl.program_id(0).to(gl.int64)
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
     begin = gl.load(starts_ptr + row)
     end_ = gl.load(starts_ptr + row + 1)
-    total = gl.load(sums_ptr + row.to(gl.int64) * 512 + column)
-    for entry in range(begin, end_):
-        at = gl.load(order_ptr + entry).to(gl.int64)
+    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
+    total = gl.zeros([SOME, 512], gl.float32, L)
+    for entry in range(begin, end_, SOME):
+        there = entry + some < end_
+        at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
         for tile in range(0, head_tiles):
-            total += gl.load(parts_ptr + (tile.to(gl.int64) * per_tile + at) * 512 + column).to(gl.float32)
-    gl.store(sums_ptr + row.to(gl.int64) * 512 + column, total)
+            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
+            total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
+    total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
+    total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))
+    column = gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    place = sums_ptr + row * 512 + column
+    gl.store(place, gl.load(place) + total)
