@@ -110,7 +110,7 @@ def _dense(b: FmhaBackward, run: Callable[..., None]) -> None:
     if b.dq is None and b.dk is None and b.dv is None:
         return
     q, dout = _packed(p.q, group), _packed(b.dout, group)
-    k, v = (_addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
+    k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
     dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else torch.empty_like(q)
     dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
     run(p, q, k, v, dout, lse2, delta, dq, dk, dv)
@@ -138,21 +138,25 @@ def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
 def _packed(x: Tensor, group: int) -> Tensor:
     """[B, T, Hq, D] as [B, Hkv, T * G, D]; a copy where one stride for the packed rows does not exist."""
     if group == 1:
-        return _addressable(x.transpose(1, 2))
+        return addressable(x.transpose(1, 2))
     packed = x.unflatten(2, (-1, group)).transpose(1, 2).reshape(x.shape[0], -1, x.shape[1] * group, x.shape[3])
-    return _addressable(packed)  # of an expanded tensor, reshape makes a view
+    return addressable(packed)  # of an expanded tensor, reshape makes a view
 
 
-def _addressable(x: Tensor) -> Tensor:
+def addressable(x: Tensor) -> Tensor:
     """What TMA and BLAS can address; else a copy."""
     dense = x.stride(-1) == 1 and all(s > 0 for s, n in zip(x.stride(), x.shape) if n > 1)
     return x if dense and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+@cache
+def _panel(columns: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(columns * 2, 16, rank=rank)
+
+
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
     strides = [s if n > 1 else TILE for s, n in zip(x.stride()[:-1], x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _panel(block[-1], len(block)))
 
 
 class Fused:
@@ -174,7 +178,7 @@ class Fused:
         """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""
         alone = dk is None and dv is None
         add = dq is not None and not deterministic and not alone
-        made = [x if x is not None and _addressable(x) is x else torch.empty_like(y)
+        made = [x if x is not None and addressable(x) is x else torch.empty_like(y)
                 for x, y in ((dq, self.q), (dk, self.k), (dv, self.v))]  # fmt: skip
         if not alone:
             tiles = -(-self.rows // 64) if add else 0

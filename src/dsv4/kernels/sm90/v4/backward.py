@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
-from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.v4.backward_rows import number_rows, query_rows
+from dsv4.kernels.sm90.fmha.backward import addressable, descriptor
 from dsv4.kernels.sm90.v4.backward_listed import backward_listed, fold_rows
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.problem import V4Problem, requests_of
@@ -44,7 +44,7 @@ def backward(b: V4Backward) -> None:
     compressed = window if p.compressed is None else _flat(p.compressed)
     rows, blocks, window_blocks = _listed(p)
     width = rows.shape[1]
-    q, dout = (_addressable(x) for x in (p.q, b.dout))
+    q, dout = (addressable(x) for x in (p.q, b.dout))
     aligned = b.dq is not None and is_aligned(b.dq)
     dq = b.dq if aligned else torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
     total = caches.pool_size(p.window) + (0 if p.compressed is None else caches.pool_size(p.compressed))
@@ -54,8 +54,8 @@ def backward(b: V4Backward) -> None:
 
     def launch(target: Tensor, begin: int, count: int, atomic: bool) -> None:
         backward_listed[(count, tiles)](
-            *(_descriptor(x) for x in (q, dout, turned, dq)), rows, blocks, lse2, delta, window, compressed, target,
-            p.softmax_scale * LOG2E.value, p.softmax_scale, p.q_heads, width, caches.pool_size(p.window),
+            *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), rows, blocks, lse2, delta, window, compressed,
+            target, p.softmax_scale * LOG2E.value, p.softmax_scale, p.q_heads, width, caches.pool_size(p.window),
             window.stride(0) // 8, window_blocks, compressed.stride(0) // 8, begin, count,
             ATOMIC=atomic, TURNED=panels, RIGHT_REGS=232, GATHER_REGS=40, num_warps=4,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
     And the last columns of dO turned as q was, where the output was turned back; else anything."""
     p = b.forward
-    out, dout = (_addressable(x) for x in (p.out, b.dout))
+    out, dout = (addressable(x) for x in (p.out, b.dout))
     lse2, delta, share = torch.empty(3, p.batch, p.q_heads, device=p.q.device).unbind(0)
     turned, columns = dout, 0
     if p.cos_sin is not None:
@@ -100,6 +100,7 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sink, dlse, cos_sin, positions = (  # or unread
         p.lse if x is None else x for x in (p.sink, b.dlse, p.cos_sin, p.positions)
     )
+    positions = positions.contiguous()
     query_rows[(p.batch, -(-p.q_heads // 16))](
         out, dout, p.lse, dlse, sink, cos_sin, positions, lse2, delta, share, turned, p.q_heads,
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out)[1:], *row_strides(dout)[1:],
@@ -109,21 +110,10 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return lse2, delta, share, turned
 
 
-def _addressable(x: Tensor) -> Tensor:
-    """What TMA can address; else a copy."""
-    dense = x.stride(-1) == 1 and all(s > 0 for s, n in zip(x.stride(), x.shape) if n > 1)
-    return x if dense and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _flat(pool: Tensor) -> Tensor:
     """[rows, 512] with one stride for all rows; a copy where there is none."""
     flat = pool.reshape(-1, pool.shape[-1])
     return flat if is_aligned(flat) else flat.contiguous()
-
-
-def _descriptor(x: Tensor) -> TensorDescriptor:
-    strides = [s if n > 1 else 512 for s, n in zip(x.stride()[:-1], x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 64, 64], gl.NVMMASharedLayout(128, 16, rank=3))
 
 
 def _listed(p: V4Problem) -> tuple[Tensor, Tensor, int]:
