@@ -161,10 +161,7 @@ def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales, 
     lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
-    # From -delta on: dP - delta at once, without registers for delta.
-    delta = stat.index(slot * 2 + 1).load(gl.SliceLayout(0, LS))
-    dp = gl.zeros([64, 64], gl.float32, LS) - delta[None, :]
-    dp = warpgroup_mma(v.index(opaque + W), dout.index(slot).permute((1, 0)), dp, is_async=True)
+    dp = scores(v.index(opaque + W), dout.index(slot), LS)
     p = gl.exp2(s * scale2 - lse2[None, :])
     p = visible(p, row, key, sizes, LS)
     if SCALED:
@@ -173,7 +170,8 @@ def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales, 
         p16 = p.to(q.dtype)
     dv = warpgroup_mma(gl.convert_layout(p16, LA), dout.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-    d = p * dp
+    delta = stat.index(slot * 2 + 1).load(gl.SliceLayout(0, LS))
+    d = p * (dp - delta[None, :])
     if SCALED:
         d = d * ds_scale
     d16 = d.to(q.dtype)
