@@ -109,11 +109,14 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         for splits in (1, 16, 128):  # few and many splits are merged by two variants
             yield v4_small(rows, named, splits, wide=wide)
         yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
+        yield v4_small(rows, named, wide=wide, queries=64)  # Hopper unpacks FP8 rows first
 
 
-def v4_small(rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False) -> V4Problem:
+def v4_small(
+    rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False, queries: int = 1
+) -> V4Problem:
     """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart. wide: positions have 64 bits."""
-    q = torch.empty(1, heads, 512, dtype=torch.bfloat16)
+    q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
 
     def pool(fp8: bool) -> Any:
         if fp8:
@@ -121,14 +124,14 @@ def v4_small(rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool
         pages = torch.empty(4, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
         return pages[:, : 8 * 512].view(4, 8, 512)
 
-    numbers = torch.zeros(1, 128, dtype=torch.int32)
+    numbers = torch.zeros(queries, 128, dtype=torch.int32)
     more: dict[str, Any] = {}
     if named != "window only":
         more["compressed"] = pool(rows == "fp8")
-        more["compressed_lengths"] = torch.zeros(1, dtype=torch.int32)
+        more["compressed_lengths"] = torch.zeros(queries, dtype=torch.int32)
         more["compressed_block_table" if named == "table" else "compressed_indices"] = numbers
     if wide:
-        more["inverse_rope"] = (torch.empty(16, 64), torch.zeros(1, dtype=torch.int64))
+        more["inverse_rope"] = (torch.empty(16, 64), torch.zeros(queries, dtype=torch.int64))
     p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
     return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
 

@@ -61,8 +61,8 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
     part_lse = part
     if split:
         part, part_lse = partials(p, program, splits, p.batch * p.q_heads)
-    window = _Pool.of(program, p.window)
-    compressed = window.without_rows() if p.compressed is None else _Pool.of(program, p.compressed)
+    window = PoolArguments.of(program, p.window)
+    compressed = window.without_rows() if p.compressed is None else PoolArguments.of(program, p.compressed)
     how, names = _names(p, program)
     window_names = _lines(program, p.window_indices)
     positions, angles, angle_line = (1, 0, 0) if p.cos_sin is None else (*p.cos_sin.shape, p.cos_sin.stride(0))
@@ -101,8 +101,8 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
         grid = (min(tiles * splits, target.multiprocessors // ctas),)
     program.launch(
         kernel, grid, arguments, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
-        WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=_unit(p.window),
-        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=_unit(p.compressed), SPLIT=split,
+        WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=unit_of(p.window),
+        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed), SPLIT=split,
         num_warps=4, **options,
     )  # fmt: skip
     if split:
@@ -127,17 +127,17 @@ def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, i
     return choose_splits(tiles, target.multiprocessors, p.max_seqlen_k), 0
 
 
-class _Pool:
-    """A pool of rows as a kernel is told of it; strides in units of 8 elements, or as `_unit` says."""
+class PoolArguments:
+    """A pool of rows as a kernel is told of it; strides in units of 8 elements, or as `unit_of` says."""
 
     def __init__(self, tensor: Slot, rows: int, page_rows: int, page_stride: int, row_stride: int):
         self.tensor = tensor
         self.sizes = dict(rows=rows, page_rows=page_rows, page_stride=page_stride, row_stride=row_stride)
 
     @classmethod
-    def of(cls, program: Program, pool: Any) -> "_Pool":
+    def of(cls, program: Program, pool: Any) -> "PoolArguments":
         if isinstance(pool, Fp8Cache):
-            return cls(pool.storage, caches.pool_size(pool), pool.rows_per_page, pool.page_stride // _unit(pool), 0)
+            return cls(pool.storage, caches.pool_size(pool), pool.rows_per_page, pool.page_stride // unit_of(pool), 0)
         if not is_aligned(pool if pool.ndim == 3 else pool.unsqueeze(1)):
             pool = program.copied(pool)
         if pool.ndim == 2:
@@ -145,8 +145,8 @@ class _Pool:
         page, row = (s // 8 if n > 1 else 0 for s, n in zip(pool.stride()[:-1], pool.shape))
         return cls(pool, pool.shape[0] * pool.shape[1], pool.shape[1], page, row)
 
-    def without_rows(self) -> "_Pool":
-        return _Pool(self.tensor, 0, 1, 0, 0)
+    def without_rows(self) -> "PoolArguments":
+        return PoolArguments(self.tensor, 0, 1, 0, 0)
 
     def named(self, name: str) -> dict[str, Any]:
         """By the names of the kernels' parameters, with the inverse of the rows per page."""
@@ -194,7 +194,7 @@ def comes_by_tma(pool: Any) -> bool:
     return not is_aligned(rows) or _lines_apart(rows) is not None  # what is not aligned gets copied
 
 
-def _ways(p: V4Problem, window: _Pool, compressed: _Pool) -> list[Any]:
+def _ways(p: V4Problem, window: PoolArguments, compressed: PoolArguments) -> list[Any]:
     """How the rows of the two pools are read: see items.py. Beside an Fp8Cache plain ones come by cp.async: with the
     code for TMA a role would not fit into its registers."""
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
@@ -218,7 +218,7 @@ def _by_tma(name: str, way: Any, rows: Slot, q: Slot, ctas: int) -> dict:
     return {f"{name}_desc": desc, f"{name}_gap": apart[1] - page_rows}
 
 
-def _unit(pool: Any) -> int:
+def unit_of(pool: Any) -> int:
     """Bytes that the page stride of an Fp8Cache is a multiple of: 16 where it can be, for 16-byte loads."""
     if not isinstance(pool, Fp8Cache):
         return 16

@@ -2,6 +2,7 @@
 
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
+from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.listed import v4_listed
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -16,5 +17,7 @@ FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8)
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
+    if unpack.pays(p):
+        p = unpack.unpacked(p, program)
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
     prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else PLAIN)

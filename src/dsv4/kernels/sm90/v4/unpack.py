@@ -1,0 +1,87 @@
+"""The rows of an Fp8Cache as bf16, for calls whose queries list every row many times.
+
+Attention that reads FP8 rows converts a row for every query and tile of 64 heads that lists it. Where lists are far
+longer in sum than the pool, it is converted once, here, and attention reads plain rows. 64 rows per program.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dsv4 import caches
+from dsv4.caches import Fp8Cache
+from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.shared.v4.prepare import PoolArguments, unit_of
+from dsv4.kernels.sm90.v4.gather import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words, words_of
+from dsv4.runtime.program import Program
+from dsv4.v4.problem import V4Problem
+
+LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
+WARPS = 8
+
+
+@gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
+def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr):
+    """out: bf16 [rows, 512], written in pairs."""
+    W: gl.constexpr = words(gl.num_warps())
+    pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
+    number = gl.program_id(0) * 64 + entries(W)
+    data, there, scales = fp8_rows(pool, number, UNIT)
+    out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    x = fp8_load(ptr, data, there, 0, 4, UNIT)
+    y = fp8_load(ptr, data, there, 4, 2, UNIT)
+    z = fp8_load(ptr, data, there, 6, 1, UNIT)
+    rest = words_of(ptr, data, there, 112, 32, UNIT)
+    put(out_ptr, number, there, fp8_to_bf16(x, scales, 0), 0)
+    put(out_ptr, number, there, fp8_to_bf16(y, scales, 4), 4)
+    put(out_ptr, number, there, fp8_to_bf16(z, scales, 6), 6)
+    column = 224 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
+    gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None])
+
+
+@gluon.jit
+def put(out_ptr, number, there, x, FIRST: gl.constexpr):
+    """Panels of 64 values from FIRST on, in pairs: x [64, panels, 32]."""
+    L: gl.constexpr = x.type.layout
+    R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    number = gl.convert_layout(number, R).to(gl.int64)[:, None, None]
+    there = gl.convert_layout(there, R)[:, None, None]
+    panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    pair = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    gl.store(out_ptr + number * 256 + panel[None, :, None] * 32 + pair[None, None, :], x, mask=there)
+
+
+def pays(p: V4Problem) -> bool:
+    """By shapes alone: whether the pools of FP8 rows are small beside what the queries may list, and beside q."""
+    if p.deterministic:  # how many queries there are is no property of a query
+        return False
+    rows = sum(caches.pool_size(pool) for pool in _pools(p).values())
+    listed = p.batch * p.max_seqlen_k * -(-p.q_heads // 64)
+    return 0 < rows <= min(listed // LISTED, p.batch * p.q_heads)
+
+
+def unpacked(p: V4Problem, program: Program) -> V4Problem:
+    """The problem with plain rows in place of FP8 rows, which the program makes first."""
+    plain = {where: _unpacked(pool, program) for where, pool in _pools(p).items()}
+    pools = {name: plain[_where(pool)] for name in ("window", "compressed")
+             if isinstance(pool := getattr(p, name), Fp8Cache)}  # fmt: skip
+    return replace(p, **pools)
+
+
+def _pools(p: V4Problem) -> dict[tuple, Fp8Cache]:
+    """Each pool of FP8 rows once: the window and the compressed rows may lie in the same pages."""
+    return {_where(pool): pool for pool in (p.window, p.compressed) if isinstance(pool, Fp8Cache)}
+
+
+def _where(cache: Fp8Cache) -> tuple:
+    slot = cache.storage
+    return slot.index, slot.offset, slot.shape, cache.rows_per_page, cache.page_stride
+
+
+def _unpacked(cache: Fp8Cache, program: Program):
+    pool = PoolArguments.of(program, cache)
+    rows = pool.sizes["rows"]
+    out = program.room("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
+    sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
+    program.launch(v4_unpack, (-(-rows // 64),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), num_warps=WARPS)
+    return out

@@ -1,0 +1,66 @@
+"""FP8 rows that become bf16 before attention reads them: when that pays, and that nothing but the time changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from agreement import assert_agrees
+
+import dsv4
+import softsm
+from dsv4 import reference
+from dsv4.kernels.sm90.v4 import unpack
+from dsv4.runtime import calls, dispatch
+from dsv4.v4 import problem
+
+
+def launches(queries: int, listed: int, rows: int, heads: int = 64, **options) -> list[str]:
+    """The kernels of a call with these sizes."""
+    pages = dsv4.Fp8Cache.empty(rows // 64, 64)
+    q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
+    p = problem.build(q, pages, torch.zeros(queries, listed, dtype=torch.int32), **options)
+    p = replace(p, out=torch.empty_like(q))
+    return [launch.kernel.__name__ for launch in calls.launches_of(p, dispatch.compile_target("sm_90a"))]
+
+
+def test_rows_are_unpacked_where_they_are_listed_often_enough():
+    assert launches(unpack.LISTED, 64, 64) == ["v4_unpack", "v4_listed"]
+    assert launches(unpack.LISTED - 1, 64, 64) == ["v4_listed"]
+
+
+def test_the_copy_is_never_larger_than_q():
+    assert "v4_unpack" in launches(64, 4096, 4096)
+    assert "v4_unpack" not in launches(64, 4096, 4160)
+
+
+def test_deterministic_calls_do_not_depend_on_how_many_queries_there_are():
+    assert "v4_unpack" not in launches(256, 64, 64, deterministic=True)
+
+
+@pytest.mark.parametrize(("page", "stride"), [(16, None), (2, 1176), (5, 2925)], ids=["by 16 bytes", "by 8", "by 1"])
+def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
+    """Scales from 2^-12 to 2^12, rows that are not there, a last page in part; two pools in one call."""
+    torch.manual_seed(3)
+    rows = torch.randn(70, 512) * torch.exp2(torch.randint(-12, 13, (70, 1)))
+    arguments = dict(
+        q=torch.randn(2, 16, 512).bfloat16() / 64,
+        window=dsv4.Fp8Cache.pack(rows, rows_per_page=page, page_stride=stride),
+        window_indices=torch.randint(-1, 70, (2, 60), dtype=torch.int32),
+        compressed=dsv4.Fp8Cache.pack(torch.randn(30, 512), rows_per_page=2),
+        compressed_indices=torch.randint(-1, 30, (2, 50), dtype=torch.int32),
+    )
+
+    def run(first: bool):
+        monkeypatch.setattr(unpack, "pays", lambda p: first)
+        calls.forget()
+        with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
+            got = dsv4.v4_attention(**arguments, return_lse=True, backend="softsm")
+        calls.forget()
+        assert not report, str(report)
+        assert report.launches == 1 + 2 * first
+        return got
+
+    got = run(first=True)
+    assert_agrees(got, reference.v4_attention, **arguments)
+    for mine, other in zip(got, run(first=False)):
+        assert torch.equal(mine, other)
