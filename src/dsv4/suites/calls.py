@@ -178,7 +178,7 @@ class Call:
         """Rows that can be seen x the largest value in them, where there is a sink."""
         if self.args.get("sink") is None:
             return 1.0
-        names = ("v",) if "v" in self.args else ("window", "compressed")  # a window is a pool in V4 attention alone
+        names = ("window", "compressed") if self.op == "v4_attention" else ("v", "v_pages")
         pools = [self.args[name] for name in names if self.args.get(name) is not None]
         values = [x if isinstance(x, Tensor) else x.unpack() for x in pools]
         largest = max((x.float().nan_to_num(0, 0, 0).abs().max().item() for x in values if x.numel()), default=0.0)
