@@ -4,7 +4,7 @@ Chapters 1, 3 and 4 in one kernel, for 128 queries and 128 keys, with the two th
 library needs it: the division by the row sum is done at the end, on O, and the logarithm of the row's denominator
 (LSE) is returned, so that results over different keys can be merged later (chapter 8).
 
-Tensor memory: S in columns 0 to 127, P over S's first 64, O in the 64 columns behind. The plan is part of the design:
+Tensor memory: S in columns 0 to 127, P over S's first 64, O in the 64 columns after it. The plan is part of the design:
 512 columns are all there is, and an allocation that does not fit is not an error of the compiler, it is an empty
 kernel.
 

@@ -15,7 +15,7 @@ query rows (`fmha/forward_pair.py`; `pairs` in `fmha/entry.py` has the exact rul
 
 One CTA, the leader, issues. The barriers follow from that: copies of both CTAs count bytes on the *leader's* barrier,
 since it is the leader that must know when all is there. So its expected bytes are those of both, each CTA announcing
-its own: if one announces the bytes of both, the barrier waits for ever. The product's barrier is signalled in both
+its own: if one announces the bytes of both, the barrier waits forever. The product's barrier is signalled in both
 CTAs.
 
 P goes through shared memory, each CTA its 64 rows; the fence is needed in each, and a cluster barrier before the

@@ -63,7 +63,7 @@ def table(many: list[Record]) -> str:
     """Markdown: one row per kind."""
     machines = dict.fromkeys(f"{r['device']}, torch {r['torch']}, Triton {r['triton']}" for r in many)
     lines = [
-        f"{'; '.join(machines)}. CUDA-graph replays, cold L2, medians; dsv4 and its peers by turns in one process.",
+        f"{'; '.join(machines)}. CUDA-graph replays, cold L2, medians; dsv4 and its peers alternate in one process.",
         "",
         "| | cases | best peer | slowest | median | fastest |",
         "|---|---|---|---|---|---|",

@@ -32,13 +32,13 @@ def bench(
     aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
-    limit: Annotated[float, typer.Option(help="begin no case after so many seconds")] = float("inf"),
+    limit: Annotated[float, typer.Option(help="start no case after this many seconds")] = float("inf"),
     recorded: Annotated[
         Path | None, typer.Option("--from", help="measure nothing: take this --json file, or all of a folder")
     ] = None,
     write: Annotated[Path | None, typer.Option(help="put a summary into this file, between its marks")] = None,
 ) -> None:
-    """Time dsv4 and every peer that can be imported, by turns: CUDA-graph replays with a cold L2, medians, clocks.
+    """Time dsv4 and every importable peer, alternating: CUDA-graph replays with a cold L2, medians, clocks.
 
     Peers: torch, FlashMLA, FFPA, DeepGEMM, flash-attn. A wheel unpacked into a folder on PYTHONPATH is enough; the
     docstring of dsv4.bench.peers has the commands.
@@ -139,7 +139,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def markdown(record: dict[str, Any]) -> str:
     """A table: one row per case, the best of all peers beside ours."""
-    turns = "; ours and theirs by turns" if "peers" in record else ""
+    turns = "; dsv4 and peers alternate" if "peers" in record else ""
     lines = [
         f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, "
         f"medians{turns}. "

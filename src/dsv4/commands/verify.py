@@ -35,7 +35,7 @@ def verify(
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
     check: Annotated[
-        bool, typer.Option(help="softsm: look for races, everything asynchronous as late as it may be")
+        bool, typer.Option(help="softsm: look for races; asynchronous operations complete as late as possible")
     ] = True,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes; for softsm one per core")] = 1,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,

@@ -154,7 +154,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: [Bc, S, Hkv, D], of which sequence n has line n, or line cache_batch_idx[n]; with block_table
     int32 [B, pages]: pages [P, page, Hkv, D]. cache_seqlens (an int, or int32 [B]; None = all rows) are the keys there.
 
-    k, v [B, new, Hkv, D] are written into the caches behind cache_seqlens, then seen. With rotary_cos and rotary_sin
+    k, v [B, new, Hkv, D] are written into the caches at cache_seqlens, then attended to. With rotary_cos and rotary_sin
     [positions, r / 2], k is rotated first, at its place in the sequence, and so is q, from place cache_seqlens on (all
     queries at that place if there is neither a causal mask nor a window); in fp32, rounded once. The caller makes sure
     that the cache has room; where dsv4 reads no values, on a GPU, a place outside it is an error of the device.

@@ -9,7 +9,7 @@ from softsm.report.diagnostics import Diagnostic, Party
 from softsm.report.roles import function_at, role_of
 
 BETWEEN_LANES = (
-    "the two are lanes of one warp: put bar.warp.sync between them; that they run in step orders no memory"
+    "the two are lanes of one warp: put bar.warp.sync between them; running in lockstep does not order memory"
 )
 ONE_INSTRUCTION = (
     "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"

@@ -169,7 +169,7 @@ class RecordingMachine(Machine):
                 self.close_run(clock)
                 for start, ins, _, on in clock.waiting.values():  # a deadlock: these never ended
                     end = max(self.record.end, clock.time, start + 1)
-                    self.draw(clock, f"waits for ever: {on}", start, end, "wait", at=place(ins))
+                    self.draw(clock, f"waits forever: {on}", start, end, "wait", at=place(ins))
                 self.record.end = max(self.record.end, clock.time)
             self.record.end = max([self.record.end, *self.queues.values()])
             self.record.steps = self.steps

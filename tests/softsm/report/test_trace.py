@@ -145,7 +145,7 @@ def test_findings_and_faults_are_in_the_report(tmp_path) -> None:
     with pytest.raises(Deadlock), tracing(tmp_path / "stuck"):
         launch(STUCK)
     data = read(tmp_path / "stuck" / "report.html")
-    assert "512 byte(s)" in data["failure"] and any("waits for ever" in n for n in data["names"])
+    assert "512 byte(s)" in data["failure"] and any("waits forever" in n for n in data["names"])
 
 
 def read(path) -> dict:
