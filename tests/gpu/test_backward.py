@@ -57,7 +57,7 @@ MASKS = {
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_fmha(d, dtype, name, deterministic):
     b, want, low = fmha_gradients.request(d=d, dtype=dtype, device="cuda", deterministic=deterministic, **MASKS[name])
