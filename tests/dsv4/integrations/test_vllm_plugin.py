@@ -54,9 +54,9 @@ def test_a_switch_that_says_neither_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "said, named",
-    [(None, []), ("", []), ("compressor", ["compressor"]), ("indexer, compressor", ["indexer", "compressor"])],
+    [(None, ["indexer"]), ("", []), ("compressor", ["compressor"]), ("indexer, compressor", ["indexer", "compressor"])],
 )
-def test_parts_are_replaced_that_are_named(monkeypatch, said, named):
+def test_parts_are_replaced_that_are_named_and_by_default_the_indexer(monkeypatch, said, named):
     monkeypatch.delenv("DSV4_VLLM_PARTS", raising=False)
     if said is not None:
         monkeypatch.setenv("DSV4_VLLM_PARTS", said)

@@ -8,7 +8,7 @@ vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has.
   ``DSV4_VLLM_PARTS`` names what is replaced beside it, with commas between: ``indexer`` (:func:`dsv4.index_topk`) and
-  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`). By default nothing: they are not faster than vLLM's;
+  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`, not measured yet). The default is the indexer;
 * ``--attention-backend DSV4`` is accepted, and puts dense models on :func:`dsv4.fmha_paged`. A dense model without it
   keeps vLLM's choice.
 
@@ -23,7 +23,7 @@ from collections import Counter
 
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
-PARTS = ("indexer", "compressor")  # that may be replaced beside the attention
+PARTS = ("indexer", "compressor")  # that may be replaced beside the attention; the first is the default
 BACKEND = "DSV4"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 
@@ -44,7 +44,7 @@ def switched_on() -> bool:
 
 def parts() -> list[str]:
     """What DSV4_VLLM_PARTS names; ValueError where there is no such part."""
-    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, "").split(",") if part.strip()]
+    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, PARTS[0]).split(",") if part.strip()]
     if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
     return named

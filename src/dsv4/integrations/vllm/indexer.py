@@ -108,8 +108,9 @@ class Indexer(torch.nn.Module):
         longest: int,
     ) -> None:  # fmt: skip
         cache = dsv4.IndexCache.from_pages(self.k_cache.kv_cache)
-        pages = -(-longest // (self.ratio * cache.rows_per_page))
+        # Memory and time go with the width of the table; kernels are compiled for its powers of two.
+        pages = 1 << (-(-longest // (self.ratio * cache.rows_per_page)) - 1).bit_length() if longest else 1
         dsv4.index_topk(
-            q[some], cache, weights[some], self.topk, lengths=lengths, block_table=table[:, : max(pages, 1)],
+            q[some], cache, weights[some], self.topk, lengths=lengths, block_table=table[:, :pages],
             request_starts=starts, scale=1.0, request_rows=True, out=self.buffer[some, : self.topk],
         )  # fmt: skip
