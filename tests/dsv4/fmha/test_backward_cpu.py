@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 
 from dsv4 import reference, reference_backward
 from dsv4.fmha import backward_cpu, problem
@@ -90,3 +91,23 @@ def test_an_lse_of_minus_infinity_may_have_a_gradient_of_nan():
     want = gradients(q, k, v, dout, dlse, causal=True)
     dlse[..., :2] = float("nan")  # two queries see nothing
     agree(gradients(q, k, v, dout, dlse, causal=True), want)
+
+
+def test_memory_is_within_twice_the_forward_pass(monkeypatch):
+    """Beside inputs, output and gradients no more than twice the bytes of q, k, v and out: all scores of one head alone
+    would be four times as many."""
+    for name, value in (("KEY_BLOCK", 256), ("QUERY_BLOCK", 128), ("SCORE_BYTES", 1 << 18), ("SUM_BYTES", 1 << 18)):
+        monkeypatch.setattr(backward_cpu, name, value)
+    q, k, v, out, dout, *given = (torch.randn(1, 2048, 2, 64) for _ in range(8))
+    lse = torch.full((1, 2, 2048), 8.0)
+    p = problem.FmhaProblem(
+        q=q, k=k, v=v, left=-1, right=0, softmax_scale=0.1, out=out, lse=lse, kind="dense", max_seqlen_q=2048,
+        max_seqlen_k=2048,
+    )  # fmt: skip
+    with LiveBytes(q, k, v, out, dout, lse, *given) as live:
+        backward_cpu.backward(FmhaBackward(p, dout, None, *given))
+    forward = sum(x.nbytes for x in (q, k, v, out))
+    assert 0 < live.peak <= 2 * forward, f"{live.peak / forward:.2f} times the forward's tensors"
+    with LiveBytes(q, k) as live:  # and the meter sees such a matrix
+        torch.softmax(q[0, :, 0] @ k[0, :, 0].T, -1)
+    assert live.peak > 2 * forward
