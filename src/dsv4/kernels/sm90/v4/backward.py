@@ -6,6 +6,8 @@
 3. fold_rows          summed by row in the order of the lists, some queries at a time
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,11 @@ def supports(b: V4Backward) -> str | None:
 
 def backward(b: V4Backward) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None."""
+    run(b, backward_listed, dict(RIGHT_REGS=232, GATHER_REGS=40))
+
+
+def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
+    """kernel: backward_listed of an architecture, and the registers of its roles."""
     p = b.forward
     lse2, delta, share, turned = _rows(b)
     if b.dsink is not None:
@@ -53,11 +60,11 @@ def backward(b: V4Backward) -> None:
     panels = 0 if p.cos_sin is None else turned.shape[-1] // 64
 
     def launch(target: Tensor, begin: int, count: int, atomic: bool) -> None:
-        backward_listed[(count, tiles)](
+        kernel[(count, tiles)](
             *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), rows, blocks, lse2, delta, window, compressed,
             target, p.softmax_scale * LOG2E.value, p.softmax_scale, p.q_heads, width, caches.pool_size(p.window),
             window.stride(0) // 8, window_blocks, compressed.stride(0) // 8, begin, count,
-            ATOMIC=atomic, TURNED=panels, RIGHT_REGS=232, GATHER_REGS=40, num_warps=4,
+            ATOMIC=atomic, TURNED=panels, **registers, num_warps=4,
         )  # fmt: skip
 
     if not b.deterministic:
