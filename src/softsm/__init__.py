@@ -18,6 +18,7 @@ _HOME = {
     "use": "softsm.triton_driver.install",
     "active_arch": "softsm.triton_driver.in_use",
     "load": "softsm.engine.launch",
+    "gpus": "softsm.engine.gpus",
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
@@ -25,7 +26,7 @@ _HOME = {
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "load", "timing", "use"]
+__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "timing", "use"]
 
 
 def __getattr__(name: str):

@@ -18,6 +18,10 @@ BETWEEN_CTAS = (
     "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
     "scope, or split the work into two launches"
 )
+BETWEEN_GPUS = (
+    "the two run on different GPUs: order them by a flag released and acquired at .sys scope, or split the work into "
+    "launches with a synchronisation between them"
+)
 WITHIN_CLUSTER = (
     "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
     "wait of .cluster scope, between them"
@@ -89,6 +93,8 @@ class Findings:
         """Advice for warps of different CTAs; '' for those of one."""
         if other is None or other.cta is w.cta:
             return ""
+        if other.cta.gpu != w.cta.gpu:
+            return BETWEEN_GPUS
         shape = self.machine.cluster_shape
         mine, theirs = ([c // s for c, s in zip(x.cta.ctaid, shape)] for x in (w, other))
         return WITHIN_CLUSTER if mine == theirs else BETWEEN_CTAS

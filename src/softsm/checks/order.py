@@ -17,7 +17,7 @@ import numpy as np
 from softsm.checks import shadow as sh
 from softsm.engine.asynchrony import AsyncOp
 
-SCOPES = ("cta", "cluster", "gpu")
+SCOPES = ("cta", "cluster", "gpu", "sys")
 WORDS = sh.OPS // 32  # of a set of asynchronous operations
 
 
@@ -103,7 +103,7 @@ class Order:
             return self.snapshot(w)
         sent = np.zeros_like(w.view.clock)
         for scope, clock in w.view.released.items():
-            if scope in fences or scope not in SCOPES:  # .sys
+            if scope in fences:
                 self.join(sent, clock)
         return sent
 
@@ -239,7 +239,7 @@ class SyncClock:
 
 
 class Location:
-    """Releases at one address: by everybody at gpu scope, and what only a CTA or cluster may rely on."""
+    """Releases at one address: by everybody at sys scope, and what only a CTA, cluster or GPU may rely on."""
 
     __slots__ = ("clocks",)
 
@@ -248,9 +248,10 @@ class Location:
 
 
 def rank(scope: str) -> int:
-    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)  # .sys
+    return SCOPES.index(scope)
 
 
 def reached(w, scope: str) -> list:
     """Keys of a Location that an access of this scope writes, or reads."""
-    return [w.cta.ctaid, ("cluster", w.cta.cluster[0].ctaid), None][: rank(scope) + 1]
+    cta, gpu = w.cta, w.cta.gpu
+    return [(gpu, cta.ctaid), ("cluster", gpu, cta.cluster[0].ctaid), ("gpu", gpu), None][: rank(scope) + 1]

@@ -84,7 +84,7 @@ class Division:
         machine = self.machine
         checks = machine.options.checks
         many = machine.left * machine.cluster_size + len(machine.live) > machine.cluster_size
-        followed = not machine.divisible or checks is not None and checks.report.tap is not None
+        followed = not machine.divisible or machine.gpus > 1 or checks is not None and checks.report.tap is not None
         return (many and not followed and machine.options.order != "random" and machine.kernel.independent
                 and sum(a.size for a in machine.global_memory.allocations) <= LARGEST)
 

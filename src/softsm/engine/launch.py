@@ -50,6 +50,7 @@ class Options:
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
     machine: type[Machine] = Machine  # another one while they are
+    gathering: object = None  # softsm.engine.gpus.Gathering while launches of several GPUs are collected
 
 
 _DEFAULT = Options()
@@ -131,11 +132,20 @@ class Kernel:
     # ---- launch ------------------------------------------------------------------------------------------------
 
     def launch(self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None,
-               **changes) -> Machine:
-        """Run the grid to its end. Returns the machine, for those who want to look into it."""
+               **changes) -> Machine | None:
+        """Run the grid to its end. Returns the machine, for those who want to look into it; nothing within
+        `softsm.gpus`, which runs it later."""
+        gathering = current_options().gathering
+        if gathering is not None:
+            gathering.add(self, grid, block, args, shared, cluster, memory, changes)
+            return None
+        return self.launch_together(grid, block, [args], [memory], shared, cluster, changes)
+
+    def launch_together(self, grid, block, args: list, memories: list, shared: int, cluster, changes: dict) -> Machine:
+        """The same grid with the arguments of each GPU, all at the same time."""
         chosen = replace(current_options(), arch=self.module.target, **changes)
         if chosen.checks is not None and chosen.checks.races and not self.checking:
-            return self.checked.launch(grid, block, args, shared=shared, cluster=cluster, memory=memory, **changes)
+            return self.checked.launch_together(grid, block, args, memories, shared, cluster, changes)
         grid, block = triple(grid, "grid"), triple(block, "block")
         cluster = triple(self.function.directives.get("reqnctapercluster", cluster), "cluster")
         threads = block[0] * block[1] * block[2]
@@ -150,11 +160,15 @@ class Kernel:
         if total > CTA_SHARED:
             static = self.program.shared_static
             raise ValueError(f"shared: got {shared} bytes and {static} static ones; a CTA has {CTA_SHARED}")
-        memory = memory or GlobalMemory()
-        parameters = self.pack(args, memory)
+        memory = memories[0] or GlobalMemory()
+        for other in memories[1:]:  # GPUs reach each other's memory
+            for a in other.allocations if other is not None else ():
+                memory.add(a.start, a.size, a.name, a)
+        parameters = [self.pack(values, memory) for values in args]
         for name, raw in self.variables.items():
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
-        memory.add(parameters.ctypes.data, parameters.nbytes, "the kernel's parameters", parameters)
+        for buffer in parameters:
+            memory.add(buffer.ctypes.data, buffer.nbytes, "the kernel's parameters", buffer)
         machine = chosen.machine(self, grid, block, shared, cluster, memory, parameters, chosen)
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
@@ -240,17 +254,17 @@ class Kernel:
         one = sum(part.nbytes for part in self.spare_files[0]) if self.spare_files else 1
         del self.spare_files[SPARE_BYTES // one :]
 
-    def launch_rows(self, machine: Machine):
-        """Rows and values that are the same for all warps of a launch: parameters and addresses."""
+    def launch_rows(self, machine: Machine, parameters: np.ndarray):
+        """Rows and values that are the same for all warps of a launch on one GPU: parameters and addresses."""
         p = self.program
         R: dict[int, int] = {}
         Q: dict[int, int] = {}
         for (offset, size, signed, wide), row in p.parameters.items():
-            value = int.from_bytes(machine.parameters[offset : offset + size].tobytes(), "little", signed=signed)
+            value = int.from_bytes(parameters[offset : offset + size].tobytes(), "little", signed=signed)
             (Q if wide else R)[row] = value & (0xFFFFFFFFFFFFFFFF if wide else pg.ALL)
         for bank, row, name, offset in p.symbol_rows:
             if name == pg.PARAM_SPACE:
-                Q[row] = machine.parameters.ctypes.data
+                Q[row] = parameters.ctypes.data
             elif name in self.variables:
                 Q[row] = self.variables[name].ctypes.data + offset
             elif name in p.local_variables:
@@ -266,7 +280,7 @@ class Kernel:
 
     def fill_registers(self, machine: Machine, cta: Cta, index: int, R, Q, P, S, local) -> None:
         p = self.program
-        for bank, (rows, values) in zip((R, Q), machine.launch_rows):
+        for bank, (rows, values) in zip((R, Q), machine.launch_rows[cta.gpu]):
             if len(rows):
                 bank[rows] = values
         for bank, row, name, offset in p.symbol_rows:
@@ -370,9 +384,9 @@ def special_value(machine: Machine, cta: Cta, index: int, name: str):
         case "nwarpid":
             return -(-cta.threads // 32)
         case "smid":
-            return cta.sm.index
+            return cta.sm.index % machine.sms_per_gpu
         case "nsmid":
-            return len(machine.sms)
+            return machine.sms_per_gpu
         case "gridid" | "current_graph_exec" | "envreg0" | "reserved_smem_offset_begin":
             return 0
         case "lanemask_eq":

@@ -81,7 +81,7 @@ class Warp:
         return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
 
     def __str__(self) -> str:
-        return f"warp {self.index} of CTA {self.cta.ctaid}"
+        return f"warp {self.index} of {self.cta}"
 
     def fault(self, code: str, message: str) -> Fault:
         return Fault(code, f"{message}; at {self.where()}", placed=True)
@@ -97,13 +97,14 @@ class Warp:
 class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
-    __slots__ = ("barriers", "cluster", "cluster_barrier", "ctaid", "exit_hooks", "lane_hooks", "live", "machine",
-                 "named_barriers", "rank", "shared", "shared_address", "shared_base", "sm", "threads", "view",
-                 "warpgroups", "warps")
+    __slots__ = ("barriers", "cluster", "cluster_barrier", "ctaid", "exit_hooks", "gpu", "lane_hooks", "live",
+                 "machine", "named_barriers", "rank", "shared", "shared_address", "shared_base", "sm", "threads",
+                 "view", "warpgroups", "warps")
 
     def __init__(self, machine: Machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
         super().__init__()
         self.machine, self.ctaid, self.rank, self.cluster, self.sm = machine, ctaid, rank, cluster, sm
+        self.gpu = sm.gpu
         self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
@@ -149,14 +150,14 @@ class Cta(Waitable):
         self.exit_hooks, self.lane_hooks, self.cluster_barrier, self.view = [], [], None, None
 
     def __str__(self) -> str:
-        return f"CTA {self.ctaid}"
+        return f"CTA {self.ctaid}" + (f" of GPU {self.gpu}" if self.machine.gpus > 1 else "")
 
 
 class Sm:
     """A streaming multiprocessor: the place of its resident CTAs and of their tensor memory."""
 
-    def __init__(self, index: int, tmem):
-        self.index, self.tmem = index, tmem
+    def __init__(self, index: int, tmem, gpu: int = 0):
+        self.index, self.tmem, self.gpu = index, tmem, gpu
         self.resident = 0
 
 
@@ -169,7 +170,8 @@ class Machine:
         self.options = options
         self.arch: str = options.arch
         self.global_memory = memory
-        self.parameters = parameters  # uint8 array, the parameter buffer
+        self.parameters: list[np.ndarray] = parameters  # uint8, the parameter buffer of each GPU (engine/gpus.py)
+        self.gpus = len(parameters)
         self.shared_dynamic = shared
         self.shared_limit = pg.SHARED_START + self.program.shared_static + shared
         self.engine = self.new_engine()
@@ -190,13 +192,17 @@ class Machine:
         self.in_step = options.order == "eager" and (options.checks is None or not options.checks.races)
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
-        self.launch_rows = kernel.launch_rows(self)
+        self.launch_rows = [kernel.launch_rows(self, buffer) for buffer in parameters]
         self.macro_at = kernel.macro_at
         self.run_code = kernel.interpreter()
-        self.sms = [Sm(i, kernel.new_tensor_memory(self)) for i in range(max(options.sms, self.cluster_size))]
+        self.sms_per_gpu = max(options.sms, self.cluster_size)
+        self.sms = [Sm(i, kernel.new_tensor_memory(self), i // self.sms_per_gpu)
+                    for i in range(self.gpus * self.sms_per_gpu)]
         nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
         self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
-        self.left = nx * ny * nz
+        self.left = nx * ny * nz * self.gpus
+        if self.gpus > 1:
+            self.clusters = [(*where, gpu) for where in self.clusters for gpu in range(self.gpus)]
         self.per_sm = kernel.occupancy(self)
         if options.checks is not None and options.checks.races:
             from softsm.checks.checker import Checker
@@ -220,19 +226,29 @@ class Machine:
     def admit(self) -> None:
         """Start clusters while there is room for all their CTAs."""
         while self.left:
-            room = sorted((sm for sm in self.sms if sm.resident < self.per_sm), key=lambda sm: sm.resident)
-            slots = sum(self.per_sm - sm.resident for sm in room)
-            if slots < self.cluster_size:
+            if self.gpus == 1:
+                where = next(self.clusters) if self.room(0) else None
+            else:
+                where = next((x for x in self.clusters if self.room(x[3])), None)
+            if where is None:
                 return
+            if self.gpus > 1:
+                self.clusters.remove(where)
             self.left -= 1
-            self.start_cluster(next(self.clusters))
+            self.start_cluster(where)
 
-    def start_cluster(self, where: tuple[int, int, int]) -> None:
+    def room(self, gpu: int) -> bool:
+        """Is there room for a cluster on the GPU?"""
+        return sum(self.per_sm - sm.resident for sm in self.sms if sm.gpu == gpu) >= self.cluster_size
+
+    def start_cluster(self, where: tuple[int, ...]) -> None:
+        """where: the cluster's place in the grid, and the GPU where there are several."""
         cx, cy, cz = self.cluster_shape
+        gpu = where[3] if self.gpus > 1 else 0
         cluster: list[Cta] = []
         for rank in range(self.cluster_size):
             x, y, z = rank % cx, rank // cx % cy, rank // (cx * cy)
-            sm = min(self.sms, key=lambda s: s.resident)
+            sm = min((s for s in self.sms if s.gpu == gpu), key=lambda s: s.resident)
             sm.resident += 1
             ctaid = (where[0] * cx + x, where[1] * cy + y, where[2] * cz + z)
             cta = Cta(self, ctaid, rank, cluster, sm)
@@ -244,12 +260,18 @@ class Machine:
             for w in reversed(cta.warps) if self.in_step else cta.warps:
                 self.make_ready(w)
 
-    def try_cancel(self) -> tuple[int, int, int] | None:
+    def try_cancel(self, gpu: int) -> tuple[int, int, int] | None:
         """clusterlaunchcontrol: take a cluster that has not started; its first ctaid."""
-        if not self.left:
+        where = None
+        if self.gpus > 1:
+            where = next((x for x in self.clusters if x[3] == gpu), None)
+            if where is not None:
+                self.clusters.remove(where)
+        elif self.left:
+            where = next(self.clusters)
+        if where is None:
             return None
         self.left -= 1
-        where = next(self.clusters)
         return tuple(w * c for w, c in zip(where, self.cluster_shape))
 
     def register_files(self, cta: Cta, index: int):

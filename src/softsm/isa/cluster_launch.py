@@ -72,7 +72,7 @@ def do_try_cancel(w, mask, o):
 
 
 def _answer(machine, targets, who) -> None:
-    first = machine.try_cancel()
+    first = machine.try_cancel(targets[0][0].gpu)
     data = np.frombuffer(struct.pack("<4I", *(first or (0, 0, 0)), int(first is not None)), np.uint8)
     for cta, offset, barrier in targets:
         cta.shared[offset : offset + NBYTES] = data

@@ -159,7 +159,8 @@ def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = Fa
     """A strong access may release what came before it and acquire what others released: tell the race checker."""
     if asm.checking:
         order = next((m for m in ins.modifiers if m in ("acquire", "release", "acq_rel", "volatile")), "relaxed")
-        scope = next((m for m in ins.modifiers if m in ("cta", "cluster", "gpu", "sys")), "gpu")
+        default = "sys" if {"volatile", "mmio"} & set(ins.modifiers) else "gpu"
+        scope = next((m for m in ins.modifiers if m in ("cta", "cluster", "gpu", "sys")), default)
         asm.macro(do_synchronise, ins, aligned=False, space=space, row=row, offset=offset, order=order, scope=scope,
                   read=read, write=write)
 
