@@ -16,11 +16,12 @@ A page of R rows is split, not interleaved: R data rows, then R scale rows, then
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from dsv4.pages import FLOATS, ROW_NUMBERS, SplitPages
 from dsv4.runtime import checks, dispatch
 
 HEAD_DIM = 512
@@ -34,14 +35,6 @@ ROW_BYTES = DATA_BYTES + SCALE_BYTES  # 584
 STRIDE_UNIT = 576
 E4M3_MAX = 448.0
 MIN_SCALE = 1e-4  # an all-zero tile still gets a scale
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ROW_NUMBERS = (torch.int32, torch.int64)
-
-
-def page_stride_for(rows_per_page: int) -> int:
-    """Bytes from one page to the next when nothing else is asked for: the used bytes rounded up to 576."""
-    used = rows_per_page * ROW_BYTES
-    return -(-used // STRIDE_UNIT) * STRIDE_UNIT
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +73,7 @@ def dequantize_rows(
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Cache:
+class Fp8Cache(SplitPages):
     """Pages of 584-byte rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
 
     storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
@@ -91,128 +84,21 @@ class Fp8Cache:
     >>> cache.unpack()[: len(rows)]                         # bf16, as the kernels see them
     """
 
-    storage: torch.Tensor
-    rows_per_page: int
-    page_stride: int = -1
+    WIDTH: ClassVar[int] = HEAD_DIM
+    DATA_BYTES: ClassVar[int] = DATA_BYTES  # 448 e4m3 and 64 bf16
+    SCALE_BYTES: ClassVar[int] = SCALE_BYTES  # 7 ue8m0 and a byte of padding
+    STRIDE_UNIT: ClassVar[int] = STRIDE_UNIT
+    quantize = staticmethod(quantize_rows)
 
-    def __post_init__(self) -> None:
-        checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
-        rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
-        used = rows * ROW_BYTES
-        stride = page_stride_for(rows) if checks.whole(self.page_stride) == -1 else self.page_stride
-        accepted = f"an int >= rows_per_page * {ROW_BYTES} = {used}"
-        object.__setattr__(self, "rows_per_page", rows)
-        object.__setattr__(self, "page_stride", checks.at_least(used, "page_stride", stride, accepted))
-
-    @classmethod
-    def empty(
-        cls,
-        pages: int,
-        rows_per_page: int,
-        *,
-        page_stride: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Fp8Cache:
-        """Zeroed pages. Zero bytes read back as rows of zeros."""
-        pages = checks.at_least(0, "pages", pages)
-        # Without pages first: it checks the sizes, and gives the stride.
-        stride = -1 if page_stride is None else page_stride
-        none = cls(torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device)), rows_per_page, stride)
-        if pages * none.page_stride >= 1 << 63:
-            checks.fail("pages", pages, f"at most {((1 << 63) - 1) // none.page_stride} of {none.page_stride} bytes")
-        return replace(none, storage=none.storage.new_zeros(pages * none.page_stride))
-
-    @classmethod
-    def pack(cls, rows: torch.Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Fp8Cache:
-        """Quantise rows [n, 512] into fresh pages; row i gets row number i, the last page is filled up with zeros."""
-        checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, unit_last=False)
-        if rows.is_meta:
-            checks.fail("rows", "a meta tensor", "a tensor with values; Fp8Cache.empty makes pages of any device")
-        pages = -(-rows.shape[0] // checks.at_least(1, "rows_per_page", rows_per_page))
-        cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device)
-        cache.write(torch.arange(rows.shape[0], device=rows.device), rows)
-        return cache
-
-    @classmethod
-    def from_pages(cls, pages: torch.Tensor) -> Fp8Cache:
-        """The caches of serving engines, [pages, rows, 584] or [pages, rows, 1, 584], without a copy.
-
-        Any one-byte dtype. Their shape says 584 bytes a row; the bytes inside a page are split as described
-        above all the same. The stride of dim 0 is the page stride.
-        """
-        accepted = "one-byte elements [pages, rows, 584] or [pages, rows, 1, 584], contiguous inside a page"
-        if not checks.is_tensor(pages) or pages.element_size() != 1:
-            checks.fail("pages", checks.describe(pages), accepted)
-        if pages.ndim == 4 and pages.shape[2] == 1:
-            pages = pages[:, :, 0]
-        if pages.ndim != 3 or pages.shape[2] != ROW_BYTES or pages.stride()[1:] != (ROW_BYTES, 1):
-            checks.fail("pages", f"shape {list(pages.shape)}, strides {list(pages.stride())}", accepted)
-        count, rows, _ = pages.shape
-        stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * ROW_BYTES)
-        span = (count - 1) * stride + rows * ROW_BYTES if count else 0
-        flat = pages.view(torch.uint8).as_strided((span,), (1,), pages.storage_offset())
-        return cls(flat, rows, stride)
-
-    def with_storage(self, storage: Any) -> Fp8Cache:
-        """The same pages in other memory, or in what stands for it where no memory is read (program.Slot)."""
-        other = object.__new__(Fp8Cache)
-        other.__dict__.update(self.__dict__, storage=storage)
-        return other
-
-    @property
-    def pages(self) -> int:
-        # The last page need not be padded up to the stride.
-        used = self.rows_per_page * ROW_BYTES
-        return 0 if self.storage.numel() < used else (self.storage.numel() - used) // self.page_stride + 1
-
-    @property
-    def rows(self) -> int:
-        """Row numbers run from 0 to rows - 1."""
-        return self.pages * self.rows_per_page
+    def write_on_gpu(self, slots: torch.Tensor, rows: torch.Tensor) -> bool:
+        kernels = dispatch.module_here("compress", self.device)
+        if kernels is not None:
+            kernels.write(self, slots, rows)
+        return kernels is not None
 
     @property
     def shape(self) -> tuple[int, int]:
         return (self.rows, HEAD_DIM)
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    def data_view(self) -> torch.Tensor:
-        """uint8 [pages, rows_per_page, 576], a view of the storage: 448 e4m3 bytes and 64 bf16 of every row."""
-        return self._view(DATA_BYTES, 0)
-
-    def scale_view(self) -> torch.Tensor:
-        """uint8 [pages, rows_per_page, 8], a view of the storage: 7 ue8m0 scales and a padding byte of every row."""
-        return self._view(SCALE_BYTES, self.rows_per_page * DATA_BYTES)
-
-    def _view(self, width: int, start: int) -> torch.Tensor:
-        size = (self.pages, self.rows_per_page, width)
-        return self.storage.as_strided(
-            size, (self.page_stride, width, 1), self.storage.storage_offset() + start
-        )
-
-    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Quantise rows [n, 512] into the row numbers slots [n]; slot -1 drops its row."""
-        checks.tensor("rows", rows, ("n", HEAD_DIM), FLOATS, like=("storage", self.storage), unit_last=False)
-        checks.tensor(
-            "slots", slots, (rows.shape[0],), ROW_NUMBERS, like=("storage", self.storage), unit_last=False
-        )
-        checks.forward_only(rows=rows)
-        if checks.values_checked(slots):
-            checks.in_range("slots", slots, -1, self.rows - 1)
-        if self.storage.is_cuda and rows.dtype != torch.float64 and not torch.compiler.is_compiling():
-            kernels = dispatch.module_here("compress", self.device)
-            if kernels is not None:
-                with torch.cuda.device(self.device):
-                    kernels.write(self, slots, rows)
-                return
-        data, scales = quantize_rows(rows)
-        keep = (slots >= 0) & (slots < self.rows)
-        slots, data, scales = slots[keep].long(), data[keep], scales[keep]
-        page, place = slots // self.rows_per_page, slots % self.rows_per_page
-        self.data_view()[page, place] = data
-        self.scale_view()[page, place] = scales
 
     def gather(self, indices: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Rows [..., 512] of the given row numbers [...]; -1 gives a row of zeros. Only the asked rows are read."""

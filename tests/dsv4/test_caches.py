@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4.caches import DATA_BYTES, ROW_BYTES, Fp8Cache, dequantize_rows, page_stride_for, quantize_rows
+from dsv4.caches import DATA_BYTES, ROW_BYTES, Fp8Cache, dequantize_rows, quantize_rows
 
 
 def rows_of(n, seed=0, spread=8.0):
@@ -53,7 +53,7 @@ def test_pack_is_byte_exact(rows_per_page, stride, n):
 
 @pytest.mark.parametrize("rows_per_page, stride", [(64, 37440), (256, 149760), (2, 1728), (32, 19008)])
 def test_page_stride_is_rounded_up_to_576(rows_per_page, stride):
-    assert page_stride_for(rows_per_page) == stride == Fp8Cache.empty(3, rows_per_page).page_stride
+    assert Fp8Cache.stride_for(rows_per_page) == stride == Fp8Cache.empty(3, rows_per_page).page_stride
     assert Fp8Cache.empty(3, rows_per_page).rows == 3 * rows_per_page
 
 
