@@ -17,7 +17,13 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_commit,
     tcgen05_mma,
 )
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import softsm
@@ -25,7 +31,7 @@ import softsm
 __all__ = [
     "TensorDescriptor", "TensorMemoryLayout", "allocate_tensor_memory", "compare", "descriptor", "fence_async_shared",
     "gl", "gluon", "mbarrier", "normal", "put", "run", "say", "softmax", "tcgen05_commit", "tcgen05_mma", "tma",
-    "torch",
+    "torch", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
@@ -38,9 +44,9 @@ def descriptor(x: Tensor, block: list[int], **layout) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16, **layout))
 
 
-def run(kernel, *arguments, order: str = "latest", grid: tuple[int, ...] = (1,), **constants):
-    """Launch on softsm's sm_100a, copies and products completing as late as they may. -> what the checker found."""
-    with softsm.use("sm_100a"), softsm.checking(order=order) as report:
+def run(kernel, *arguments, order: str = "latest", grid: tuple[int, ...] = (1,), arch: str = "sm_100a", **constants):
+    """Launch in softsm; copies and products complete as late as possible. -> what the checker found."""
+    with softsm.use(arch), softsm.checking(order=order) as report:
         kernel[grid](*arguments, num_warps=4, **constants)
     return report
 
