@@ -75,9 +75,14 @@ def matmul(a_desc, b_desc, c_ptr, steps, EARLY: gl.constexpr):
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    products = (product_role, (c_ptr, a, b, ready, free, steps, EARLY))
-    loads = (load_role, (a_desc, b_desc, a, b, ready, free, steps))
-    gl.warp_specialize([products, loads], [1], [24])  # the first role has the launch's four warps
+    gl.warp_specialize(  # the first role has the launch's four warps, the second one warp and 24 registers per thread
+        [
+            (product_role, (c_ptr, a, b, ready, free, steps, EARLY)),
+            (load_role, (a_desc, b_desc, a, b, ready, free, steps)),
+        ],
+        [1],
+        [24],
+    )
 
 
 def attempt(early: bool = False, order: str = "latest"):
