@@ -15,6 +15,7 @@ from softsm.engine.vec_rows import load_row, store_row
 from softsm.engine.vec_types import _FLOAT, _I32, _I64, Bits, F, Vector, _splat, building
 
 COLUMNS = 2  # of D at a time: their sums and one row of A fit into the registers of a CPU with 32 of 128 bits
+STEPS = 4  # of k in one turn of the loop
 # cells, first row of D, plan, stride, a, b, k, keep
 MULTIPLY = ir.FunctionType(ir.VoidType(), [_I64] * 7 + [_FLOAT])
 
@@ -74,14 +75,17 @@ def multiply(module: ir.Module) -> None:
                     starts.append(start)
                 of_b = [b.add(right, b.mul(b.add(first, c), b.shl(k, _I64(2)))) for c in columns]
                 entry = b.block
-                with _loop(b, k) as (i, carried):
+                with _loop(b, k, STEPS) as (i, carried):
                     with b.goto_block(i.parent):
                         sums = [b.phi(F.ir) for _ in starts]
-                    v = load_row(a, b.add(b.mul(stride, i), q), F)
-                    for total, start, at in zip(sums, starts, of_b):
+                    for total, start in zip(sums, starts):
                         total.add_incoming(start, entry)
-                        value = fma(v, spread(element(at, i, _FLOAT)), Vector(total, F))
-                        carried.append((total, value.value))
+                    latest = [Vector(total, F) for total in sums]
+                    for step in range(STEPS):
+                        at_k = b.add(i, _I64(step))
+                        v = load_row(a, b.add(b.mul(stride, at_k), q), F)
+                        latest = [fma(v, spread(element(at, at_k, _FLOAT)), x) for at, x in zip(of_b, latest)]
+                    carried += [(total, value.value) for total, value in zip(sums, latest)]
                 for r, total in zip(rows, sums):
                     store_row(cells, r, Bits(mask), canonical(Vector(total, F)))
         b.ret_void()
@@ -106,8 +110,9 @@ def _address(array: np.ndarray) -> int:
 def multiply_add(cells: np.ndarray, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
     """D = A*B + keep*D; keep = 0 does not read D. cells: uint32 [rows, 32]. plan, int64: plan[q] = (lane mask, first n,
     count of n) of the 32 lanes q; they are rows row + q + stride*i of cells for column i of D, with as many blocks q as
-    the plan has (the stride). Counts are even. a: uint32 [k*stride + 2, 32], the operand row of each lane in its place.
-    b: float32 [n, k]."""
+    the plan has (the stride). Counts are even, k is a multiple of 4. a: uint32 [k*stride, 32] or longer, the operand
+    row of each lane in its place. b: float32 [n, k]."""
     for array, dtype in ((cells, np.uint32), (plan, np.int64), (a, np.uint32), (b, np.float32)):
         assert array.dtype == dtype and array.flags.c_contiguous, (array.dtype, array.strides)
+    assert b.shape[1] % STEPS == 0, b.shape
     _native()(cells.ctypes.data, row, plan.ctypes.data, plan.shape[0], a.ctypes.data, b.ctypes.data, b.shape[1], keep)
