@@ -24,10 +24,10 @@ RULES = """
 
     Rules:
         Head dim D is 64, 128, 256 or 512; Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and
-        float16 everywhere, float32 on the cpu backend. The last dimension has stride 1, all other strides are
-        honoured as they are.
+        float16 everywhere, float32 on the cpu backend. The last dimension has stride 1; all other strides
+        are free.
         sink: fp32 [Hq] logit with value 0; -inf = none, +inf = out 0.
-        A query that sees no key gives out 0 and lse -inf, whatever the sink.
+        A query that sees no key gives out 0 and lse -inf, with or without a sink.
         Rows of k and v that no query of the sequence sees may hold NaN or inf; rows that are seen must be finite.
         fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode); out=,
         plan= and paged keys have none: there an input that requires grad raises under grad mode.
@@ -35,23 +35,23 @@ RULES = """
     Args:
         causal, window: see above; both count from the bottom right corner.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype,
+        out: tensor to write to and return; its last stride is 1, and it overlaps no input. It has q's dtype,
             or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs). With a plan and
-            out= nothing is allocated where strides are multiples of 16 bytes; tensors of others are copied.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs). With a plan and
+            out= nothing is allocated if strides are multiples of 16 bytes; other tensors are copied.
         deterministic: a sequence gives the same bits on every run, in every batch, and on a CPU with any number of
             threads (it uses one).
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Raises:
-        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values run always on
-            a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page that
-            does not exist is not read.
+        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values always run
+            on a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page
+            that does not exist is not read.
 """
 
 
 class Options(TypedDict, total=False):
-    """What the three functions share, for type checkers: what comes back depends on return_lse alone."""
+    """What the three functions share, for type checkers: the return type depends on return_lse alone."""
 
     causal: bool
     window: tuple[int, int]

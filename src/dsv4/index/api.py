@@ -43,8 +43,8 @@ def index_topk(
     With FP8 keys q[n, h] . k[s] is the product of the e4m3 values, the scale of key s multiplies the sum, and the
     scales of the queries are in the weights.
 
-    The entries of a list fall in score; of equal scores (ReLU makes exact zeros) the lower row comes first, and only it
-    is taken when there is room for one. A query that sees fewer than topk rows gets them all, then -1.
+    A list is in descending order of score. Of equal scores (ReLU makes exact zeros) the lower row comes first, and is
+    the one taken if there is room for only one. A query that sees fewer than topk rows gets them all, then -1.
 
     Args:
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
@@ -65,7 +65,7 @@ def index_topk(
         request_rows: with a block table, the lists name rows of the request (j above), as engines keep them.
         return_scores: also return the scores of the chosen rows, fp32 [N, topk], -inf where the index is -1.
         out: write the lists here (int32; the last stride is 1) and return it.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs).
         backend: "auto" (kernels where they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
     Rows of k that no query sees may hold NaN or inf. Scores are computed in fp32 (fp64 for fp64 q, on a CPU); scores

@@ -82,8 +82,8 @@ def plan(
     and max_seqlen_k is the width of both lists together (or of the block table times the page size). For index_topk
     batch is the number of queries, kv_heads is 1, max_seqlen_k the rows of a sequence (or of the block table).
     device defaults to "cuda" where there is one, else "cpu"; on a CPU one split is used and no buffer.
-    deterministic: leave room for calls with deterministic=True too: up to about 1/16 of the bytes of batch *
-    max_seqlen_k keys, where k is v. With False a GPU refuses such calls if the room is missing.
+    deterministic: reserve space for calls with deterministic=True too: up to about 1/16 of the bytes of batch *
+    max_seqlen_k keys, where k is v. With False a GPU rejects such calls if the space is missing.
     """
     name = getattr(operation, "__name__", None)
     if name not in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Compiling before the first call that counts: every kind of call within a plan's capacities is run once."""
+"""Compile before the first real call: every kind of call within a plan's capacities is run once."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,13 +20,13 @@ def warmup(
     fp8: bool | None = None,
     **capacities,
 ) -> Plan:
-    """Make the plan for these capacities and run the operation with it: what calls of that size need gets compiled.
+    """Make the plan for these capacities and run the operation with it, which compiles what calls of that size need.
 
-    The arguments of :func:`plan`, and dtype and backend of the calls to come. Calls differ in the kernel they take by
+    Takes the arguments of :func:`plan`, and dtype and backend of the later calls. Which kernel a call takes depends on
     whether a causal mask is given, deterministic is set (if the plan has room for that), k is v, and, for
-    v4_attention, whether rows are FP8 and how compressed rows are named: every kind is run once. same_kv and fp8 say
-    that only those, or none, will come. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache). index_topk is
-    run with pages, for lists of 512 and 1024. Returns the plan.
+    v4_attention, whether rows are FP8 and how compressed rows are named: every kind is run once. same_kv and fp8
+    restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache). index_topk is run with
+    pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
     checks.backend(backend)

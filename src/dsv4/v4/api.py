@@ -13,7 +13,7 @@ from dsv4.v4.problem import Pool
 
 
 class V4Options(TypedDict, total=False):
-    """For type checkers: what comes back depends on return_lse alone."""
+    """For type checkers: the return type depends on return_lse alone."""
 
     window_lengths: Tensor | None
     compressed_lengths: Tensor | None
@@ -100,8 +100,8 @@ def v4_attention(
             :class:`dsv4.Fp8Cache`. Row number r is row ``r % page`` of page ``r // page``.
         window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
             listed twice counts twice.
-        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; what follows may be
-            anything.
+        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; later entries are
+            ignored.
         compressed_block_table: int32 [R, pages], in place of compressed_indices: query n of request r sees the
             rows 0 .. compressed_lengths[n] - 1 of r; row j is row ``j % page`` of page ``table[r, j // page]``
             (a plain [rows, 512] tensor has pages of one row). Entries past the lengths are not read.
@@ -112,24 +112,24 @@ def v4_attention(
             r/2 sines (dsv4.reference.rope_table).
         sink: fp32 [H] logit with value 0, not scaled; -inf = none, +inf = out 0.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: write here (any strides but the last, which is 1; apart from the inputs) and return it. It has q's dtype,
+        out: tensor to write to and return; its last stride is 1, and it overlaps no input. It has q's dtype,
             or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with buffers made beforehand (CUDA graphs).
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs).
         deterministic: a query gives the same bits on every run, in every batch, and on a CPU with any number of threads
             (it uses one).
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Rules:
         bfloat16 everywhere; float16 and float32, and head dims 64, 128 and 256, on the cpu backend. The last
-        dimension has stride 1, all other strides are honoured as they are. out has q's dtype.
-        A query that lists no row gives out 0 and lse -inf, whatever the sink.
+        dimension has stride 1; all other strides are free. out has q's dtype.
+        A query that lists no row gives out 0 and lse -inf, with or without a sink.
         Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
         Gradients exist with respect to q, the rows of both pools (not of an Fp8Cache), sink and lse (first order,
         reverse mode); with out= or plan= an input that requires grad raises under grad mode.
 
     Raises:
-        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values run always on
-            a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
+        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values always run
+            on a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
     """
     checks.flag("return_lse", return_lse)
     cos_sin, positions = None, None

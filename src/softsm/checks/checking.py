@@ -29,11 +29,15 @@ class Checks:
 def checking(
     *, races: bool = True, order: str = "latest", seed: int = 0, strict: bool = False, tap: bool = False
 ) -> Iterator[Report]:
-    """Launches inside are checked. `order` chooses when asynchronous operations complete ('eager', 'latest', 'random'),
-    `seed` the random choices; strict=True takes PTX 9.4 to the letter, and looks for NaN in operands and for
-    boxes outside
-    their tensors; tap=True keeps the operands and results of every tcgen05.mma in `report.tap.mma`. The report
-    collects what was found."""
+    """Check every launch inside; the report collects the findings.
+
+    Args:
+        races: look for races.
+        order: when asynchronous operations complete: 'eager', 'latest' or 'random'.
+        seed: of the random order.
+        strict: take PTX 9.4 to the letter, and report NaN in operands and boxes outside their tensors.
+        tap: keep the operands and results of every matrix product in `report.tap.mma`.
+    """
     report = Report()
     if tap:
         from softsm.checks.products import Tap
@@ -48,9 +52,14 @@ def checking(
 
 
 def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
-    """Inside `checking`: what the products of the following launches should read, by tile and step. Arrays (or tensors)
-    [tiles, steps, rows, k], [tiles, rows, K] or [rows, K]; column: only products on the accumulator that starts so many
-    columns into its allocation. Other elements are reported as `operand`."""
+    """Inside `checking`: say what the products of the following launches should read. Other elements are reported as
+    `operand`.
+
+    Args:
+        name: of the product, for the report.
+        a, b: expected operands by tile and step: [tiles, steps, rows, k], [tiles, rows, K] or [rows, K].
+        column: only products whose accumulator starts this many columns into its allocation.
+    """
     from softsm.checks.products import Expectation
 
     checks = current_options().checks

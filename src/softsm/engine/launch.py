@@ -73,7 +73,7 @@ def current_options() -> Options:
 
 @functools.lru_cache(maxsize=256)
 def load(ptx: str, name: str | None = None) -> Kernel:
-    """Parse PTX, decode the kernel called `name` (or the only one) and refuse what has no semantics."""
+    """Parse PTX and decode the kernel called `name` (or the only one). What softsm does not support raises PtxError."""
     from softsm.ptx import parse
 
     module = parse(ptx)
