@@ -162,7 +162,7 @@ class Sm:
 
 
 class Machine:
-    divisible = True  # may its CTAs go on in several processes? Not where somebody follows each event.
+    divisible: bool = True  # may its CTAs go on in several processes? Not where somebody follows each event.
 
     def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
         self.program: pg.Program = kernel.program

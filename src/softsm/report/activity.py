@@ -105,6 +105,7 @@ def counting() -> Iterator[Activity]:
     def counted_run(self):
         # A machine keeps its engine's method as an attribute of its own, for speed.
         self.issue = lambda op: counted_issue(self.engine, op)
+        self.divisible = False  # what another process does is not counted
         activity.launches += 1
         run(self)
 

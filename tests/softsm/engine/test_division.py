@@ -122,6 +122,26 @@ def test_what_random_finds_does_not_depend_on_the_number_of_cores(divided):
     assert not divided
 
 
+def test_launches_that_are_counted_stay_in_one_process(divided):
+    with softsm.counting() as activity:
+        steps = launch(SUM, 2)[2]
+    assert sum(role.instructions for role in activity.roles.values()) == steps and not divided
+
+
+def test_launches_that_are_recorded_stay_in_one_process(divided):
+    from softsm.report.recording_machine import recording
+
+    with recording():
+        launch(SUM, 2)
+    assert not divided
+
+
+def test_products_that_are_tapped_stay_in_one_process(divided):
+    with softsm.checking(tap=True):
+        launch(SUM, 2)
+    assert not divided
+
+
 def test_a_process_with_other_threads_is_not_copied(divided):
     over = threading.Event()
     other = threading.Thread(target=over.wait)
