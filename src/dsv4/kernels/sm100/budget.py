@@ -126,3 +126,53 @@ def listed(rows: str, ctas: int = 1) -> ListedBudget:
         heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, fetched, fetched // ctas,
         fetched // ctas // DEVICE_BYTES_PER_CLOCK,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackwardBudget:
+    """Of one step of a gradient kernel: a tile of rows times keys, all products of it."""
+
+    kernel: str
+    rows: int
+    keys: int
+    products: int
+    tensor_cycles: int
+    exp_cycles: int
+    shared_bytes: int
+
+    @property
+    def shared_cycles(self) -> int:
+        return self.shared_bytes // SHARED_BYTES_PER_CLOCK
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the tensor core's time at best, all else hidden under the slowest resource."""
+        return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
+
+
+def backward_budgets() -> list[BackwardBudget]:
+    found, tile = [], 128 * 128
+    for d in (64, 128):
+        operand = 128 * d * 2
+        for owner, products in (("keys", 4), ("queries", 3)):
+            # Written: two streamed tiles. Read: both operands of S and of dP; the others have P or dS, which is in
+            # tensor memory, on their left.
+            shared = (2 + 4 + products - 2) * operand
+            found.append(BackwardBudget(
+                f"head dim {d}, own {owner}", 128, 128, products, products * 2 * tile * d // FLOPS_PER_CLOCK,
+                tile // EXPONENTIALS_PER_CLOCK, shared,
+            ))  # fmt: skip
+    for d in (256, 512):
+        # Operands of S and dP are written and read; P and dS are written, and read by TMA.
+        shared = 2 * 4 * 128 * d * 2 + 2 * 2 * tile * 2
+        found.append(BackwardBudget(
+            f"head dim {d}, P and dS", 128, 128, 2, 2 * 2 * tile * d // FLOPS_PER_CLOCK, tile // EXPONENTIALS_PER_CLOCK,
+            shared,
+        ))  # fmt: skip
+    block, scores = 64 * 512 * 2, 64 * 64 * 2
+    # Written: the block, P and dS. Read: two operands each of S and dP; dS for each half of dQ, and the block; P and dS
+    # for each quarter of dKV, and dO and Q.
+    shared = block + 2 * scores + 4 * block + 2 * scores + block + 8 * scores + 2 * block
+    found.append(BackwardBudget("V4, 64 heads", 64, 64, 5, 5 * 2 * 64 * 64 * 512 * 2 // FLOPS_PER_CLOCK,
+                                64 * 64 // EXPONENTIALS_PER_CLOCK, shared))  # fmt: skip
+    return found

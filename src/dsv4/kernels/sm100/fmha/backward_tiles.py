@@ -58,6 +58,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+from dsv4.kernels.sm90.fmha.halves import zero
 
 
 @aggregate
@@ -180,6 +181,7 @@ def mma_role(memory, barriers, share, KEYS: gl.constexpr):
         if not KEYS:
             tcgen05_commit(barriers.y_free.index(1))
         for j in range(0, n):
+            at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
             slot = 2 * (j % 2)
             more = j + 1 < n
             next_slot = 2 - slot
@@ -191,14 +193,14 @@ def mma_role(memory, barriers, share, KEYS: gl.constexpr):
                 tcgen05_commit(barriers.y_free.index(slot + 1))
             if more:
                 mbarrier.wait(barriers.y_ready.index(next_slot), next_phase)
-                tcgen05_mma(x.index(0), y.index(next_slot).permute((1, 0)), s, use_acc=False)
+                tcgen05_mma(x.index(at), y.index(next_slot).permute((1, 0)), s, use_acc=False)
                 tcgen05_commit(barriers.s_ready)
             mbarrier.wait(barriers.ds_ready, j % 2)
             accumulate(acc.index(0), dp, y.index(slot), begins, DTYPE)
             tcgen05_commit(barriers.y_free.index(slot))
             if more:
                 mbarrier.wait(barriers.y_ready.index(next_slot + 1), next_phase)
-                tcgen05_mma(x.index(1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
+                tcgen05_mma(x.index(at + 1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
                 tcgen05_commit(barriers.dp_ready)
                 if not KEYS:
                     tcgen05_commit(barriers.y_free.index(next_slot + 1))
@@ -206,68 +208,86 @@ def mma_role(memory, barriers, share, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def seen(p, row, key, sizes, R: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr):
-    """p [128, 64] with 0 where the row does not see the key; row, key: of the tile's first element."""
+def row_number(ptr, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr, OTHER: gl.constexpr):
+    """lse2 or delta for scores [128, 32]: of rows from `own` on, one per thread; KEYS: of rows from `at` on, one
+    per column, all of them in every thread."""
     if KEYS:
-        k = (key + gl.arange(0, 128, layout=R))[:, None]
-        token = (row + gl.arange(0, 64, layout=C)) // sizes.group
-        first = first_key(token, sizes.tokens, sizes.keys, sizes.left)[None, :]
-        end = end_key(token, sizes.tokens, sizes.keys, sizes.right)[None, :]
+        row = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
     else:
-        k = (key + gl.arange(0, 64, layout=C))[None, :]
-        token = (row + gl.arange(0, 128, layout=R)) // sizes.group
-        first = first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]
-        end = end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
-    return gl.where((k >= first) & (k < end), p, 0.0)
+        row = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
+    return gl.load(ptr + row, mask=row < sizes.rows, other=OTHER)
+
+
+@gluon.jit
+def seen(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
+    """p [128, 32], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
+    x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
+    y = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
+    if KEYS:
+        token = y // sizes.group
+        key = x
+    else:
+        token = x // sizes.group
+        key = y
+    first = first_key(token, sizes.tokens, sizes.keys, sizes.left)
+    end = end_key(token, sizes.tokens, sizes.keys, sizes.right)
+    return gl.where((key >= first) & (key < end), p, 0.0)
+
+
+@gluon.jit
+def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
+    """P of 32 columns from S, in fp32; KEYS: also to p16, as the left operand of dV."""
+    L: gl.constexpr = s.get_reg_layout()
+    lse2 = row_number(numbers.lse2_ptr, own, at, sizes, L, KEYS, float("inf"))
+    p = gl.exp2(s.load() * numbers.scale - lse2)
+    if masked:
+        p = seen(p, own, at, sizes, L, KEYS)
+    if KEYS:
+        if SCALED:
+            p16.store((p * numbers.p_scale).to(p16.dtype))
+        else:
+            p16.store(p.to(p16.dtype))
+    return p
+
+
+@gluon.jit
+def store_ds(p, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
+    """dS of 32 columns, from P and dP."""
+    delta = row_number(numbers.delta_ptr, own, at, sizes, dp.get_reg_layout(), KEYS, 0.0)
+    ds = p * (dp.load() - delta)
+    if SCALED:
+        ds = ds * numbers.ds_scale
+    ds16.store(ds.to(ds16.dtype))
 
 
 @gluon.jit
 def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
                SCALED: gl.constexpr):  # fmt: skip
-    """Columns 64 H .. 64 H + 63 of every tile: P, then dS; in the end, a half of the result."""
-    s = memory.s.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
-    dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
-    DTYPE: gl.constexpr = memory.x.dtype
-    L: gl.constexpr = s.get_reg_layout()
-    R: gl.constexpr = gl.SliceLayout(1, L)
-    C: gl.constexpr = gl.SliceLayout(0, L)
-    if not KEYS:  # a row per thread
-        own = share.own + gl.arange(0, 128, layout=R)
-        lse2 = gl.load(numbers.lse2_ptr + own, mask=own < sizes.rows, other=float("inf"))[:, None]
-        delta = gl.load(numbers.delta_ptr + own, mask=own < sizes.rows, other=0.0)[:, None]
+    """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
+    QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
+    s = memory.s.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
+    dp = memory.dp.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
+    p16 = operand(memory.s, H, memory.x.dtype)
+    ds16 = operand(memory.dp, H, memory.x.dtype)
+    own = share.own
     for j in range(0, share.tiles):
-        at = share.first + j * 128  # in Y
-        row = share.own
-        key = at
-        if KEYS:  # a row per column: every thread has all of them
-            row = at
-            key = share.own
-            column = at + H * 64 + gl.arange(0, 64, layout=C)
-            lse2 = gl.load(numbers.lse2_ptr + column, mask=column < sizes.rows, other=float("inf"))[None, :]
-        mbarrier.wait(barriers.s_ready, j % 2)
-        p = gl.exp2(s.load() * numbers.scale - lse2)
-        # Keys that every row of the tile sees, and no others, need no mask.
+        first = share.first + j * 128
+        at = first + H * 64  # in Y
+        row = first if KEYS else own
+        key = own if KEYS else first
+        # A tile of which every row sees every key needs no mask.
         token_last = gl.minimum((row + 127) // sizes.group, sizes.tokens - 1)
         all_first = first_key(token_last, sizes.tokens, sizes.keys, sizes.left)
         all_end = end_key(row // sizes.group, sizes.tokens, sizes.keys, sizes.right)
-        if (key < all_first) | (key + 128 > all_end):
-            if KEYS:
-                p = seen(p, row + H * 64, key, sizes, R, C, KEYS)
-            else:
-                p = seen(p, row, key + H * 64, sizes, R, C, KEYS)
-        if KEYS:
-            if SCALED:
-                operand(memory.s, H, DTYPE).store((p * numbers.p_scale).to(DTYPE))
-            else:
-                operand(memory.s, H, DTYPE).store(p.to(DTYPE))
+        masked = (key < all_first) | (key + 128 > all_end)
+        mbarrier.wait(barriers.s_ready, j % 2)
+        # P of the first 32 columns lies where their S was.
+        p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
+        p1 = probabilities(s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED)
         mbarrier.arrive(barriers.p_ready, count=1)
-        if KEYS:
-            delta = gl.load(numbers.delta_ptr + column, mask=column < sizes.rows, other=0.0)[None, :]
         mbarrier.wait(barriers.dp_ready, j % 2)
-        ds = p * (dp.load() - delta)
-        if SCALED:
-            ds = ds * numbers.ds_scale
-        operand(memory.dp, H, DTYPE).store(ds.to(DTYPE))
+        store_ds(p0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
+        store_ds(p1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
         mbarrier.arrive(barriers.ds_ready, count=1)
     if share.tiles > 0:
         mbarrier.wait(barriers.done, 0)
