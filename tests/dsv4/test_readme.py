@@ -25,24 +25,19 @@ PAGES = "".join(
 )
 CHECKED = "# count.py\n"  # the program that the README gives to softsm check
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python" and CHECKED not in code]
+# Pages whose code is a fragment, or needs what a test has not: a kernel of yours, the weights of a model.
+FRAGMENTS = {"checks", "serving", "timing"}
 EXAMPLES += [
-    (document, code)
-    for document in (
-        "CONTRIBUTING.md",
-        "docs/attention.md",
-        "docs/deepseek-v4.md",
-        "docs/dense.md",
-        "docs/distributed.md",
-        "docs/graphs.md",
-        "docs/install.md",
-        "docs/integrations.md",
-        "docs/softsm.md",
-        "docs/training.md",
-        "docs/v4.md",
-        "packages/dsv4.md",
-        "packages/softsm/README.md",
+    (str(document.relative_to(ROOT)), code)
+    for document in sorted(
+        [
+            ROOT / "CONTRIBUTING.md",
+            *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in FRAGMENTS),
+            ROOT / "packages" / "dsv4.md",
+            ROOT / "packages" / "softsm" / "README.md",
+        ]
     )
-    for code in re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.M | re.S)
+    for code in re.findall(r"^```python\n(.*?)^```$", document.read_text(), flags=re.M | re.S)
 ]
 SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
 
