@@ -30,9 +30,20 @@ from dsv4.kernels.shared.index.ranking import (
     so_far,
     sorting_layout,
     value_of,
+    wider,
     write_list,
 )
 from dsv4.kernels.shared.index.scores import FOREVER, GROUP, owner, rows_seen
+
+
+@gluon.jit
+def ones_in(bits):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sum_and_greatest(total, greatest, more, other):
+    return total + more, gl.maximum(greatest, other)
 
 
 @gluon.constexpr_function
@@ -151,18 +162,89 @@ class Rows:
 
     @gluon.jit
     def keep(self, keep_ptr, most, cut, highest, TIES: gl.constexpr):
-        """Store the numbers of the rows that are taken, unless they are more than there is room for -> how many."""
-        LINE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        mine = gl.convert_layout(self.above(cut, highest, TIES), LINE)
-        found = gl.sum(mine, 0)
-        before = gl.convert_layout(so_far(mine) - mine, gl.SliceLayout(0, items_layout(gl.num_warps(), 4)))
-        pieces = gl.where(found > most, 0, self.pieces())
-        for i in range(pieces):
+        """Store the numbers of the rows that are taken, the first `most` of them -> how many there are. What a thread
+        takes of a piece is bits of a number, and threads store one row at a time: they take few."""
+        L: gl.constexpr = items_layout(gl.num_warps(), 4)
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        THREADS: gl.constexpr = gl.num_warps() * 32
+        line = gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, L))[:, None]
+        bit = gl.full([self.HIGH, 4 * THREADS], 1, gl.int32, L)
+        bit = bit << (line * 4 + gl.arange(0, 4 * THREADS, layout=gl.SliceLayout(0, L))[None, :] % 4)
+        thread = gl.arange(0, THREADS, layout=LINE)
+        found = gl.to_tensor(0)
+        for i in range(self.pieces()):
             taken, row = self.taken(i, cut, highest, TIES)
-            one = taken.to(gl.int32)
-            gl.store(keep_ptr + (before[None, :] + so_far(one) - 1), row, mask=taken)
-            before += gl.sum(one, 0)
+            bits = gl.reshape(gl.sum(gl.where(taken, bit, 0), 0), [THREADS, 4])
+            bits = gl.convert_layout(gl.sum(bits, 1), LINE)
+            mine = ones_in(bits)
+            place = found + so_far(mine) - mine
+            count, rounds = gl.reduce((mine, mine), 0, sum_and_greatest)
+            found += count
+            for _ in range(rounds):
+                first = ones_in(~bits & (bits - 1))  # zeros before the first one
+                group = (i * self.HIGH + first // 4) * (THREADS // 4) + thread // 4
+                group = gl.where(bits == 0, 0, group)
+                if self.LISTED:
+                    group = gl.load(self.groups_ptr + group)
+                number = group * GROUP + thread % 4 * 4 + first % 4
+                gl.store(keep_ptr + place, number, mask=(bits != 0) & (place < most))
+                place += 1
+                bits = bits & (bits - 1)
         return found
+
+
+@gluon.jit
+def keys_at(place, keep_ptr, line_ptr, found):
+    """64-bit keys of rows in the list; below all past its end."""
+    row = gl.load(keep_ptr + gl.where(place < found, place, 0))
+    row = gl.where(place < found, row, 0)
+    return gl.where(place < found, key_of(ordered_of(gl.load(line_ptr + row)), row), -(2**63))
+
+
+@gluon.jit
+def bits_of(x):
+    """How many bits a number has, seen as one without a sign."""
+    zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+    return 32 - zeros
+
+
+@gluon.jit
+def not_falling(key, place, KEPT: gl.constexpr):
+    return gl.sum((key < gl.gather(key, gl.minimum(place + 1, KEPT - 1), 0)).to(gl.int32), 0)
+
+
+@gluon.jit
+def neighbours(key, place, partner):
+    """Of two neighbours the first gets the greater key."""
+    other = gl.gather(key, partner, 0)
+    return gl.where(partner > place, gl.maximum(key, other), gl.minimum(key, other))
+
+
+@gluon.jit
+def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
+    """The keys of the rows in the list, the greatest first.
+
+    They are sorted by 32 bits: how far a score is above the least one, as many bits of it as fit beside its place in
+    the list. Where that is not enough, neighbours change places; where that takes long, all 64 bits are sorted.
+    """
+    place = gl.arange(0, KEPT, layout=sorting_layout(KEPT, gl.num_warps()))
+    ordered = (keys_at(place, keep_ptr, line_ptr, found) >> 32).to(gl.int32)
+    least, most = gl.reduce((gl.where(place < found, ordered, FOREVER), ordered), 0, wider)
+    shift = gl.maximum(bits_of(most - least) - bits_of(gl.to_tensor(FOREVER // KEPT)), 0)
+    above = (ordered - least).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)
+    short = above.to(gl.int32, bitcast=True) * KEPT + (KEPT - 1 - place)
+    short = falling(gl.where(place < found, short, -1), kept_size, KEPT)
+    key = keys_at(gl.where(place < found, KEPT - 1 - (short & (KEPT - 1)), place), keep_ptr, line_ptr, found)
+    wrong = not_falling(key, place, KEPT)
+    step = 0
+    while (wrong > 0) & (step < 4):
+        key = neighbours(key, place, place ^ 1)
+        key = neighbours(key, place, gl.minimum(gl.maximum(((place + 1) ^ 1) - 1, 0), KEPT - 1))
+        wrong = not_falling(key, place, KEPT)
+        step += 1
+    if wrong > 0:
+        key = falling(key, kept_size, KEPT)
+    return key
 
 
 @gluon.jit(do_not_specialize=[
@@ -218,9 +300,6 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
         low, highest = rows.cut(wanted, KEPT, low)
         found = rows.keep(keep_ptr, KEPT, low, highest, True)
     barrier()
-    place = gl.arange(0, KEPT, layout=sorting_layout(KEPT, gl.num_warps()))
-    row = gl.where(place < found, gl.load(keep_ptr + place), 0)
-    key = gl.where(place < found, key_of(ordered_of(gl.load(line_ptr + row)), row), -(2**63))
-    key = falling(key, kept_size, KEPT)
+    key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
     write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
                table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip

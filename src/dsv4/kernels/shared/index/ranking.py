@@ -38,15 +38,15 @@ def count_of(x):
 
 
 @triton.jit
-def _wider(low, high, other_low, other_high):
+def wider(low, high, other_low, other_high):
     return tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
 @triton.jit
 def ends_of(ordered):
     """(the least score that is there, the greatest one + 1)"""
-    low, high = tl.reduce((tl.where(ordered == ABSENT, FOREVER, ordered), ordered), 0, _wider)
-    low, high = tl.reduce((low, high), 0, _wider)
+    low, high = tl.reduce((tl.where(ordered == ABSENT, FOREVER, ordered), ordered), 0, wider)
+    low, high = tl.reduce((low, high), 0, wider)
     return low, high + 1
 
 
@@ -54,10 +54,12 @@ def ends_of(ordered):
 def next_cuts(low, high, step):
     """Two cuts, low < first <= second < high, that part the interval into three: at first as numbers, which ends sooner
     for what scores are like, then as bits, which ends for all."""
-    apart = high.to(tl.int64) - low
-    a, b = value_of(low), value_of(high)
-    first = tl.where(step < 8, ordered_of(a * 0.6666667 + b * 0.3333333), (low + apart // 3).to(tl.int32))
-    second = tl.where(step < 8, ordered_of(a * 0.3333333 + b * 0.6666667), (high - apart // 3).to(tl.int32))
+    if step < 8:
+        a, b = value_of(low), value_of(high)
+        first, second = ordered_of(a * 0.6666667 + b * 0.3333333), ordered_of(a * 0.3333333 + b * 0.6666667)
+    else:
+        third = ((high.to(tl.int64) - low) // 3).to(tl.int32)
+        first, second = low + third, high - third
     first = tl.minimum(tl.maximum(first, low + 1), high - 1)
     return first, tl.minimum(tl.maximum(second, first), high - 1)
 
@@ -147,22 +149,33 @@ def sorting_layout(size, warps):
 @gluon.jit
 def from_lane(key, apart):
     """The keys of the lane whose number differs by the bit `apart`."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high;
-        mov.b64 {low, high}, $1;
-        shfl.sync.bfly.b32 low, low, $2, 31, -1;
-        shfl.sync.bfly.b32 high, high, $2, 31, -1;
-        mov.b64 $0, {low, high};
-        }""",
-        "=l,l,r", [key, key.to(gl.int32) * 0 + apart], dtype=gl.int64, is_pure=False, pack=1,
-    )  # fmt: skip
+    lane = key.to(gl.int32) * 0 + apart
+    if key.dtype == gl.int32:
+        other = gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [key, lane],
+                                          dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        other = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            mov.b64 {low, high}, $1;
+            shfl.sync.bfly.b32 low, low, $2, 31, -1;
+            shfl.sync.bfly.b32 high, high, $2, 31, -1;
+            mov.b64 $0, {low, high};
+            }""",
+            "=l,l,r", [key, lane], dtype=gl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    return other
 
 
 @gluon.jit
 def exchange(key, other, falls, upper):
     """One step of the network: each of two keys becomes the greater or the lesser of both."""
-    return gl.where(((upper == 0) == falls) == (key > other), key, other)
+    first = (upper == 0) == falls
+    if key.dtype == gl.int32:
+        key = gl.where(first, gl.maximum(key, other), gl.minimum(key, other))
+    else:  # 64 bits are cheaper to choose from than to take the maximum of
+        key = gl.where(first == (key > other), key, other)
+    return key
 
 
 @gluon.jit
@@ -172,8 +185,10 @@ def in_thread(key, size, APART: gl.constexpr, SIZE: gl.constexpr, L: gl.constexp
     pairs: gl.constexpr = [SIZE // (2 * APART), 2, APART]
     first, second = gl.split(gl.permute(gl.reshape(key, pairs), (0, 2, 1)))
     at, _ = gl.split(gl.permute(gl.reshape(place, pairs), (0, 2, 1)))
-    keep = ((at & size) == 0) == (first > second)
-    key = gl.permute(gl.join(gl.where(keep, first, second), gl.where(keep, second, first)), (0, 2, 1))
+    upper = gl.full(at.shape, 1, gl.int32, at.type.layout)
+    falls = (at & size) == 0
+    pair = gl.join(exchange(first, second, falls, upper * 0), exchange(second, first, falls, upper))
+    key = gl.permute(pair, (0, 2, 1))
     return gl.convert_layout(gl.reshape(key, [SIZE]), L)
 
 
