@@ -9,7 +9,9 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.runtime import checks
+from dsv4.kernels.sm90.v4 import entry
+from dsv4.runtime import calls, checks, dispatch
+from dsv4.v4 import problem
 
 SEED = 11
 WHERE = suites.Where("softsm", "sm_90a")
@@ -128,3 +130,33 @@ def test_what_it_does_not_take_is_refused_by_name():
 def test_the_suite(case):
     result = suites.run_case(case, WHERE, SEED)
     assert result.ok, result.why()
+
+
+@pytest.mark.parametrize("order", ["latest", "eager", pytest.param("random", marks=pytest.mark.slow)])
+def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order):
+    """20 queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs."""
+    lengths = torch.full((20,), 270, dtype=torch.int32)
+    lengths[3], lengths[7], lengths[8] = 0, 128, 190
+    arguments = dict(
+        q=torch.randn(20, 16, 512).bfloat16(), window=rows(12), window_indices=numbers(20, 150, of=12),
+        compressed=rows(10), compressed_indices=numbers(20, 270, of=10), compressed_lengths=lengths,
+        window_lengths=torch.where(lengths == 0, 0, torch.where(lengths == 128, 0, 150)).int(), sink=torch.randn(16),
+        inverse_rope=(reference.rope_table(50, 64), torch.arange(20)),
+    )  # fmt: skip
+    target = dispatch.compile_target("sm_90a")
+    p = problem.build(**arguments)
+    (launch, *_) = calls.launches_of(dataclasses.replace(p, out=torch.empty_like(p.q)), target)
+    assert launch.constants["RESIDENT"]
+    compare(*run(order, **arguments))
+
+
+def test_the_order_of_rows_in_the_l2_is_not_taken_by_deterministic_calls_nor_for_large_pools():
+    def resident(pool: int, **options) -> bool:
+        q = torch.empty(4096, 64, 512, dtype=torch.bfloat16, device="meta")
+        lists = torch.empty(4096, 512, dtype=torch.int32, device="meta")
+        p = problem.build(q, torch.empty(pool, 512, dtype=torch.bfloat16, device="meta"), lists, **options)
+        return entry.resident(p)
+
+    assert resident(8192)
+    assert not resident(8192, deterministic=True)
+    assert not resident(65536)

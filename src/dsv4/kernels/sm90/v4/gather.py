@@ -304,6 +304,37 @@ def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW:
 
 
 @gluon.jit
+def copy_half(pool, offset, there, memory, barriers, phase, SLOT: gl.constexpr, LAST: gl.constexpr):
+    """A half block into its slot, as soon as it is free. LAST: the other half is on its way, the bias follows."""
+    mbarrier.wait(barriers.free.index(SLOT), phase)
+    copy_rows(pool.ptr, offset, there, memory.kv.index(SLOT), 256 * (SLOT % 2))
+    async_copy.mbarrier_arrive(barriers.ready.index(SLOT), increment_count=False)
+    if LAST:
+        write_bias(memory.bias.index(SLOT // 2), there)
+    mbarrier.arrive(barriers.ready.index(SLOT), count=1)
+
+
+@gluon.jit
+def resident_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
+    """As plain_blocks, an even number of blocks, slots in the order in which resident steps free them."""
+    entry = entries(lanes(gl.num_warps()))
+    odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    for block in range(first, end, 2):
+        pool0 = pool_of(pools, block < lists.window_blocks)
+        offset0, there0 = plain_rows(pool0, number)
+        pool1 = pool_of(pools, block + 1 < lists.window_blocks)
+        offset1, there1 = plain_rows(pool1, odd)
+        number = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
+        odd = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, HOW)
+        copy_half(pool0, offset0, there0, memory, barriers, phase, 0, False)
+        copy_half(pool1, offset1, there1, memory, barriers, phase, 3, False)
+        copy_half(pool0, offset0, there0, memory, barriers, phase, 1, True)
+        copy_half(pool1, offset1, there1, memory, barriers, phase, 2, True)
+        phase = phase ^ 1
+    return phase
+
+
+@gluon.jit
 def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
     """Blocks [first, end) of FP8 rows. As values leave the registers, those of the next block are asked for: loads do
     not wait for a free slot."""
@@ -377,7 +408,7 @@ def write_job(job, turn, steps, query, first_head, split):
 
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
-                FP8: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
+                FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free."""
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
@@ -403,5 +434,7 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
             phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
         elif FP8[0]:
             phase = fp8_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
+        elif RESIDENT:
+            phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
         else:
             phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)

@@ -2,11 +2,8 @@
 
 Every row is key and value at once, so a block of 64 rows is gathered once, into two slots [64, 256] (halves of the
 head dim), and read as K and as V. Left and right share O as in wide.py: each owns half of its columns, and they hand
-each other P, the running maximum and the rescaling factor. A third group of warps gathers. Role chart of a step::
-
-    gather  4 or 8 warps | half blocks 0, 1, 2, 3 of the next step, as left and right free them ...
-    left    4 warps      | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
-    right   4 warps      | S1 = Q K1^T |        wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
+each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1, 2, 3
+of the next step, as left and right (4 warps each) free them. steps.py has the chart of a step, in two orders.
 
 An item is 64 heads of one query and one split of its rows. A CTA loops over items: while left and right write the
 output of one, Q and the first blocks of the next arrive. gather.py says how.
@@ -27,27 +24,22 @@ q_free          left, right                  2           gather         the item
 ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
 free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
+m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
 Copies write like ordinary stores; those who wait for them, or for converted FP8 rows, put the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
 P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
-is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. At the end of an
+is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. Resident: P0 is
+overwritten after m_ready[1] of the next step, before which right has waited for O_R += P0 V0_R; P1 after m_ready[0] of
+the next step, before which left has waited for O_L += P1 V1_L; the maxima likewise. Left frees slot 2 after it has seen
+slot 0 of the next step, which is filled before. At the end of an
 item sum_ready says that the other's products are complete, so both P are free; each then writes its own first in the
 next item. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one item, not by two.
 """
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
@@ -63,9 +55,17 @@ from dsv4.kernels.sm90.v4.gather import (
     arrivals,
     gather_role,
 )
+from dsv4.kernels.sm90.v4.steps import (
+    SCORES,
+    left_begin,
+    left_resident,
+    left_step,
+    partial_sums,
+    right_resident,
+    right_step,
+)
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @aggregate
@@ -91,6 +91,7 @@ class Barriers:
     ready: Value
     free: Value
     p_ready: Value
+    m_ready: Value
     sum_ready: Value
 
 
@@ -121,6 +122,7 @@ def make_barriers(GATHER_WARPS: gl.constexpr):
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
     mbarrier.init(q_free, count=2)
@@ -129,8 +131,9 @@ def make_barriers(GATHER_WARPS: gl.constexpr):
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(m_ready.index(i), count=1)
         mbarrier.init(sum_ready.index(i), count=1)
-    return Barriers(q_ready, q_free, ready, free, p_ready, sum_ready)
+    return Barriers(q_ready, q_free, ready, free, p_ready, m_ready, sum_ready)
 
 
 @gluon.jit
@@ -145,40 +148,6 @@ def begin(q_ready, job, turn):
     mbarrier.wait(q_ready, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
     return read(job, turn, STEPS)
-
-
-@gluon.jit
-def landed(ready, phase):
-    mbarrier.wait(ready, phase)
-    fence_async_shared()
-
-
-@gluon.jit
-def scores(memory, ready, slot, phase, step):
-    """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for."""
-    q, kv = memory.q, memory.kv
-    opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
-    s = gl.zeros([64, 64], gl.float32, SCORES)
-    landed(ready.index(slot), phase)
-    s = warpgroup_mma(q.index(opaque), kv.index(opaque + slot).permute((1, 0)), s, use_acc=False, is_async=True)
-    landed(ready.index(slot + 1), phase)
-    return warpgroup_mma(q.index(opaque + 1), kv.index(opaque + slot + 1).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def mask(s, bias, SIGN: gl.constexpr):
-    """Scores of rows that are not there become -inf. SIGN: of the softmax scale."""
-    if SIGN == 0:
-        s = gl.zeros_like(s)
-    elif SIGN < 0:
-        s = -s
-    return s + bias[None, :]
-
-
-@gluon.jit
-def partial_sums(p):
-    """What each thread holds of the sums of the rows: [64, 64] -> [64, 4], no exchange between lanes."""
-    return gl.sum(gl.sum(p.reshape([64, 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -255,85 +224,8 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
 
 
 @gluon.jit
-def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
-    """Softmax of block 0, then O[:, :256] with both blocks."""
-    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
-    RS: gl.constexpr = m.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, ready, 0, phase, step)
-    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    if step + 1 == steps:
-        mbarrier.arrive(barriers.q_free, count=1)
-    s = mask(s, seen, SIGN)
-    p, m0, a0 = softmax.step(s, m, scale)
-    l = l * gl.convert_layout(a0, RP)[:, None] + partial_sums(p)
-    pb = p.to(memory.q.dtype)
-    memory.p0.store(pb)
-    memory.m0.store(m0)
-    memory.a0.store(a0)
-    fence_async_shared()
-    mbarrier.arrive(p_ready.index(0), count=1)
-    o = o * gl.convert_layout(a0, RO)[:, None]
-    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
-    landed(ready.index(2), phase)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(0), count=1)
-    mbarrier.wait(p_ready.index(1), phase)
-    m = memory.m1.load(RS)
-    a1 = memory.a1.load(RS)
-    l = l * gl.convert_layout(a1, RP)[:, None]
-    o = o * gl.convert_layout(a1, RO)[:, None]
-    o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(2), count=1)
-    return o, m, l
-
-
-@gluon.jit
-def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
-    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
-    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
-    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, ready, 2, phase, step)
-    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
-    landed(ready.index(1), phase)
-    mbarrier.wait(p_ready.index(0), phase)
-    m0 = memory.m0.load(RS)
-    a0 = memory.a0.load(RS)
-    # O is complete, but the assembler does not see it across the loop, and would wait for S, too.
-    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-    o = o * gl.convert_layout(a0, RO)[:, None]
-    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    if step + 1 == steps:
-        mbarrier.arrive(barriers.q_free, count=1)
-    s = mask(s, seen, SIGN)
-    p, m, a1 = softmax.step(s, m0, scale)
-    l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + partial_sums(p))
-    pb = p.to(memory.q.dtype)
-    memory.p1.store(pb)
-    memory.m1.store(m)
-    memory.a1.store(a1)
-    fence_async_shared()
-    mbarrier.arrive(p_ready.index(1), count=1)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(1), count=1)
-    o = o * gl.convert_layout(a1, RO)[:, None]
-    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(3), count=1)
-    return o, m, l
-
-
-@gluon.jit
 def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
-              N: gl.constexpr):  # fmt: skip
+              N: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
@@ -344,14 +236,22 @@ def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT:
         o = gl.zeros([64, 256], gl.float32, LO)
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([64, 4], 0.0, gl.float32, LP)
-        for step in range(0, steps):
-            if HALF == 0:
-                o, m, l = left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
-            else:
-                o, m, l = right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN)
-            phase = phase ^ 1
-        if steps == 0:
-            mbarrier.arrive(barriers.q_free, count=1)
+        if RESIDENT and HALF == 0:
+            s = left_begin(memory, barriers, phase, steps, SIGN)
+            for step in range(0, steps):
+                o, s, m, l = left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                phase = phase ^ 1
+        else:
+            for step in range(0, steps):
+                if RESIDENT:
+                    o, m, l = right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                elif HALF == 0:
+                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                else:
+                    o, m, l = right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN)
+                phase = phase ^ 1
+            if steps == 0:
+                mbarrier.arrive(barriers.q_free, count=1)
         end_half(o, m, l, memory, barriers, steps, turn, output, HALF, SPLIT)
         turn = turn ^ 1
 
@@ -374,7 +274,8 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               stride_oh, stride_ln, stride_lh,
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
-              RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr, GATHER_WARPS: gl.constexpr):  # fmt: skip
+              RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
+              GATHER_WARPS: gl.constexpr):  # fmt: skip
     # Two Fp8Caches are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     if WINDOW_FP8:
@@ -403,7 +304,8 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N)),
-        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N)),
-        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT)),
+        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N, RESIDENT)),
+        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N, RESIDENT)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT,
+                       RESIDENT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
