@@ -60,11 +60,12 @@ def run(checkpoints, serve, wanted):
 
 
 def test_every_attention_of_the_model_is_dsv4s(run):
-    """A prompt of 300 in chunks of 256 is two calls in each of three layers; eight requests take several steps."""
+    """A prompt of 300 in chunks of 256 is two calls in each of three layers; eight requests with 691 tokens that are not
+    cached take three steps, and then three more at least."""
     on = run(plugin=True)
     calls = {name: batch["calls"] for name, batch in on["batches"].items()}
     assert calls["logprobs"] == {"prefill": 6, "compress": 6}  # a CSA layer compresses twice, an HCA layer once
-    assert calls["eight"]["decode"] % 3 == 0 and calls["eight"]["decode"] >= 9 and calls["eight"]["prefill"] >= 12
+    assert calls["eight"]["prefill"] >= 9 and calls["eight"]["decode"] >= 9 and calls["eight"]["decode"] % 3 == 0
     assert calls["indexer"]["index prefill"] >= 1 and calls["indexer"]["index decode"] >= 2  # one CSA layer
     assert not any(name in on["operators"] for names in REPLACED.values() for name in names)
     assert "dsv4 is on: DeepSeek-V4's attention, indexer, compressor" in on["log"] and "dsv4 on a CPU" in on["log"]
