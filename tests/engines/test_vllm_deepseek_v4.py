@@ -60,8 +60,8 @@ def run(checkpoints, serve, wanted):
 
 
 def test_every_attention_of_the_model_is_dsv4s(run):
-    """A prompt of 300 in chunks of 256 is two calls in each of three layers; eight requests with 691 tokens that are not
-    cached take three steps, and then three more at least."""
+    """A prompt of 300 in chunks of 256 is two calls in each of three layers; eight requests with 691 tokens that are
+    not cached take three steps, and then three more at least."""
     on = run(plugin=True)
     calls = {name: batch["calls"] for name, batch in on["batches"].items()}
     assert calls["logprobs"] == {"prefill": 6, "compress": 6}  # a CSA layer compresses twice, an HCA layer once

@@ -23,6 +23,8 @@ def run(checkpoints, serve, wanted):
     batches = dict(
         logprobs=dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),
         eight=dict(prompts=many, tokens=6),
+        long=dict(prompts=[prompt(1100, seed=2)], tokens=3),
+        again=dict(prompts=[prompt(1100, seed=2)], tokens=3),  # begins with cached pages, of 1024 tokens for this model
         **{f"of {n}": dict(prompts=sorted(many, key=len)[:n], tokens=2) for n in range(1, 8)},
     )
 
@@ -48,18 +50,23 @@ def test_every_attention_of_the_model_is_dsv4s(run):
     assert all(batch["calls"] == {} for batch in run(plugin=False)["batches"].values())
 
 
-@pytest.mark.parametrize("name", ["logprobs", "eight", *(f"of {n}" for n in range(1, 8))])
+@pytest.mark.parametrize("name", ["logprobs", "eight", "long", "again", *(f"of {n}" for n in range(1, 8))])
 def test_tokens_and_cached_pages_are_those_of_vllms_own_backend(run, name):
     with_dsv4, without = run(plugin=True)["batches"][name], run(plugin=False)["batches"][name]
     assert with_dsv4["tokens"] == without["tokens"]
     assert with_dsv4["cached"] == without["cached"]
 
 
-@pytest.mark.parametrize("name", ["eight", "of 7"])
+@pytest.mark.parametrize("name", ["eight", "long", "again"])
 def test_tokens_are_the_same_without_prefix_caching(run, name):
     cached, not_cached = run(plugin=True)["batches"][name], run(plugin=True, cached=False)["batches"][name]
     assert cached["tokens"] == not_cached["tokens"]
-    assert any(cached["cached"]) and not any(not_cached["cached"])
+    assert not any(not_cached["cached"])
+
+
+def test_pages_of_the_prefix_cache_were_used(run):
+    batches = run(plugin=True)["batches"]
+    assert batches["long"]["cached"] == [0] and batches["again"]["cached"] == [1024]
 
 
 def test_logprobs_are_those_of_transformers(run, wanted):
