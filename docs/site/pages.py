@@ -178,25 +178,7 @@ def plots() -> Iterator[tuple[str, str]]:
         yield name, drawn(lambda file, record=record: bench.draw(record, file))
         parts.append(f"## {path.stem}\n\n`dsv4 bench --from benchmarks/results/{path.name}` prints this table.")
         parts.append(f"![Speed relative to the best peer]({name})\n\n{bench.markdown(record)}")
-    parts += gradients()
     yield "plots.md", "\n\n".join(parts) + "\n"
-
-
-def gradients() -> list[str]:
-    """The timed cases of benchmarks/backward.py: ours, and the best of torch in the same process."""
-    rows, path = [], RESULTS / "backward-h200.json"
-    found = json.loads(path.read_text()) if path.exists() else []
-    for case in found if isinstance(found, list) else []:
-        if "TFLOP/s" not in case:
-            continue
-        peers = {name: case.get(f"{name} TFLOP/s") for name in ("cudnn", "flash", "efficient")}
-        peers = {name: speed for name, speed in peers.items() if isinstance(speed, float)}
-        best = max(peers, key=peers.__getitem__, default=None)
-        theirs = f"{best}, {peers[best]:.0f} | {case['TFLOP/s'] / peers[best]:.2f}x" if best else "| "
-        rows.append(f"| {case['case']} | {case['ms']:.2f} | {case['TFLOP/s']:.0f} | {theirs} |")
-    head = "| case | ms | TFLOP/s | torch's best, TFLOP/s | speed |\n|---|---|---|---|---|\n"
-    about = "`python benchmarks/backward.py`; (batch, heads, length, head dim), bf16."
-    return [f"## Gradients\n\n{about}\n\n{head}" + "\n".join(rows)] if rows else []
 
 
 def drawn(draw: Callable[[Any], None]) -> str:

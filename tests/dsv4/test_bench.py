@@ -134,9 +134,13 @@ class FakeContest:
         yield "peer", lambda: 0.25
         yield "wrong peer", lambda: 3.0
         yield "absent peer", self.refuse
+        yield "broken peer", self.fail
 
     def refuse(self):
         raise NotImplementedError("not for this head dim")
+
+    def fail(self):
+        raise ImportError("cannot import name 'x'")
 
     def error(self, name, result):
         return result
@@ -162,6 +166,7 @@ def test_a_wrong_result_and_a_refusal_have_no_time(monkeypatch):
     assert found["refused"] == {
         "wrong peer": "wrong: its error is 3 of the bound",
         "absent peer": "not for this head dim",
+        "broken peer": "cannot import name 'x'",
     }
     rows = bench.rows(found)
     assert rows[0][:3] == ("case", "dsv4", "10.0") and rows[1] == ("", "peer", "20.0", "100", "0.05", "1700", "2.00x")
