@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import browser
 import pytest
 
+import dsv4
+import softsm
 from softsm.report.codes import CODES
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +74,13 @@ def test_generated_pages_are_there(site: Path) -> None:
         assert (site / page / "index.html").is_file(), page
     assert 'id="dsv4.fmha.api.fmha"' in (site / "api" / "dsv4" / "index.html").read_text()
     assert "softmax_scale defaults to D" in (site / "api" / "dsv4" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("package", [dsv4, softsm], ids=["dsv4", "softsm"])
+def test_every_exported_name_is_in_the_reference(package: ModuleType) -> None:
+    page = (ROOT / "docs" / "api" / f"{package.__name__}.md").read_text()
+    shown = set(re.findall(r"heading: (\S+)\}", page)) | set(re.findall(r"^::: (\S+)", page, flags=re.M))
+    assert {f"{package.__name__}.{name}" for name in package.__all__} <= shown
 
 
 PAGES = "- install/ dense/ api/dsv4/ diagnostics/race/ layouts/ plots/ isa/ tutorials/10_roles/".replace("-", "")
