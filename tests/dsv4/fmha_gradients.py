@@ -16,7 +16,7 @@ def draw(*shape, dtype, seed, device="cpu"):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, batch=1, deterministic=False, **options):
+def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, batch=1, **options):
     """Inputs with their forward pass, gradients of NaN; and what the formulas give, exactly and rounded."""
     q, dout = (draw(batch, t, heads[0], d, dtype=dtype, seed=n, device=device) for n in (0, 1))
     k, v = (draw(batch, s, heads[1], d, dtype=dtype, seed=n, device=device) for n in (2, 3))
@@ -25,15 +25,14 @@ def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, ba
     out, lse = reference.fmha(q, k, v, **options)
     p = replace(problem.dense(q, k, v, **options), out=out.to(dtype), lse=lse.float())
     empty = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-    b = FmhaBackward(p, dout, dlse, *empty, torch.full([heads[0]], float("nan"), device=device) if sink else None,
-                     deterministic)  # fmt: skip
+    b = FmhaBackward(p, dout, dlse, *empty, torch.full([heads[0]], float("nan"), device=device) if sink else None)
     want = reference_backward.fmha(q, k, v, dout, dlse, **options)
     low = reference_backward.fmha(q, k, v, dout, dlse, p_dtype=dtype, **options)
     return b, want, low
 
 
 def varlen_request(
-    starts_q=(0, 40, 40, 90), starts_k=(0, 60, 80, 220), heads=2, d=64, device="cpu", deterministic=False
+    starts_q=(0, 40, 40, 90), starts_k=(0, 60, 80, 220), heads=2, d=64, device="cpu"
 ):
     """Causal, with a sink; NaN in the keys of sequences without queries, five rows of nobody at the end."""
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts_q, starts_k))
@@ -48,7 +47,7 @@ def varlen_request(
     out, lse = reference.fmha_varlen(q, k, v, cu_q, cu_k, **options)
     p = replace(problem.varlen(q, k, v, cu_q, cu_k, **options), out=out.to(BF16), lse=lse.float())
     empty = [torch.full_like(x, float("nan")) for x in (q, k, v, options["sink"])]
-    b = FmhaBackward(p, dout, None, *empty, deterministic=deterministic)
+    b = FmhaBackward(p, dout, None, *empty)
     want = reference_backward.fmha_varlen(q, k, v, cu_q, cu_k, dout, **options)
     return b, want, reference_backward.fmha_varlen(q, k, v, cu_q, cu_k, dout, p_dtype=BF16, **options)
 

@@ -1,12 +1,11 @@
-"""Gradients of fmha on sm_90a.
+"""Gradients of fmha on sm_90a, without atomics: the same bits on every run.
 
 backward_rows         delta and the exponent of every query row. Then, at head dims 64 and 128,
 
-backward_fused        everything in one kernel, dQ added up in fp32 by atomics
-finish_dq             dQ in its place and dtype
-backward_dq           or, deterministic, dQ by itself, and the former without it
+backward_keys         dK and dV
+backward_dq           dQ
 
-and at the others a chain of kernels and matrix products without atomics:
+and at the others a chain of kernels and matrix products:
 
 backward_scores       P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
 torch's products      dV = P^T dO, dK = dS^T Q, dQ = dS K
@@ -33,7 +32,7 @@ from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.sm90.fmha.backward_dq import backward_dq
-from dsv4.kernels.sm90.fmha.backward_fused import backward_fused, finish_dq
+from dsv4.kernels.sm90.fmha.backward_keys import backward_keys
 from dsv4.kernels.sm90.fmha.backward_scores import backward_scores
 
 SLAB_BYTES = 1 << 30  # of P and dS together
@@ -57,7 +56,7 @@ def backward(b: FmhaBackward) -> None:
 
     def run(p: FmhaProblem, *tensors: Any) -> None:
         if p.head_dim in FUSED:
-            Fused(p, *tensors[:6]).run(*tensors[6:], b.deterministic)
+            Fused(p, *tensors[:6]).run(*tensors[6:])
         else:
             Chain(p, *tensors[:6]).run(*tensors[6:])
 
@@ -174,35 +173,24 @@ class Fused:
         )  # fmt: skip
         self.constants = dict(D=self.width, SLOTS=2, SCALED=self.fp16, LOAD_REGS=24, num_warps=4)
 
-    def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, deterministic: bool) -> None:
+    def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""
-        alone = dk is None and dv is None
-        add = dq is not None and not deterministic and not alone
         made = [x if x is not None and addressable(x) is x else torch.empty_like(y)
                 for x, y in ((dq, self.q), (dk, self.k), (dv, self.v))]  # fmt: skip
-        if not alone:
-            tiles = -(-self.rows // 64) if add else 0
-            sums = torch.zeros(self.pairs * tiles * 64 * self.width, dtype=torch.float32, device=self.q.device)
-            self._keys(made[1], made[2], sums, tiles)
-            if add:
-                finish_dq[(tiles * self.pairs,)](
-                    sums, made[0], self.factor, self.p.softmax_scale, self.rows, tiles, self.heads,
-                    *row_strides(made[0]), D=self.width, SCALED=self.fp16, num_warps=4,
-                )  # fmt: skip
-        if dq is not None and not add:
+        if dk is not None or dv is not None:
+            self._keys(made[1], made[2])
+        if dq is not None:
             self._rows(made[0])
         for x, y in zip((dq, dk, dv), made):
             if x is not None and y is not x:
                 x.copy_(y)
 
-    def _keys(self, dk: Tensor, dv: Tensor, sums: Tensor, tiles: int) -> None:
-        """dk, dv; and, with tiles of rows, dQ to sums."""
-        half, scale = self.width // 2, self.p.softmax_scale
-        operands = ((self.q, 64), (self.k, half), (self.dout, 64), (self.v, 64), (dk, 64), (dv, 64))
-        backward_fused[(-(-self.keys // TILE) * self.pairs,)](
-            *(descriptor(x, [1, 1, 64, columns]) for x, columns in operands), sums, self.lse2, self.delta, self.factor,
-            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, tiles * 64, DQ=tiles > 0, GRADIENT_REGS=240,
-            **self.constants,
+    def _keys(self, dk: Tensor, dv: Tensor) -> None:
+        scale = self.p.softmax_scale
+        backward_keys[(-(-self.keys // TILE) * self.pairs,)](
+            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)), self.lse2,
+            self.delta, self.factor, scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes,
+            GRADIENT_REGS=240, **self.constants,
         )  # fmt: skip
 
     def _rows(self, dq: Tensor) -> None:

@@ -2,7 +2,7 @@
 
     S = Q K^T    P = 2^(S scale - lse2) where seen    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
 
-dK and dV are then backward_fused.py's, without its dQ: seven products instead of five, and no atomics. Role chart::
+dK and dV are backward_keys.py's: seven products in all instead of five, and no atomics. Role chart::
 
     load    1 warp  | Q, dO | K, V of the next keys ...
     left    4 warps | rows 0-63:  S | dP, P under it | dS | dQ and the next S
@@ -21,7 +21,7 @@ free[slot]      left, right        2           load           both have used it
 
 from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
-from dsv4.kernels.sm90.fmha.backward_fused import accumulator, next_slot, send
+from dsv4.kernels.sm90.fmha.backward_keys import accumulator, next_slot, send
 from dsv4.kernels.sm90.fmha.halves import zero
 
 

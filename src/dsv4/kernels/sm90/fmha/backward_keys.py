@@ -1,31 +1,27 @@
-"""Gradients of attention on sm_90a in one kernel, head dims 64 and 128: a CTA owns 128 keys and goes through the rows.
+"""dK and dV of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the rows. No atomics.
 
     S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
-    dV += P^T dO   dK += dS^T Q                             dQ += dS K, added to fp32 sums in memory
+    dV += P^T dO   dK += dS^T Q
 
-Role chart of a step, 64 packed rows::
+dQ is backward_dq.py's: seven products in all instead of five. Role chart of a step, 64 packed rows::
 
     load    1 warp  | Q, dO, lse2, delta of the next rows
-    left    4 warps | P | dV under way | dS, stored | dK | wait for the other's dS | dQ, columns 0 to D/2 | next S | add
-    right   4 warps | the same for keys 64-127 and the other columns of dQ
+    left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK, and S of the next rows
+    right   4 warps | keys 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
 
 shared memory   bytes               holds
-k, v            2 x 128 x D x 2     [2, 64, D] each: the keys of left and right; k in two panels of D/2 columns each
+k, v            2 x 128 x D x 2     [2, 64, D] each: the keys of left and right; v in the end dV, then dK
 q, dout         SLOTS x 64 x D x 2  [SLOTS, 64, D] each
-ds              2 x 16384           [2, 2, 64, 64]: dS^T of even and odd steps, of left and right
-stat            SLOTS x 512         [SLOTS, 2, 64]: lse2 and delta of the rows, fp32
+stat            SLOTS x 512         [SLOTS x 2, 64]: lse2 and delta of the rows, fp32
 barriers        8 each
 
 barrier       arrives            count       waits          means
 kv_ready      load: TMA bytes    1 + bytes   left, right    K and V are there
 ready[slot]   load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
 free[slot]    left, right        2           load           both have used it
-ds_ready      left, right        2           left, right    both halves of dS^T are written
 
-dS^T of step j + 2 is written over that of step j by one who has seen ds_ready of j + 1, for which the other arrived
-after its dQ of step j. Tensors are [batch, KV head, packed row, column] as in backward_scores.py. dQ lies in memory as
-the accumulators lie in registers (`place_of`), so that a warp adds 512 neighbouring bytes at a time; `finish_dq` puts
-it in order. TMA fills what lies past the end with zeros; P is 0 there, because of lse2 or of the mask.
+Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
+P is 0 there, because of lse2 or of the mask.
 """
 
 from dsv4.kernels.compat import (
@@ -42,12 +38,6 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.sm90.fmha.halves import zero
-
-
-@gluon.constexpr_function
-def panel_layout(columns):
-    """[rows, columns] of 16-bit numbers in one swizzled panel, at most 64 columns."""
-    return gl.NVMMASharedLayout(columns * 2, 16, rank=2)
 
 
 @gluon.constexpr_function
@@ -75,24 +65,22 @@ def rows_of(key, sizes):
 @gluon.jit
 def load_role(descriptors, smem, barriers, stats, where, key, sizes, D: gl.constexpr, SLOTS: gl.constexpr):
     q_desc, k_desc, dout_desc, v_desc = descriptors
-    k, v, q, dout, ds, stat = smem
-    kv_ready, ready, free, ds_ready = barriers
+    k, v, q, dout, stat = smem
+    kv_ready, ready, free = barriers
     lse2_ptr, delta_ptr = stats
     batch, head = where
     rows = sizes[0]
-    HALF: gl.constexpr = D // 2
     PANELS: gl.constexpr = D // 64
     BOX: gl.constexpr = q_desc.layout
-    KBOX: gl.constexpr = k_desc.layout
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     mbarrier.expect(kv_ready, 2 * 128 * D * 2)
     for half in gl.static_range(2):
-        k_panels = reinterpret(k.index(half), [2, 1, 1, 64, HALF], KBOX)
-        for panel in gl.static_range(2):
-            tma_load(k_desc, [batch, head, key + half * 64, panel * HALF], kv_ready, k_panels.index(panel))
-        panels = reinterpret(v.index(half), [PANELS, 1, 1, 64, 64], BOX)
+        k_panels = reinterpret(k.index(half), [PANELS, 1, 1, 64, 64], BOX)
+        v_panels = reinterpret(v.index(half), [PANELS, 1, 1, 64, 64], BOX)
         for panel in gl.static_range(PANELS):
-            tma_load(v_desc, [batch, head, key + half * 64, panel * 64], kv_ready, panels.index(panel))
+            place = [batch, head, key + half * 64, panel * 64]
+            tma_load(k_desc, place, kv_ready, k_panels.index(panel))
+            tma_load(v_desc, place, kv_ready, v_panels.index(panel))
     first, end = rows_of(key, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
@@ -133,31 +121,14 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dq, target, HALF: gl.constexpr, LQ: gl.constexpr):
-    """target += dq [64, HALF] in the order of registers: four of a thread, then of the next thread; 128 threads, then
-    the next four. Of the four, two are columns c, c + 1 of row r, two the same of row r + 8."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LQ))[:, None]
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LQ))[None, :]
-    place = (row // 16 * 32 + row % 8 * 4 + column % 8 // 2) * 4 + column // 8 * 512
-    gl.inline_asm_elementwise(
-        "red.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0;", "=r,r,r,r,r,l,l,l,l",
-        [dq, (target + place).to(gl.int64)], dtype=gl.int8, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales, dq_ptr,
-         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, DQ: gl.constexpr,
-         MORE: gl.constexpr):  # fmt: skip
+def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales,
+         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
-    k, v, q, dout, ds, stat = smem
-    kv_ready, ready, free, ds_ready = barriers
+    k, v, q, dout, stat = smem
+    kv_ready, ready, free = barriers
     scale2, p_scale, ds_scale = scales
     LS: gl.constexpr = accumulator(64)
-    LQ: gl.constexpr = accumulator(D // 2)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
-    KPANEL: gl.constexpr = panel_layout(D // 2)
-    buffer = turn % 2
     lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
@@ -175,31 +146,15 @@ def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales, 
     if SCALED:
         d = d * ds_scale
     d16 = d.to(q.dtype)
-    if DQ:
-        ds.index(buffer * 2 + W).store(d16)
-        fence_async_shared()
-        mbarrier.arrive(ds_ready, count=1)
     dk = warpgroup_mma(gl.convert_layout(d16, LA), q.index(slot), dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
-    dq = gl.zeros([64, D // 2], gl.float32, LQ)
-    if DQ:
-        mbarrier.wait(ds_ready, turn & 1)
-        k_left = reinterpret(k.index(opaque), [2, 64, D // 2], KPANEL).index(W)
-        k_right = reinterpret(k.index(opaque + 1), [2, 64, D // 2], KPANEL).index(W)
-        dq = warpgroup_mma(ds.index(buffer * 2).permute((1, 0)), k_left, dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(ds.index(buffer * 2 + 1).permute((1, 0)), k_right, dq, is_async=True)
     after, after_phase = next_slot(slot, phase, SLOTS)
     if MORE:
         mbarrier.wait(ready.index(after), after_phase)
         s = scores(k.index(opaque + W), q.index(after), LS)
     NEWER: gl.constexpr = 1 if MORE else 0
-    if DQ:
-        dq, dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dq, dk))
-    else:
-        dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
+    dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
     mbarrier.arrive(free.index(slot), count=1)
-    if DQ:
-        add_dq(dq, dq_ptr + row.to(gl.int64) * D + W * 64 * (D // 2), D // 2, LQ)
     return s, dk, dv, after, after_phase
 
 
@@ -216,12 +171,11 @@ def send(x, tile, desc, batch, head, key, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(smem, barriers, outputs, where, key, sizes, scales, dq_ptr,
-                  W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr,
-                  DQ: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys; columns W D/2 and on of dQ."""
-    k, v, q, dout, ds, stat = smem
-    kv_ready, ready, free, ds_ready = barriers
+def gradient_role(smem, barriers, outputs, where, key, sizes, scales,
+                  W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys."""
+    k, v, q, dout, stat = smem
+    kv_ready, ready, free = barriers
     dk_desc, dv_desc = outputs
     scale2, p_scale, scale, ds_scale_ptr = scales
     batch, head = where
@@ -243,10 +197,9 @@ def gradient_role(smem, barriers, outputs, where, key, sizes, scales, dq_ptr,
         steps = (end - first + 63) // 64
         for turn in range(0, steps - 1):
             s, dk, dv, slot, phase = step(s, dk, dv, smem, barriers, first + turn * 64, mine, slot, phase, turn,
-                                              sizes, factors, dq_ptr, W, D, SLOTS, SCALED, DQ, True)  # fmt: skip
+                                              sizes, factors, W, D, SLOTS, SCALED, True)  # fmt: skip
         _, dk, dv, _, _ = step(s, dk, dv, smem, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
-                                  sizes, factors, dq_ptr, W, D, SLOTS, SCALED, DQ, False)  # fmt: skip
-    # v's rows are this warpgroup's own; of k the other one may still read
+                                  sizes, factors, W, D, SLOTS, SCALED, False)  # fmt: skip
     if SCALED:
         dv = dv / p_scale
         scale = scale / ds_scale
@@ -255,21 +208,18 @@ def gradient_role(smem, barriers, outputs, where, key, sizes, scales, dq_ptr,
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
-                              "kv_heads", "padded_rows"])  # fmt: skip
-def backward_fused(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dq_ptr, lse2_ptr, delta_ptr, ds_scale_ptr,
-                   scale2, scale, p_scale, rows, tokens, keys, group, left, right, kv_heads, padded_rows,
-                   D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, DQ: gl.constexpr,
-                   GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
-    """One program: 128 keys of a pair of sequence and KV head; pairs one after the other, so that their dQ stays in the
-    L2. lse2, delta [pairs, rows]; dq fp32 [pairs, padded_rows
-    / 64, 2 halves of the columns, 64 x D/2], zeros; without DQ
-    unread: dK and dV alone. p_scale, ds_scale: what P and dS are multiplied by in fp16."""
+                              "kv_heads"])  # fmt: skip
+def backward_keys(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, lse2_ptr, delta_ptr, ds_scale_ptr, scale2, scale,
+                  p_scale, rows, tokens, keys, group, left, right, kv_heads,
+                  D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, GRADIENT_REGS: gl.constexpr,
+                  LOAD_REGS: gl.constexpr):  # fmt: skip
+    """One program: 128 keys of a pair of sequence and KV head. lse2, delta [pairs, rows]. p_scale, ds_scale: what P and
+    dS are multiplied by in fp16."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    KTILE: gl.constexpr = panel_layout(D // 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    k = gl.allocate_shared_memory(DTYPE, [2, 64, D], KTILE)
+    k = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
@@ -278,11 +228,6 @@ def backward_fused(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dq_ptr, 
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     mbarrier.init(kv_ready, count=1)
-    ds, ds_ready = q, kv_ready
-    if DQ:  # else nobody uses them: see rows.make_ring
-        ds = gl.allocate_shared_memory(DTYPE, [4, 64, 64], TILE)
-        ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(ds_ready, count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
@@ -291,39 +236,12 @@ def backward_fused(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dq_ptr, 
     key = (gl.program_id(0) - pair * tiles) * 128
     where = (pair // kv_heads, pair % kv_heads)
     sizes = (rows, tokens, keys, group, left, right)
-    smem = (k, v, q, dout, ds, stat)
-    barriers = (kv_ready, ready, free, ds_ready)
+    smem = (k, v, q, dout, stat)
+    barriers = (kv_ready, ready, free)
     stats = (lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows)
     scales = (scale2, p_scale, scale, ds_scale_ptr)
-    dq = dq_ptr + pair.to(gl.int64) * padded_rows * D
     gl.warp_specialize([
-        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, dq, 0, D, SLOTS, SCALED, DQ)),
-        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, dq, 1, D, SLOTS, SCALED, DQ)),
+        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, 0, D, SLOTS, SCALED)),
+        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, 1, D, SLOTS, SCALED)),
         (load_role, ((q_desc, k_desc, dout_desc, v_desc), smem, barriers, stats, where, key, sizes, D, SLOTS)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["scale", "rows", "tiles", "kv_heads", "stride_b", "stride_h", "stride_r"])
-def finish_dq(sums_ptr, dq_ptr, ds_scale_ptr, scale, rows, tiles, kv_heads, stride_b, stride_h, stride_r,
-              D: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
-    """One program: a tile of 64 packed rows of a pair. What backward_fused added up, scaled, to dq [batch, KV head,
-    packed row, column], its strides in units of 8 elements."""
-    HALF: gl.constexpr = D // 2
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [512 // D, D // 16], [4, 1], [1, 0])
-    pair = gl.program_id(0) // tiles
-    tile = gl.program_id(0) - pair * tiles
-    if SCALED:
-        scale = scale / gl.load(ds_scale_ptr)
-    row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    batch = (pair // kv_heads).to(gl.int64)
-    head = pair - batch * kv_heads
-    at = (batch * stride_b + head * stride_h + row.to(gl.int64) * stride_r) * 8
-    from_ = sums_ptr + gl.program_id(0).to(gl.int64) * (64 * D) + gl.arange(0, 64 * HALF, layout=L)
-    for half in gl.static_range(2):
-        x = gl.load(from_ + half * 64 * HALF) * scale
-        # eights of columns, sixteens of rows, row of eight, pair of columns, which eight of the rows, which of the pair
-        x = x.reshape([HALF // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, HALF])
-        x = gl.convert_layout(x, OUT)
-        column = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
-        gl.store(dq_ptr + at[:, None] + column[None, :], x.to(dq_ptr.dtype.element_ty), mask=(row < rows)[:, None])
