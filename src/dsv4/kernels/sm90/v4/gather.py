@@ -20,7 +20,7 @@ from dsv4.kernels.compat import (
     reinterpret_as,
 )
 from dsv4.kernels.shared.fmha.tiles import split_range
-from dsv4.kernels.shared.v4.items import LIST, NONE, lists_of, place_of
+from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 
 # What the job of an item says, in this order.
 STEPS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -335,12 +335,33 @@ def resident_blocks(number, lists, pools, memory, barriers, first, end, phase, H
 
 
 @gluon.jit
+def prefetch_rows(pool, number, UNIT: gl.constexpr):
+    """Rows of FP8 on their way into the L2: their five lines of 128 bytes, and that of their scales."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    data, there, at = fp8_place(pool, number, UNIT)
+    line = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
+    offset = gl.minimum(line * 128, 448)  # the last line by its first byte that is surely the row's
+    place = gl.where((line < 5)[None, :], gl.convert_layout(data, R)[:, None] + offset[None, :],
+                     gl.convert_layout(at, R)[:, None])  # fmt: skip
+    wanted = (gl.convert_layout(there, R)[:, None] & (line < 6)[None, :]).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pool.ptr.to(gl.int64) + place, wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
     """Blocks [first, end) of FP8 rows. As values leave the registers, those of the next block are asked for: loads do
-    not wait for a free slot."""
+    not wait for a free slot. By block table, rows come into the L2 a block before that: pages of few rows come slowly
+    from memory, whereas rows picked by a list came later for it."""
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(words(gl.num_warps()))
     following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    later = following
+    if HOW == TABLE:
+        later = numbers_of(lists, first + 2, first + 2 < end, pools.compressed, entry, HOW)
     pool = pool_of(pools, first < lists.window_blocks)
     ptr = pool.ptr
     data, there, scales = fp8_rows(pool, number, UNIT)
@@ -348,11 +369,18 @@ def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: g
     y = fp8_load(ptr, data, there, 2, 2, UNIT)
     z = fp8_load(ptr, data, there, 4, 2, UNIT)
     u = fp8_load(ptr, data, there, 6, 1, UNIT)
+    if HOW == TABLE:
+        prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
     for block in range(first, end):
         slot = block % 2 * 2
         pool = pool_of(pools, block + 1 < lists.window_blocks)
         next_data, next_there, next_scales = fp8_rows(pool, following, UNIT)
-        following = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
+        if HOW == TABLE:
+            following = later
+            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
+            later = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, HOW)
+        else:
+            following = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
 
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
