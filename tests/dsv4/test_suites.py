@@ -370,5 +370,5 @@ def test_what_the_checkers_find_fails_a_case(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unknown_suite_is_refused() -> None:
-    with pytest.raises(ValueError, match="suite is 'nope'; accepted: seeds, fmha, v4, all"):
+    with pytest.raises(ValueError, match="suite is 'nope'; accepted: seeds, fmha, v4, backward, all"):
         suites.select("nope")

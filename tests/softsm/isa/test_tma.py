@@ -436,7 +436,7 @@ def test_map_that_is_none():
         def encode(self, address):
             return bytes(range(128))
 
-    fails(load_kernel(2, (0, 0), 512), Junk(), "tensor-map", "no tensor map")
+    fails(load_kernel(2, (0, 0), 512), Junk(), "tensor-map", "not a tensor map")
 
 
 @pytest.mark.parametrize(

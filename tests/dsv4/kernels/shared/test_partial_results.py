@@ -29,9 +29,18 @@ def v4(**more):
     return dsv4.v4_attention(q, rows, lists, sink=torch.zeros(64), return_lse=True, **more)
 
 
-@pytest.mark.parametrize("call, shape", [(dense, (2, 3, 4, 64)), (paged_wide, (1, 2, 2, 512)), (v4, (1, 64, 512))])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_fp32_results_are_what_is_rounded_elsewhere(call, shape, arch):
+SLOW = pytest.mark.slow
+DENSE, WIDE, V4 = (dense, (2, 3, 4, 64)), (paged_wide, (1, 2, 2, 512)), (v4, (1, 64, 512))
+
+
+@pytest.mark.parametrize(
+    "arch, call, shape",
+    [
+        ("sm_90a", *DENSE), ("sm_100a", *DENSE), ("sm_100a", *V4), pytest.param("sm_90a", *V4, marks=SLOW),
+        *(pytest.param(arch, *WIDE, marks=SLOW) for arch in ("sm_90a", "sm_100a")),
+    ],
+)  # fmt: skip
+def test_fp32_results_are_what_is_rounded_elsewhere(arch, call, shape):
     torch.manual_seed(0)
     with softsm.use(arch):
         want, want_lse = call(backend="softsm")

@@ -26,7 +26,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "window-hd128" else name for name in CASES]
+)
 def test_gradients(name):
     b, want, low = request(**CASES[name])
     run(b)

@@ -132,7 +132,7 @@ def test_the_suite(case):
     assert result.ok, result.why()
 
 
-@pytest.mark.parametrize("order", ["latest", "eager", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
 def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order):
     """20 queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs."""
     lengths = torch.full((20,), 270, dtype=torch.int32)
