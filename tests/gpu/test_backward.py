@@ -15,7 +15,7 @@ from fmha_gradients import BF16, FP16
 
 import dsv4
 from dsv4 import suites
-from dsv4.kernels.sm90.fmha import backward
+from dsv4.kernels.shared.fmha import chain
 from dsv4.runtime import gradients
 
 pytestmark = [
@@ -117,5 +117,5 @@ def test_memory_is_within_twice_the_forward_pass(d):
     torch.autograd.grad(out, (q, k, v), dout)
     taken = torch.cuda.max_memory_allocated() - before - 3 * q.numel() * 2
     forward = 4 * q.numel() * 2
-    slab = backward.SLAB_BYTES if d > 128 else 0
+    slab = chain.SLAB_BYTES if d > 128 else 0
     assert taken <= 2 * forward + slab, f"{taken / forward:.2f} times the forward's tensors"

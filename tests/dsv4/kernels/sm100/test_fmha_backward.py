@@ -7,7 +7,7 @@ from fmha_gradients import BF16, FP16, check, request, varlen_request
 
 import softsm
 from dsv4 import suites
-from dsv4.kernels.sm90.fmha import backward as hopper
+from dsv4.kernels.shared.fmha import chain
 from dsv4.kernels.sm100.fmha import backward
 
 
@@ -89,7 +89,7 @@ def test_no_race_whenever_copies_and_products_complete(long, order):
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
 def test_no_race_between_the_tiles_of_a_multiprocessor(order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
     b, want, low = request(t=300, s=520, heads=(1, 1), d=256, causal=True)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)

@@ -8,6 +8,7 @@ from fmha_gradients import BF16, FP16, check, request, varlen_request
 
 import softsm
 from dsv4 import reference_backward
+from dsv4.kernels.shared.fmha import chain
 from dsv4.kernels.sm90.fmha import backward
 
 
@@ -51,9 +52,9 @@ def test_every_head_dim(d, dtype, options):
 
 def test_slabs_and_pieces_do_not_show(monkeypatch):
     """A slab of 128 tokens of one head, so that dK and dV are summed; pieces of 128; two multiprocessors."""
-    monkeypatch.setattr(backward, "SLAB_BYTES", 0)
-    monkeypatch.setattr(backward.Chain, "_pieces", lambda self, size: 128)
-    monkeypatch.setattr(backward, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "SLAB_BYTES", 0)
+    monkeypatch.setattr(chain.Chain, "_pieces", lambda self, size: 128)
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
     b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
     run(b)
     check(b, want, low)
@@ -96,7 +97,7 @@ ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager",
 def test_no_race_whenever_copies_and_products_complete(order, d, t, s, monkeypatch):
     """Seven tiles and more for each of two multiprocessors, four slots full and more for a CTA: every slot is filled
     again and again."""
-    monkeypatch.setattr(backward, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
     b, want, low = request(t=t, s=s, heads=(1, 1), d=d, causal=True)
     with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)

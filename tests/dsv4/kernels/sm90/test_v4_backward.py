@@ -7,6 +7,7 @@ import torch
 from v4_gradients import check, request
 
 import softsm
+from dsv4.kernels.shared.v4 import backward as shared
 from dsv4.kernels.sm90.v4 import backward
 
 
@@ -40,7 +41,7 @@ def test_two_tiles_of_heads_and_rows_by_block_table():
 def test_deterministic_in_parts(monkeypatch):
     """One query at a time is held, and twice the same bits; lists of more than fold_rows takes at a time."""
     b, want, low = request(4, 16, (9, 140), deterministic=True)
-    monkeypatch.setattr(backward, "STORED_BYTES", 0)
+    monkeypatch.setattr(shared, "STORED_BYTES", 0)
     run(b)
     check(b, want, low)
     first = b.dwindow.clone()

@@ -1,8 +1,9 @@
-"""What the gradients of V4 attention need before the products: two small kernels, one pass over their inputs each.
+"""What the gradients of V4 attention need beside the products: small kernels, one pass over their inputs each.
 
 query_rows      per query and head: lse2 and delta (shared/fmha/backward_rows.py), the sink's term; and the last columns
                 of dO turned as q was, which is what the products made before the output was turned back
 number_rows     the lists of both pools as one list of row numbers
+fold_rows       deterministic: the contributions of all queries to a row, summed in the order of the lists
 """
 
 from dsv4.kernels.compat import gl, gluon
@@ -91,3 +92,28 @@ def number_rows(window_list_ptr, window_lengths_ptr, compressed_list_ptr, compre
         gl.store(rows_ptr + query * width + entry, row, mask=entry < width)
         last = gl.where(row >= 0, entry + 1, last)
     gl.store(blocks_ptr + query, (gl.max(last, 0) + 63) // 64)
+
+
+@gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
+def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, SOME: gl.constexpr):
+    """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
+    at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
+    one head tile."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
+    row = gl.program_id(0).to(gl.int64)
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
+    begin = gl.load(starts_ptr + row)
+    end_ = gl.load(starts_ptr + row + 1)
+    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
+    total = gl.zeros([SOME, 512], gl.float32, L)
+    for entry in range(begin, end_, SOME):
+        there = entry + some < end_
+        at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
+        for tile in range(0, head_tiles):
+            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
+            total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
+    total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
+    total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))
+    column = gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    place = sums_ptr + row * 512 + column
+    gl.store(place, gl.load(place) + total)

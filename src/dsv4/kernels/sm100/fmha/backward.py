@@ -2,7 +2,7 @@
 
 head dim    kernels                                              products of the size of the scores, workspace
 64, 128     backward_rows, then backward_tiles twice             7, none
-256, 512    backward_rows, then the chain of Hopper              5, 1 GiB for P and dS
+256, 512    backward_rows, then the chain (shared/fmha/chain.py) 5, 1 GiB for P and dS
             with backward_scores of this folder
 """
 
@@ -10,18 +10,14 @@ from torch import Tensor, float16
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, by_sequence, descriptor, ds_scale, supports
+from dsv4.kernels.shared.fmha.chain import Chain
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
-from dsv4.kernels.sm90.fmha.backward import FP16_P_SCALE, Chain, by_sequence, descriptor, ds_scale
 from dsv4.kernels.sm100.fmha.backward_scores import backward_scores
 from dsv4.kernels.sm100.fmha.backward_tiles import backward_tiles
 
-
-def supports(b: FmhaBackward) -> str | None:
-    """None, or why these kernels cannot run the problem."""
-    if b.forward.kind == "paged":
-        return "paged keys have no gradient"
-    return None
+__all__ = ["backward", "supports"]
 
 
 def backward(b: FmhaBackward) -> None:
@@ -63,5 +59,3 @@ def tiles(
         grid = (-(-rows // 128), batch * heads)
         backward_tiles[grid](*of_rows, *of_keys, *stats, dq, dq, *common, *dq.stride()[:3], *dq.stride()[:3],
                              KEYS=False, **options)  # fmt: skip
-
-

@@ -52,8 +52,8 @@ from dsv4.kernels.compat import (
     store_wait,
     tma_store,
 )
+from dsv4.kernels.shared.fmha.score_tiles import advance, load_role, locate, needed
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
-from dsv4.kernels.sm90.fmha.backward_scores import advance, load_role, locate, needed
 
 
 @gluon.jit

@@ -58,7 +58,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
-from dsv4.kernels.sm90.fmha.halves import zero
+from dsv4.kernels.shared.opaque import zero
 
 
 @aggregate

@@ -60,8 +60,8 @@ from dsv4.kernels.compat import (
     store_wait,
     tma_store,
 )
-from dsv4.kernels.sm90.fmha.halves import zero
-from dsv4.kernels.sm90.v4.backward_listed import PANEL, gather_role, numbers
+from dsv4.kernels.shared.opaque import zero
+from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
 
 
 @aggregate

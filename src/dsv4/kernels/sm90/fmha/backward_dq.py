@@ -21,8 +21,8 @@ free[slot]      left, right        2           load           both have used it
 
 from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.sm90.fmha.backward_keys import accumulator, next_slot, send
-from dsv4.kernels.sm90.fmha.halves import zero
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
-from dsv4.kernels.sm90.fmha.halves import zero
+from dsv4.kernels.shared.opaque import zero
 
 
 @gluon.constexpr_function

@@ -8,6 +8,7 @@ from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon,
 from dsv4.kernels.shared import cluster
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS
+from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.sm90.fmha import work
 
 # The first of two places in stat, for left and right.
@@ -77,12 +78,6 @@ def make_room(dtype: gl.constexpr, HOW: gl.constexpr):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(sum_ready.index(i), count=1)
     return Room(q, p, stat, q_asked, q_ready, p_ready, sum_ready), Ring(kv, ready, free), landed
-
-
-@gluon.jit
-def zero(x):
-    """0 for any integer, but the compiler cannot know."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

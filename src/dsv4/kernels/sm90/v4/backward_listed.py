@@ -30,63 +30,21 @@ A row number of -1 is filled with zeros, its P is 0, and nothing is added for it
 """
 
 from dsv4.kernels.compat import (
-    async_copy,
-    cp_async,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     reinterpret,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.sm90.fmha.halves import zero
+from dsv4.kernels.shared.opaque import zero
+from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-
-
-@gluon.jit
-def gather_role(descriptors, smem, barriers, pools, line, query, head, blocks, width, TURNED: gl.constexpr):
-    q_desc, dout_desc, turned_desc = descriptors
-    q, dout, kv = smem
-    q_ready, ready, free = barriers
-    window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride = pools
-    BOX: gl.constexpr = q_desc.layout
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    mbarrier.expect(q_ready, 2 * 64 * 512 * 2)
-    for half in gl.static_range(2):
-        for panel in gl.static_range(4):
-            place = [query, head, half * 256 + panel * 64]
-            tma_load(q_desc, place, q_ready, reinterpret(q.index(half), [4, 1, 64, 64], BOX).index(panel))
-            panel_of_dout = reinterpret(dout.index(half), [4, 1, 64, 64], BOX).index(panel)
-            if half * 4 + panel < 8 - TURNED:
-                tma_load(dout_desc, place, q_ready, panel_of_dout)
-            else:
-                tma_load(turned_desc, [query, head, (half * 4 + panel - 8 + TURNED) * 64], q_ready, panel_of_dout)
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    entry = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    phase = 1  # the first wait on an untouched barrier passes
-    for block in range(0, blocks):
-        slot = block * 64 + entry
-        number = gl.load(line + slot, mask=slot < width, other=-1)
-        there = number >= 0
-        in_window = block < window_blocks
-        offset = (number - gl.where(in_window, 0, window_rows)).to(gl.int64)
-        offset = offset * gl.where(in_window, window_stride, compressed_stride)
-        base = gl.where(in_window, window_ptr, compressed_ptr)
-        mbarrier.wait(free, phase)
-        for half in gl.static_range(2):
-            panels = reinterpret(kv.index(half), [4, 64, 64], PANEL)
-            for panel in gl.static_range(4):
-                here = base + offset[:, None] * 8 + (half * 256 + panel * 64 + column)[None, :]
-                cp_async(panels.index(panel), here, mask=there[:, None])
-        async_copy.mbarrier_arrive(ready, increment_count=False)
-        phase = phase ^ 1
 
 
 @gluon.jit
@@ -193,12 +151,6 @@ def end(dq, kv, dq_desc, query, head, H: gl.constexpr):
     for panel in gl.static_range(4):
         tma_store(dq_desc, [query, head, H * 256 + panel * 64], panels.index(panel))
     store_wait(0)
-
-
-@gluon.jit
-def numbers(line, block, width, L: gl.constexpr):
-    slot = block * 64 + gl.arange(0, 64, layout=L)
-    return gl.load(line + slot, mask=slot < width, other=-1)
 
 
 @gluon.jit
@@ -317,28 +269,3 @@ def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_pt
         (gather_role, ((q_desc, dout_desc, turned_desc), smem, (q_ready, ready, free), pools, line, query, head, blocks,
                        width, TURNED)),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, SOME: gl.constexpr):
-    """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
-    at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
-    one head tile."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
-    row = gl.program_id(0).to(gl.int64)
-    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
-    begin = gl.load(starts_ptr + row)
-    end_ = gl.load(starts_ptr + row + 1)
-    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
-    total = gl.zeros([SOME, 512], gl.float32, L)
-    for entry in range(begin, end_, SOME):
-        there = entry + some < end_
-        at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
-        for tile in range(0, head_tiles):
-            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
-            total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
-    total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
-    total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))
-    column = gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    place = sums_ptr + row * 512 + column
-    gl.store(place, gl.load(place) + total)

@@ -41,9 +41,9 @@ next item. Sums and jobs have two places: a turn later the other, or gather, may
 
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
-from dsv4.kernels.sm90.fmha.halves import zero
 from dsv4.kernels.sm90.v4.gather import (
     FIRST_HEAD,
     QUERY,

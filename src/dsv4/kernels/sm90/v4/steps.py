@@ -16,7 +16,7 @@ both blocks, so that right rescales O once::
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.sm90.fmha.halves import zero
+from dsv4.kernels.shared.opaque import zero
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 

@@ -1,0 +1,128 @@
+"""Gradients of fmha: from a request to what the kernels of an architecture get. Shared by all architectures.
+
+A varlen batch goes sequence by sequence, which reads cu_seqlens on the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha.backward import FmhaBackward
+from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.shared.fmha.backward_rows import backward_rows
+from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
+
+TILE = 128
+# P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
+FP16_P_SCALE = 2.0**14
+FP16_MOST = 2.0**14
+
+
+def supports(b: FmhaBackward) -> str | None:
+    """None, or why no kernel can run the problem."""
+    return "paged keys have no gradient" if b.forward.kind == "paged" else None
+
+
+def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
+    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv) for a dense batch, or for each sequence of a varlen one; what it
+    gets is what a Chain gets."""
+    p = b.forward
+    if p.kind == "dense":
+        _dense(b, run)
+        return
+    for x in (b.dq, b.dk, b.dv, b.dsink):
+        if x is not None:
+            x.zero_()
+    starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
+    for n in range(p.batch):
+        rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+        if rows.start >= rows.stop or keys.start >= keys.stop:
+            continue
+        one = replace(
+            p, kind="dense", q=p.q[None, rows], k=p.k[None, keys], v=p.v[None, keys], out=p.out[None, rows],
+            lse=p.lse[rows].T[None], max_seqlen_q=rows.stop - rows.start, max_seqlen_k=keys.stop - keys.start,
+            cu_seqlens_q=None, cu_seqlens_k=None,
+        )  # fmt: skip
+        dsink = None if b.dsink is None else torch.empty_like(b.dsink)
+        _dense(FmhaBackward(
+            one, b.dout[None, rows], None if b.dlse is None else b.dlse[rows].T[None],
+            *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))), dsink,
+        ), run)  # fmt: skip
+        if dsink is not None:
+            b.dsink.add_(dsink)
+
+
+def _dense(b: FmhaBackward, run: Callable[..., None]) -> None:
+    p = b.forward
+    group = p.group
+    # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
+    # the last query sees the last key.
+    unseen = 0 if p.left < 0 else min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
+    for x in (b.dk, b.dv):
+        if x is not None:
+            x[:, :unseen].zero_()
+    lse2, delta, plain = _rows(b)
+    if b.dsink is not None:
+        lse = p.lse.unflatten(1, (p.kv_heads, group)).transpose(2, 3)  # [B, Hkv, T, G], as plain
+        share = torch.sigmoid(p.sink.view(p.kv_heads, 1, group) - lse)
+        b.dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
+    if b.dq is None and b.dk is None and b.dv is None:
+        return
+    q, dout = _packed(p.q, group), _packed(b.dout, group)
+    k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
+    dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else torch.empty_like(q)
+    dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
+    run(p, q, k, v, dout, lse2, delta, dq, dk, dv)
+    if b.dq is not None and group > 1:
+        b.dq.copy_(dq.unflatten(2, (p.max_seqlen_q, group)).permute(0, 2, 1, 3, 4).flatten(2, 3))
+
+
+def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O."""
+    p = b.forward
+    out, dout = (x if is_aligned(x) and x.stride(-1) == 1 else x.contiguous() for x in (p.out, b.dout))
+    rows = p.batch * p.max_seqlen_q * p.q_heads
+    lse2, delta, plain = torch.empty(3, p.batch, p.kv_heads, p.max_seqlen_q * p.group, device=p.q.device).unbind(0)
+    sink = p.lse if p.sink is None else p.sink  # or unread
+    dlse = p.lse if b.dlse is None else b.dlse
+    arguments = [
+        out, dout, p.lse, dlse, sink, lse2, delta, plain, rows, p.max_seqlen_q, p.q_heads, p.group,
+        int(p.sink is not None), int(b.dlse is not None), *row_strides(out), *row_strides(dout),
+        p.lse.stride(0), p.lse.stride(2), p.lse.stride(1), dlse.stride(0), dlse.stride(2), dlse.stride(1),
+    ]  # fmt: skip
+    backward_rows[(-(-rows // 16),)](*arguments, D=p.head_dim, ROWS=16, num_warps=4)
+    return lse2, delta, plain
+
+
+def _packed(x: Tensor, group: int) -> Tensor:
+    """[B, T, Hq, D] as [B, Hkv, T * G, D]; a copy where one stride for the packed rows does not exist."""
+    if group == 1:
+        return addressable(x.transpose(1, 2))
+    packed = x.unflatten(2, (-1, group)).transpose(1, 2).reshape(x.shape[0], -1, x.shape[1] * group, x.shape[3])
+    return addressable(packed)  # of an expanded tensor, reshape makes a view
+
+
+def addressable(x: Tensor) -> Tensor:
+    """What TMA and BLAS can address; else a copy."""
+    dense = x.stride(-1) == 1 and all(s > 0 for s, n in zip(x.stride(), x.shape) if n > 1)
+    return x if dense and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _panel(columns: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(columns * 2, 16, rank=rank)
+
+
+def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    strides = [s if n > 1 else TILE for s, n in zip(x.stride()[:-1], x.shape)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _panel(block[-1], len(block)))
+
+
+def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
+    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| near the top of its range. fp32 [1]."""
+    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (dout, v)]
+    most = 2 * longest[0] * longest[1]
+    return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)
