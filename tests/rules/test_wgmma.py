@@ -143,3 +143,20 @@ def test_products_on_one_accumulator_need_no_fence_between_them():
         args=OUT,
         code="wgmma-registers",
     )
+
+
+def test_overwriting_the_far_half_of_b_of_a_sparse_product_requires_wait_group():
+    """K = 32: a row of B has 64 bytes, and the last 32 belong to the operand too."""
+    describe = DESCRIBE.replace(t.descriptor("%rd11", "b", blackwell=False), "")
+    describe += t.descriptor("%rd11", "b", lbo=128, sbo=512, blackwell=False)
+    product = "mov.u32 %r60, 0x44444444;\n" + FENCE + ";\nwgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 "
+    product += "{%f0, %f1, %f2, %f3}, %rd10, %rd11, %r60, 0, 1, 1, 1, 0, 0;\n" + COMMIT + ";\n"
+    shared = SHARED.replace("b[256]", "b[512]")
+    last = t.fill("b", 128, 0).replace("mov.u32 %r90, b;", "mov.u32 %r90, b;\nadd.u32 %r90, %r90, 384;")
+
+    def make(keep):
+        body = describe + ZERO + t.fill("a", 2048) + t.fill("b", 512) + PUBLISH + product
+        body += when(keep, WAIT + " 0;\nbar.sync 0;\n") + last + when(not keep, WAIT + " 0;\n")
+        return t.kernel(body, "out", shared=shared, target="sm_90a", version="8.6")
+
+    holds(make, args=OUT)

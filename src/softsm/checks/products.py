@@ -125,13 +125,13 @@ class Products:
 
     def warpgroup(self, w, chain: list, results: list) -> None:
         """Products of a warpgroup that follow each other on one accumulator; d is what the last of them leaves."""
-        from softsm.isa import wgmma
+        from softsm.isa import wgmma_product
 
         cta = w.cta
         for i, parts in enumerate(chain):
             part = parts[0]
             s = part.shape
-            a = wgmma.operand_a(parts, cta).reshape(s.k, 64).view(np.float32).T
+            a = wgmma_product.operand_a(parts, cta).reshape(s.k, 64).view(np.float32).T
             b = tensor_core.shared_rows(
                 cta.shared, pg.SHARED_START, part.b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma"
             )

@@ -1,7 +1,8 @@
 """mma.sync: the warp's own matrix product, all operands in registers. Done at once, as the instruction is.
 
 Shapes and types: f16, bf16, tf32, e4m3/e5m2, f64, s8/u8, s4/u4, b1 (xor.popc, and.popc); accumulators f32, f16, s32,
-f64. Sparse products (mma.sp): f16 and bf16. Register maps are in isa/fragments.py, metadata in isa/mma_sparse.py.
+f64. Sparse products (mma.sp): f16, bf16, tf32 (K = 16) and 8 bits (K = 64). Register maps are in isa/fragments.py,
+metadata in isa/sparsity.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import re
 
 import numpy as np
 
-from softsm.isa import fragments, mma_sparse, tensor_core
+from softsm.isa import fragments, sparsity, tensor_core
+from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import take
@@ -25,10 +27,24 @@ SHAPES = {
     "s4": ((8, 32), (16, 32), (16, 64)), "u4": ((8, 32), (16, 32), (16, 64)),
     "b1": ((8, 128), (16, 128), (16, 256)),
 }  # fmt: skip
+# K of sparse products; those of m16n8k8 (tf32), m16n8k32 (8 bits) and of 4 bits have other metadata
+SPARSE = {
+    "f16": (16, 32),
+    "bf16": (16, 32),
+    "tf32": (16,),
+    "e4m3": (64,),
+    "e5m2": (64,),
+    "s8": (64,),
+    "u8": (64,),
+}
 RESULTS = {"f16": ("f32", "f16"), "e4m3": ("f32", "f16"), "e5m2": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",),
            "f64": ("f64",)}  # fmt: skip
 FAMILIES = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
 TABLED = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # what the compiled kernel multiplies
+
+
+def alike(a: str, b: str) -> bool:
+    return a == b or any({a, b} <= family for family in FAMILIES)
 
 
 @lowers("mma")
@@ -51,10 +67,11 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, "only .row.col products with n = 8 exist here")
     m, k = int(size[1]), int(size[2])
     if sparse:
-        return lower_sparse(asm, ins, sparse == "sp::ordered_metadata", (m, k), (d, a, b, c))
-    same = a == b or any({a, b} <= family for family in FAMILIES)
+        if bitwise:
+            asm.refuse(ins, "there are no sparse products of single bits")
+        return lower_sparse(asm, ins, sparse == "sp::ordered_metadata", saturate, (m, k), (d, a, b, c))
     results = RESULTS.get(a, ("s32",))
-    if a not in SHAPES or not same or (m, k) not in SHAPES[a] or d not in results or c not in results:
+    if a not in SHAPES or not alike(a, b) or (m, k) not in SHAPES[a] or d not in results or c not in results:
         asm.refuse(ins, "no such combination of shape and types")
     if (a == "b1") != bool(bitwise) or (saturate and results != ("s32",)):
         asm.refuse(ins, "modifier .popc or .satfinite does not go with these types")
@@ -80,35 +97,43 @@ def lower(asm, ins) -> None:
                   saturate=saturate)  # fmt: skip
 
 
-def lower_sparse(asm, ins, ordered: bool, shape: tuple[int, int], types: tuple[str, str, str, str]) -> None:
+def lower_sparse(
+    asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int], types: tuple[str, ...]
+) -> None:
     m, k = shape
     d, a, b, c = types
-    if m != 16 or k not in mma_sparse.SHAPES.get(a, ()) or a != b or d != c or d not in RESULTS[a]:
+    results = ("f32",) if a in ("e4m3", "e5m2") else RESULTS.get(a, ("s32",))
+    if m != 16 or k not in SPARSE.get(a, ()) or not alike(a, b) or d != c or d not in results:
         asm.refuse(ins, "no such combination of shape and types for a sparse product")
+    if saturate and d != "s32":
+        asm.refuse(ins, "modifier .satfinite does not go with these types")
     if len(ins.operands) != 6:
         raise asm.error(f"expected 6 operands, got {len(ins.operands)}")
-    selector = ins.operands[5]
-    if not isinstance(selector, Imm) or selector.value not in range(4 if k == 16 else 2):
-        asm.refuse(ins, f"the sparsity selector is a constant below {4 if k == 16 else 2} for K = {k}")
+    chunks = k // 2 if a == "tf32" else k // 4
+    selector, choices = ins.operands[5], {4: 4, 8: 2, 16: 1}[chunks]
+    if not isinstance(selector, Imm) or selector.value not in range(choices):
+        accepted = f"a constant below {choices}" if choices > 1 else "0"
+        asm.refuse(ins, f"the sparsity selector is {accepted} for K = {k} of {a}")
     operands = [asm.vector_rows(x, "u", write=i == 0) for i, x in enumerate(ins.operands[:4])]
     result, left, right, _ = register_counts(m, k, d, a, c)
     for name, rows, count in zip("DABC", operands, (result, left // 2, right, result)):
         if len(rows) != count:
             raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
     d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
-    asm.macro(do_sparse, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, e=asm.src(ins.operands[4], "u"), k=k, m=m,
-              selector=int(selector.value), types=types, ordered=ordered, saturate=False)  # fmt: skip
+    asm.macro(do_sparse, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, e=asm.src(ins.operands[4], "u"), chunks=chunks,
+              m=m, selector=int(selector.value), types=types, ordered=ordered, saturate=saturate)  # fmt: skip
 
 
 def do_sparse(w, mask, o):
-    places = mma_sparse.positions(w.R[o.e], o.selector, o.k)
-    first, second = places[..., 0], places[..., 1]
-    if (first == second).any() or (o.ordered and (first > second).any()):
-        row, chunk = np.argwhere(first >= second if o.ordered else first == second)[0]
-        raise w.fault("metadata", f"row {row}, columns {4 * chunk} to {4 * chunk + 3}: the positions are "
-                      f"{first[row, chunk]} and {second[row, chunk]}")  # fmt: skip
-    left = mma_sparse.expand(fragments.left(w.R[o.a], o.types[1], o.m), places)
-    add_product(w, o, fragments.right(w.R[o.b], o.types[2]) @ left.T)
+    kind = sparsity.granularity(o.types[1])
+    codes = sparsity.register_codes(w.R[o.e], o.selector, o.chunks)
+    located(w, sparsity.check, codes, kind, o.ordered)
+    where = sparsity.columns(codes, kind)
+    left = sparsity.expand(fragments.left(w.R[o.a], o.types[1], o.m), where)
+    right = fragments.right(w.R[o.b], o.types[2])
+    aside = sparsity.set_aside(left, where, right)
+    product = right @ left.T
+    add_product(w, o, product if aside is None else product + aside)
 
 
 def register_counts(m: int, k: int, d: str, a: str, c: str) -> tuple[int, int, int, int]:

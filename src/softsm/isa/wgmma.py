@@ -3,7 +3,8 @@
 The four warps execute the instruction each on its own; the product is one. It takes shape when all four have committed
 the group it belongs to, and is performed, as an asynchronous operation, between that moment and the wait_group that
 covers it. Until its own wait a warp may find the old values in its accumulator registers. Products of one group that
-continue the same accumulator are computed together, with a longer k.
+continue the same accumulator are computed together, with a longer k. Metadata of a sparse product (isa/sparsity.py) are
+read when a warp executes it: PTX asks for a fence, and for a wait, around the registers of D and A alone.
 
 Thread t of a warp, element v of the accumulator: row t/4 + 8*((v/2)%2) of the warp's 16, column 8*(v/4) + 2*(t%4) +
 v%2.
@@ -12,8 +13,6 @@ v%2.
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,53 +20,18 @@ from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.engine.in_flight import Batch, GroupSequence, Warpgroup
 from softsm.errors import Fault
-from softsm.isa import fragments, tensor_core
+from softsm.isa import sparsity
 from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
-from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import exactly, finish, take
-from softsm.isa.tensor_product import multiply_add
+from softsm.isa.wgmma_product import Chain, Part, Shape, chains_of, check_footprints, perform, write_registers
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Vector
 from softsm.report.diagnostics import Diagnostic
 
-ROWS = np.arange(64)
 KNOWN_GROUPS = 4096  # chains of products that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
-
-
-class Shape(NamedTuple):
-    """What the instruction's name says."""
-
-    n: int
-    k: int
-    d: str
-    a: str
-    b: str
-    saturate: bool
-    negate: bool
-    a_k_major: bool
-    b_k_major: bool
-
-
-class Part(NamedTuple):
-    """One warp's share of one wgmma.mma_async."""
-
-    warp: object
-    line: int
-    shape: Shape
-    d_rows: np.ndarray
-    a: Descriptor | np.ndarray  # descriptor, or the rows of A's registers
-    b: Descriptor
-    add: bool
-    d_set: int  # D's registers as bits
-    a_set: int  # A's, 0 where it lies in shared memory
-
-    @property
-    def key(self) -> tuple[int, int, int, bool]:
-        """What must be the same for all four warps."""
-        return self.line, self.a.raw if isinstance(self.a, Descriptor) else -1, self.b.raw, self.add
 
 
 # ---- lowering -----------------------------------------------------------------------------------------------------
@@ -100,12 +64,12 @@ def lower(asm, ins) -> None:
 
 
 def lower_mma(asm, ins, modifiers) -> None:
-    if "sp" in modifiers:
-        asm.refuse(ins, "sparse products are not implemented")
+    sparse = modifiers[:1] == ["sp"]
+    modifiers = modifiers[sparse:]
     if modifiers[:2] != ["sync", "aligned"] or len(modifiers) < 6:
         asm.refuse(ins, "expected .sync.aligned.m64nNkK and the types of D, A and B")
-    if len(ins.operands) < 4:
-        raise asm.error(f"expected at least 4 operands, got {len(ins.operands)}")
+    if len(ins.operands) < 4 + 2 * sparse:
+        raise asm.error(f"expected at least {4 + 2 * sparse} operands, got {len(ins.operands)}")
     shape = re.fullmatch(r"m64n(\d+)k(\d+)", modifiers[2])
     rest = modifiers[3:]
     saturate = bool(take(asm, ins, rest, "satfinite", optional=True))
@@ -116,30 +80,41 @@ def lower_mma(asm, ins, modifiers) -> None:
     n, k = int(shape[1]), int(shape[2])
     d, a, b = rest
     integer = d == "s32"
+    dense_k = k // 2 if sparse else k
     if integer:
-        kinds = a == b == "b1" and k == 256 and not saturate if bits else {a, b} <= {"s8", "u8"} and k == 32
+        single = bits and a == b == "b1" and k == 256 and not saturate and not sparse
+        kinds = single if bits else {a, b} <= {"s8", "u8"} and dense_k == 32
         legal = kinds and n in (8, 16, 24, 32, *range(48, 257, 16))
     else:
         same = a == b if a in ("f16", "bf16", "tf32") else {a, b} <= {"e4m3", "e5m2"}
-        legal = d in ("f32", "f16") and same and FLOATS.get(a) == k and n in range(8, 257, 8) and not saturate
+        legal = (
+            d in ("f32", "f16")
+            and same
+            and FLOATS.get(a) == dense_k
+            and n in range(8, 257, 8)
+            and not saturate
+        )
         legal = legal and not bits and not (d == "f16" and a in ("bf16", "tf32"))
     if not legal:
         asm.refuse(ins, "no such combination of shape and types")
-    d_regs, a_operand, b_operand, scale_d, *immediates = ins.operands
+    d_regs, a_operand, b_operand, *others = ins.operands
+    metadata, selector = lower_metadata(asm, ins, others[:2], a) if sparse else (-1, 0)
+    scale_d, *immediates = others[2 * sparse :]
     from_registers = isinstance(a_operand, Vector)
     if any(not isinstance(x, Imm) for x in immediates):
         raise asm.error("scale and transpose operands must be immediates")
     numbers = [int(x.value) for x in immediates]
-    expected = 0 if integer else 2 if k != 16 else 3 if from_registers else 4
+    halves = a in ("f16", "bf16")  # the only types that can be transposed
+    expected = 0 if integer else 2 if not halves else 3 if from_registers else 4
     if len(numbers) != expected:
         raise asm.error(f"expected {expected} immediates after scale-d, got {len(numbers)}")
     signs = numbers[:2] or [1, 1]
     if set(signs) - {1, -1}:
         raise asm.error(f"scale-a and scale-b are 1 or -1, got {signs}")
-    transposed = ([0] if from_registers else []) + numbers[2:] if k == 16 and not integer else [0, 0]
+    transposed = ([0] if from_registers else []) + numbers[2:] if halves else [0, 0]
     if set(transposed) - {0, 1}:
         raise asm.error(f"transpose operands are 0 or 1, got {transposed}")
-    what = Shape(n, k, d, a, b, saturate, signs[0] != signs[1], not transposed[0], not transposed[1])
+    what = Shape(n, k, d, a, b, saturate, signs[0] != signs[1], not transposed[0], not transposed[1], sparse)
     rows = asm.vector_rows(d_regs, "u", write=True)
     count = n // 4 if d == "f16" else n // 2
     if len(rows) != count:
@@ -159,7 +134,16 @@ def lower_mma(asm, ins, modifiers) -> None:
         asm.wgmma_pending.update((x, x[1]) for x in used)
     asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
               add=asm.src(scale_d, "p"), d_set=pg.row_set(rows), a_set=pg.row_set(a_rows if from_registers else ()),
-              line=ins.line)  # fmt: skip
+              line=ins.line, metadata=metadata, selector=selector)  # fmt: skip
+
+
+def lower_metadata(asm, ins, operands, element: str) -> tuple[int, int]:
+    """(row of the metadata, sparsity selector)."""
+    selector = operands[1]
+    choices = 2 if element in ("f16", "bf16", "tf32") else 1
+    if not isinstance(selector, Imm) or selector.value not in range(choices):
+        asm.refuse(ins, f"the sparsity selector is {'0 or 1' if choices == 2 else '0'} for {element}")
+    return asm.src(operands[0], "u"), int(selector.value)
 
 
 # ---- the warpgroup ------------------------------------------------------------------------------------------------
@@ -200,7 +184,15 @@ def do_mma(w, mask, o):
     if add not in (0, pg.ALL):
         raise w.fault("wgmma-operands", "scale-d differs between the threads of the warp")
     b = descriptor(w, o.b, "B")
-    state.open.append(Part(w, o.line, o.shape, o.d, a, b, bool(add), o.d_set, o.a_set))
+    where = None
+    if o.shape.sparse:
+        located(w, swizzle.check_row, b, o.shape.b_k_major, 64, "operand B of a sparse wgmma")
+        kind = sparsity.granularity(o.shape.a)
+        chunks = o.shape.k // (2 if kind == sparsity.ONE_OF_TWO else 4)
+        codes = sparsity.register_codes(w.R[o.metadata], o.selector, chunks)
+        located(w, sparsity.check, codes, kind)
+        where = sparsity.columns(codes, kind)
+    state.open.append(Part(w, o.line, o.shape, o.d, a, b, bool(add), o.d_set, o.a_set, where))
 
 
 def do_unfenced(w, mask, o):
@@ -239,7 +231,9 @@ def do_settle(w, mask, o):
     if eager and uses(state.open, o.rows):
         do_commit(w, mask, o)
     group = state.group
-    batches = [b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)]
+    batches = [
+        b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)
+    ]
     for batch in batches:  # not a wait: the checkers must not take it for one
         if batch.ops is None:
             return Blocked(group, "the other warps of the warpgroup to commit the same wgmma group")
@@ -333,42 +327,6 @@ def disagree(columns: list[list[Part]]) -> None:
                 )
 
 
-class Chain(NamedTuple):
-    """Products [first, end) of a group that accumulate into the same registers, so that they are one with a longer k,
-    and what follows from their descriptors."""
-
-    first: int
-    end: int
-    k: int
-    a: tuple[tensor_core.Tile | np.ndarray, ...]  # for each product its tile, or A's registers
-    b: tuple[tensor_core.Tile, ...]
-    low: int  # of shared memory
-    high: int
-    spans: tuple[np.ndarray, ...]
-
-
-def chains_of(parts: list[Part]) -> tuple[Chain, ...]:
-    cuts = [i for i in range(len(parts)) if i == 0 or not continues(parts[i - 1], parts[i])]
-    return tuple(chain_of(parts, first, end) for first, end in zip(cuts, [*cuts[1:], len(parts)]))
-
-
-def chain_of(parts: list[Part], first: int, end: int) -> Chain:
-    a, b, spans, k = [], [], [], 0
-    low, high = 1 << 30, 0
-    for part in parts[first:end]:
-        s = part.shape
-        for source, k_major, rows, count, _ in tiles(part):
-            spans.append(swizzle.spans(source, k_major, rows, count))
-            begin, past = swizzle.footprint(source, k_major, rows, count)
-            low, high = min(low, begin), max(high, past)
-        if s.d == "f32":
-            from_shared = isinstance(part.a, Descriptor)
-            a.append(tensor_core.tile(part.a, s.a_k_major, 64, s.k, s.a, ROWS, True) if from_shared else part.a)
-            b.append(tensor_core.tile(part.b, s.b_k_major, s.n, s.k, s.b, np.arange(k, k + s.k), False))
-        k += s.k
-    return Chain(first, end, k, tuple(a), tuple(b), low, high, tuple(spans))
-
-
 def issue(
     w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: tuple[AsyncOp, ...]
 ) -> list[AsyncOp]:
@@ -397,110 +355,3 @@ def issue(
         batch.results[part.warp.index].append(op)
         writes.append(op)
     return writes
-
-
-def continues(old: Part, new: Part) -> bool:
-    """Does the product go on accumulating into the same registers, so that both can be one with a longer k? All warps
-    run the same lines."""
-    a, b = old.shape, new.shape
-    same = (a.n, a.d, a.negate) == (b.n, b.d, b.negate) and a.d == "f32"
-    return same and new.add and np.array_equal(old.d_rows, new.d_rows)
-
-
-def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
-    """(descriptor, K-major, rows of the table, chunks, name) of the operands in shared memory."""
-    s = part.shape
-    out = []
-    both = ((part.a, s.a_k_major, 64, "A", s.a), (part.b, s.b_k_major, s.n, "B", s.b))
-    for source, k_major, rows, name, element in both:
-        if isinstance(source, Descriptor):
-            per = tensor_core.chunk_elements(element)
-            out.append((source, k_major, *((rows, s.k // per) if k_major else (s.k, -(-rows // per))), name))
-    return out
-
-
-def check_footprints(cta, part: Part) -> None:
-    for source, k_major, rows, count, name in tiles(part):
-        swizzle.locate(cta.shared, pg.SHARED_START, source, k_major, rows, count, f"operand {name} of wgmma")
-
-
-# ---- arithmetic ---------------------------------------------------------------------------------------------------
-
-
-def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
-    """A of the warpgroup by lanes (stride 2), without the two closing rows."""
-    s = parts[0].shape
-    if isinstance(parts[0].a, Descriptor):
-        what = "operand A of wgmma"
-        a = tensor_core.shared_lanes(
-            cta.shared, pg.SHARED_START, parts[0].a, s.a_k_major, 64, s.k, s.a, ROWS, 2, what
-        )
-        return a[:-2]
-    out = np.empty((s.k, 64), np.uint32)
-    for i, part in enumerate(parts):
-        out[:, 16 * i : 16 * i + 16] = fragments.left(part.warp.R[part.a], s.a).T.view(np.uint32)
-    return out.reshape(s.k * 2, 32)
-
-
-def write_registers(part: Part, result: np.ndarray, lane: int) -> None:
-    if part.shape.d == "f32":
-        kernels().fragments(result, 2, lane, part.warp.R, part.d_rows, 1)
-    else:
-        part.warp.R[part.d_rows] = fragments.accumulator_registers(result, part.shape.d)
-
-
-def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
-    """One product, or several that accumulate into the same registers: D for each of the four warps."""
-    first = chain[0][0]
-    s, cta = first.shape, first.warp.cta
-    d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
-    if s.d != "f32":
-        return perform_alone(chain[0], d)
-    kernel = kernels()
-    a = np.empty((plan.k, 64), np.uint32)
-    b = np.empty((-(-s.n // 16) * 16, plan.k), np.uint32)  # MN-major chunks may reach past the last row
-    k = 0
-    for parts, of_a, of_b in zip(chain, plan.a, plan.b):
-        shape = parts[0].shape
-        if isinstance(of_a, np.ndarray):
-            per = fragments.PER_REGISTER[shape.a]
-            table = tensor_core.decoding(shape.a)
-            for i, part in enumerate(parts):
-                kernel.left(part.warp.R, of_a, per, table, a[k : k + shape.k], 16 * i)
-        else:
-            of_a.read(cta.shared, a[k : k + shape.k])
-        of_b.read(cta.shared, b)
-        k += shape.k
-    if s.negate:
-        b ^= np.uint32(1 << 31)
-    if first.add:
-        for i, part in enumerate(chain[0]):
-            kernel.fragments(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
-    multiply_add(d, 0, both_halves(s.n), a, b.view(np.float32), 1.0 if first.add else 0.0)
-    return [d] * 4
-
-
-@cache
-def both_halves(n: int) -> np.ndarray:
-    """The plan of tensor_product for 64 rows."""
-    return np.array([[pg.ALL, 0, n], [pg.ALL, 0, n]], np.int64)
-
-
-def perform_alone(parts: tuple[Part, ...], d: np.ndarray) -> list[np.ndarray]:
-    """A product with f16 or s32 sums."""
-    s, cta = parts[0].shape, parts[0].warp.cta
-    a = np.concatenate([operand_a(parts, cta), tensor_core.lane_rows(0, 2)])
-    b = tensor_core.shared_rows(
-        cta.shared, pg.SHARED_START, parts[0].b, s.b_k_major, s.n, s.k, s.b, "operand B of wgmma"
-    )
-    if s.negate:
-        b = np.negative(b)
-    multiply_add(d, 0, both_halves(s.n), a, b, 0.0)
-    product = d.view(np.float32).reshape(s.n, 64)
-    out = []
-    for i, part in enumerate(parts):
-        old = fragments.accumulator(part.warp.R[part.d_rows], s.d)  # uint32 [n, 16]
-        out.append(
-            tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, parts[0].add, 0, s.saturate)
-        )
-    return out

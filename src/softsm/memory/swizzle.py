@@ -161,6 +161,17 @@ def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> n
     return (chunks(descriptor, k_major, rows, count).index << 4) + (descriptor.start & ~1023)
 
 
+def check_row(descriptor: Descriptor, k_major: bool, size: int, what: str) -> None:
+    """Fault where `size` bytes of k do not lie in one swizzled row: no field of a descriptor says where they go on."""
+    width = _WIDTH[descriptor.mode]
+    if k_major and descriptor.mode != NONE and descriptor.start % width + size > width:
+        raise Fault(
+            "descriptor",
+            f"{what}: {size} bytes of k from byte {descriptor.start % width} of a row of {width}; K-major rows of the "
+            f"{MODE_NAMES[descriptor.mode]} must hold them whole; descriptor {descriptor}",
+        )
+
+
 def locate(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
 ) -> tuple[np.ndarray, int]:

@@ -159,8 +159,10 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "copy-size": ("The size of a bulk copy is not allowed.", "Sizes are multiples of 16 bytes."),
     "metadata": (
-        "Metadata of a sparse product name one position twice, or with sp::ordered_metadata in descending order.",
-        "Two different positions of 0 to 3 for every four columns, the smaller one in the lower bits.",
+        "Metadata of a sparse product name one position twice, with sp::ordered_metadata in descending order, or hold "
+        "a code that tf32 does not have.",
+        "Two different positions of 0 to 3 for every chunk, the smaller one in the lower bits; "
+        "for tf32 0b0100 or 0b1110.",
     ),
     # wgmma
     "wgmma-registers": (

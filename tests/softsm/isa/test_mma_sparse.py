@@ -5,29 +5,16 @@ import numpy as np
 import ptx_texts as kn
 import pytest
 from mma_registers import accumulator_registers, left_registers, right_registers
+from sparse_matrices import drawn, register_words
 
-CASES = [(name, k, selector, d) for name, d in (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))
-         for k, selectors in ((16, 4), (32, 2)) for selector in range(selectors)]  # fmt: skip
-PAIRS = [(i, j) for i in range(4) for j in range(i + 1, 4)]
-
-
-def drawn(rng, k):
-    """[16, k/4, 2] positions, ascending."""
-    return np.array(PAIRS)[rng.integers(0, 6, (16, k // 4))]
-
-
-def metadata_words(places, k, selector, rng):
-    """uint32 [32]: what the threads that count say, and noise for the others."""
-    words = rng.integers(0, 1 << 32, 32, dtype=np.uint32)
-    for g in range(8):
-        for half in range(k // 16):
-            word = 0
-            for side in range(2):
-                for j in range(4):
-                    first, second = places[g + 8 * side, 4 * half + j]
-                    word |= (int(first) | int(second) << 2) << 16 * side + 4 * j
-            words[4 * g + (selector if k == 16 else 2 * selector + half)] = word
-    return words
+CASES = [
+    *[(name, name, k, selector, d) for name, d in (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))
+      for k, selectors in ((16, 4), (32, 2)) for selector in range(selectors)],
+    ("tf32", "tf32", 16, 0, "f32"), ("tf32", "tf32", 16, 1, "f32"),
+    ("e4m3", "e5m2", 64, 0, "f32"), ("e5m2", "e5m2", 64, 0, "f32"),
+    ("s8", "s8", 64, 0, "s32"), ("s8", "u8", 64, 0, "s32"), ("u8", "u8", 64, 0, "s32"),
+]  # fmt: skip
+KINDS = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
 
 
 def kernel(name, selector, a_regs, b_regs, c_regs):
@@ -41,24 +28,25 @@ def kernel(name, selector, a_regs, b_regs, c_regs):
     return kn.text(body, ["a", "b", "c", "e", "d"], version="8.5")
 
 
-def operands(name, k, selector, d, seed=0):
+def operands(name, other, k, selector, d, seed=0, shuffled=False):
     rng = np.random.default_rng(seed)
-    given, b = layouts.values(rng, (16, k // 2), name), layouts.values(rng, (8, k), name)
-    places = drawn(rng, k)
-    dense = np.zeros((16, k // 4, 4), np.float32)
-    np.put_along_axis(dense, places, given.reshape(16, k // 4, 2), 2)
-    c = rng.choice(layouts.CHOICES, (16, 8))
-    kind = np.float16 if d == "f16" else np.float32
-    inputs = [left_registers(given, name), right_registers(b, name), accumulator_registers(c, kind)]
-    inputs.append(metadata_words(places, k, selector, rng).reshape(32, 1))
-    return inputs, accumulator_registers(dense.reshape(16, k) @ b.T + c, kind)
+    given, codes, dense = drawn(rng, 16, k, name, shuffled=shuffled)
+    b = layouts.values(rng, (8, k), other)
+    c = rng.integers(-9, 9, (16, 8)) if d == "s32" else rng.choice(layouts.CHOICES, (16, 8))
+    inputs = [left_registers(given, name), right_registers(b, other), accumulator_registers(c, KINDS[d])]
+    inputs.append(register_words(codes, selector, rng).reshape(32, 1))
+    return inputs, accumulator_registers(dense @ b.T + c, KINDS[d])
+
+
+def instruction(variant, name, other, k, d):
+    return f"mma.{variant}.sync.aligned.m16n8k{k}.row.col.{d}.{name}.{other}.{d}"
 
 
 @pytest.mark.parametrize("variant", ["sp", "sp::ordered_metadata"])
 def test_sparse_products(variant):
-    for name, k, selector, d in CASES:
-        inputs, want = operands(name, k, selector, d)
-        text = f"mma.{variant}.sync.aligned.m16n8k{k}.row.col.{d}.{name}.{name}.{d}"
+    for name, other, k, selector, d in CASES:
+        inputs, want = operands(name, other, k, selector, d, shuffled=variant == "sp")
+        text = instruction(variant, name, other, k, d)
         words = want.shape[1] * want.itemsize // 4
         ptx = kernel(text, selector, inputs[0].shape[1], inputs[1].shape[1], words)
         kn.check(text, ptx, inputs, [np.zeros_like(want)], [want])
@@ -71,6 +59,10 @@ def test_sparse_products(variant):
      "%r9, 4;", "selector"),
     ("mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
      "{%r1,%r2,%r3,%r4}, %r9, 2;", "selector"),
+    ("mma.sp.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
+     "{%r1,%r2,%r3,%r4}, %r9, 1;", "selector is 0 for K = 64"),
+    ("mma.sp.sync.aligned.m16n8k64.row.col.f16.e4m3.e4m3.f16 {%r1,%r2}, {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
+     "{%r1,%r2}, %r9, 0;", "no such combination"),
 ])  # fmt: skip
 def test_what_does_not_exist_is_refused(instruction, why):
     import softsm
@@ -80,12 +72,17 @@ def test_what_does_not_exist_is_refused(instruction, why):
         softsm.load(kn.text(instruction, [], version="8.5"))
 
 
-def test_one_place_named_twice_is_a_fault():
+@pytest.mark.parametrize(("name", "k", "word", "variant"), [
+    ("f16", 16, 0x55555555, "sp"),  # both positions are 1
+    ("f16", 16, 0x11111111, "sp::ordered_metadata"),  # 1, then 0
+    ("tf32", 16, 0x88888888, "sp"),
+])  # fmt: skip
+def test_metadata_without_a_meaning_are_a_fault(name, k, word, variant):
     import softsm
     from softsm.errors import Fault
 
-    inputs, want = operands("f16", 16, 0, "f32")
-    inputs[3][::4] = 0x55555555  # both positions are 1
-    text = "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    inputs, want = operands(name, name, k, 0, "f32")
+    inputs[3][:] = word
+    ptx = kernel(instruction(variant, name, name, k, "f32"), 0, inputs[0].shape[1], inputs[1].shape[1], 4)
     with pytest.raises(Fault, match="metadata"):
-        softsm.load(kernel(text, 0, 2, 2, 4)).launch(1, 32, [*inputs, np.zeros_like(want)])
+        softsm.load(ptx).launch(1, 32, [*inputs, np.zeros_like(want)])

@@ -1,0 +1,45 @@
+"""Sparse matrices for the tests of mma.sp, wgmma.sp and tcgen05.mma.sp, made and packed one chunk at a time."""
+
+import layouts
+import numpy as np
+
+PAIRS = [(i, j) for i in range(4) for j in range(i + 1, 4)]
+
+
+def drawn(rng, rows, k, name, fp4=False, shuffled=False):
+    """(given elements [rows, k/2], codes [rows, chunks], A as it is meant [rows, k])."""
+    wide = 8 if fp4 else 2 if name == "tf32" else 4
+    given = layouts.values(rng, (rows, k // 2), name)
+    codes, dense = np.zeros((rows, k // wide), int), np.zeros((rows, k), np.float32)
+    for r in range(rows):
+        for chunk in range(k // wide):
+            first, second = PAIRS[rng.integers(6)]
+            if shuffled and rng.integers(2):
+                first, second = second, first
+            if wide == 2:
+                code = (0b0100, 0b1110)[rng.integers(2)]
+                at = [0 if code == 0b0100 else 1]
+            else:
+                code = first | second << 2
+                at = [first, second] if wide == 4 else [2 * first, 2 * first + 1, 2 * second, 2 * second + 1]
+            codes[r, chunk] = code
+            for i, position in enumerate(at):
+                dense[r, wide * chunk + position] = given[r, wide // 2 * chunk + i]
+    return given, codes, dense
+
+
+def register_words(codes, selector, rng):
+    """uint32 [32]: the metadata of 16 rows as mma.sp and wgmma take them, noise in the words that do not count."""
+    words = rng.integers(0, 1 << 32, 32, dtype=np.uint32)
+    chunks = codes.shape[1]
+    for t in range(32):
+        g, q = t // 4, t % 4
+        if chunks == 16:  # 8-bit elements: all threads, a row each
+            fields = [codes[g + 8 * (q % 2), 8 * (q // 2) + i] for i in range(8)]
+        else:
+            mine = q - selector * (chunks // 4)
+            if mine not in range(chunks // 4):
+                continue
+            fields = [codes[g + 8 * (i // 4), 4 * mine + i % 4] for i in range(8)]
+        words[t] = sum(int(x) << 4 * i for i, x in enumerate(fields))
+    return words
