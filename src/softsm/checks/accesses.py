@@ -15,6 +15,7 @@ from softsm.engine.interpreter import checking_module, spans_module
 
 REDUCTIONS = ("TMA reduction", "bulk reduction")
 COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
+READ, WROTE = 16, 32  # flags of a word
 
 
 class Touched(NamedTuple):
@@ -22,7 +23,31 @@ class Touched(NamedTuple):
 
     origins: list[int]
     shadows: list[np.ndarray]
-    elsewhere: list[np.ndarray]  # of other processes that had a share of it, see checks/division.py
+    elsewhere: list[np.ndarray]  # `since` of the processes that had a share of it, see engine/division.py
+
+    def owners(self) -> list[np.ndarray]:
+        """uint32, for each word: who has touched it."""
+        return [shadow[sh.GLOBAL_RECORD - 1 :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
+
+    def since(self, owners: list[np.ndarray]) -> np.ndarray:
+        """uint8, for each word of the shadows, one after the other: 0 where the owners are those of before; else the
+        bytes written last (4 bits), READ and WROTE."""
+        flags = [np.zeros(0, np.uint8)]
+        for shadow, before in zip(self.shadows, owners):
+            records = shadow.reshape(-1, sh.GLOBAL_RECORD)
+            here = np.zeros(len(records), np.uint8)
+            new = np.flatnonzero(records[:, -1] != before)
+            touched = records[new]
+            wrote, read = (touched[:, 0] > 0) * (touched[:, 3] & 15), (touched[:, 4] > 0) * READ
+            here[new] = wrote | read | (touched[:, -1] & sh.WRITTEN > 0) * WROTE
+            flags.append(here)
+        return np.concatenate(flags)
+
+    @staticmethod
+    def meet(shares: list[np.ndarray]) -> bool:
+        """`since` of several processes: is there a word that one has written and another one touched?"""
+        touched = sum((flags != 0).astype(np.int32) for flags in shares)
+        return any((touched[flags & WROTE != 0] > 1).any() for flags in shares)
 
 
 class MemoryAccesses:
@@ -32,8 +57,9 @@ class MemoryAccesses:
         self.checker, self.order = checker, checker.order
         self.global_memory, self.warps = checker.machine.global_memory, checker.warps
         self.module, self.spans = checking_module(), spans_module()
-        self.races = np.zeros(1 + sh.MAX_RACES * sh.RACE_FIELDS, np.int64)
+        self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
+        self.clusters = self.races[sh.CLUSTERS :]
         self.touched = self.shadow_global()
         self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
 
@@ -42,6 +68,10 @@ class MemoryAccesses:
         sizes = ((a.end + 3) // 4 - a.start // 4 for a in allocations)
         shadows = [np.zeros(size * sh.GLOBAL_RECORD, np.uint32) for size in sizes]
         return Touched([a.start & ~3 for a in allocations], shadows, [])
+
+    def contended(self) -> bool:
+        """Have two clusters touched a word of global memory that one of them wrote?"""
+        return bool(self.races[sh.CONTENDED])
 
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
@@ -103,6 +133,7 @@ class MemoryAccesses:
             self.races_address,
             w.pc,
             flags,
+            w.view.slot,
         )
 
     def access(

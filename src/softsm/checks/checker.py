@@ -10,7 +10,6 @@
     grids        the grid before, under programmatic dependent launch
     findings     from what the compiled code notes to diagnostics with both parties
     products     operands of matrix products (None unless they are looked at)
-    division     accesses since the launch was divided between processes (None unless it was)
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from softsm.checks import shadow as sh
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
-from softsm.checks.division import DividedAccesses
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
@@ -55,7 +53,6 @@ class Checker:
         self.maps = MapChecks(self)
         self.grids = GridChecks(self.order, self.operations, self.memory, earlier)
         self.products: Products | None = None
-        self.division: DividedAccesses | None = None
         if strict or checks.expectations or report.tap is not None:
             self.products = Products(self, report.tap, checks.expectations, strict)
         checks.last[:] = [self.memory.touched]
@@ -79,6 +76,7 @@ class Checker:
         words = (len(cta.shared) + 3) // 4
         shadow = np.zeros(words * (sh.FIXED + 2 * self.warps), np.uint32)
         cta.view = CtaView(self.free.pop(), shadow, shadow.ctypes.data)
+        self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)
         cta.exit_hooks.append(self.findings.ended)
         for w in cta.warps:
             slot = cta.view.slot0 + w.index
@@ -95,6 +93,11 @@ class Checker:
             S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest.ctypes.data
             S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.view.slot0, w.index, self.warps
 
+    def cluster_number(self, cta) -> int:
+        (x, y, z), (nx, ny, _) = ([a // b for a, b in zip(v, self.machine.cluster_shape)]
+                                  for v in (cta.ctaid, self.machine.grid))  # fmt: skip
+        return x + nx * (y + ny * z)
+
     def leave(self, cta) -> None:
         self.operations.unfinished(cta)
         self.operations.left_by_peers(cta)
@@ -108,15 +111,6 @@ class Checker:
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock for place in cta.view.locations.values() for clock in place.clocks.values()]
         self.order.drop([*gone, *(w.view.clock for w in cta.warps)])
-
-    def dividing(self) -> None:
-        """From now on several processes go on with the launch."""
-        self.division = DividedAccesses(self)
-
-    def abandon(self, cta) -> None:
-        """The CTA goes on in another process."""
-        self.division.abandon(cta)
-        self.release(cta)
 
     def close(self) -> None:
         """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.checks.accesses import MemoryAccesses, Touched
+from softsm.checks.accesses import READ, MemoryAccesses, Touched
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order
 from softsm.engine.asynchrony import AsyncOp
@@ -50,9 +50,9 @@ def take_in(grid: Touched) -> None:
         for shadow in grid.shadows:
             records = shadow.reshape(-1, sh.GLOBAL_RECORD)
             of = flags[first : first + len(records)]
-            wrote, read = np.flatnonzero(of & 15), np.flatnonzero(of & 16)
+            wrote, read = np.flatnonzero(of & 15), np.flatnonzero(of & READ)
             records[wrote, 0] = sh.ASYNC
-            records[wrote, 3] |= of[wrote] & np.uint32(15)
+            records[wrote, 3] = of[wrote] & np.uint32(15)
             records[read, 4] = sh.ASYNC
             first += len(records)
     grid.elsewhere.clear()

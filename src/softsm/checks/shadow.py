@@ -14,7 +14,8 @@ bytes, and LIVE where an mbarrier lies. Above the pc of a warp's own read stand 
 and the lane.
 The peer reader is the warp of another CTA of the cluster that read the word last.
 Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
-bytes, 0]: the last writer and the last two warps or operations that read.
+bytes, owner]: the last writer, the last two warps or operations that read, and which clusters touched the word at all:
+the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
 asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when the warp's
@@ -72,6 +73,11 @@ RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 SAME = 5  # WAW, but the value was there already
 MAX_RACES = 64
 RACE_FIELDS = 8
+CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # behind the findings: has a word been touched by two clusters, written by one?
+CLUSTERS = CONTENDED + 1  # and behind that the cluster of each slot, counted from 1
+WRITTEN = 1 << 30
+SEVERAL_CLUSTERS = 1 << 31
+CLUSTER = WRITTEN - 1
 
 
 @compiled("i8(i8, i8)")
@@ -281,11 +287,27 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
             report(races, WAR, 1, address, pc, reader, seen, place & ~i8(READ_SEVERAL), lane)
 
 
+@compiled("void(i8, i8, i8, i8)")
+def global_owner(at, cluster, write, races):
+    """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
+    owner = i8(load32(at + 44))
+    now = owner if owner else cluster
+    if write:
+        now |= WRITTEN
+    if now & CLUSTER != cluster:
+        now |= SEVERAL_CLUSTERS
+    if now != owner:
+        store32(at + 44, u4(now))
+    if now & WRITTEN and now & SEVERAL_CLUSTERS:
+        store64(races + 8 * CONTENDED, np.uint64(1))
+
+
 @called("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
     """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now = i8(load32(clock + 4 * (me - 1)))
+    global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
     if agent == me:
         other = lanes_race(touched, theirs, epoch, now, lane, write)
         if other >= 0 and i8(load32(at + 8)) != pc:

@@ -12,6 +12,7 @@ import numpy as np
 from softsm.checks import shadow
 from softsm.checks.shadow import (
     ASYNC,
+    CLUSTERS,
     FIXED,
     FRESH,
     GENERIC_COPY,
@@ -129,17 +130,19 @@ def asynchronous(
             store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def asynchronous_global(
-    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags
+    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
 ):
     """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
-    for reductions, which do not race with each other."""
+    for reductions, which do not race with each other. slot: of the issuer."""
     newest = number
+    cluster = i8(load64(races + 8 * (CLUSTERS + slot)))
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
         for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * 4 * GLOBAL_RECORD
+            records.global_owner(at, cluster, write, races)
             touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
             agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
             if agent and not touched & theirs & STRONG:
@@ -236,25 +239,6 @@ def tensor_mark(table, held, groups, low, high, write, me, kind):
             else:
                 store64(table + 8 * (at + 8192), load64(table + 8 * (at + 4096)))
                 store64(table + 8 * (at + 4096), np.uint64(me))
-
-
-@compiled("void(i8, i8, i8, i8, i8)")
-def touched_words(shadow, words, epochs, number, out):
-    """For checks/division.py, one byte for each record of global memory: bytes written (4 bits), and 16 when read, by
-    warps after `epochs` or by asynchronous operations from `number` on."""
-    for word in range(words):
-        at = shadow + word * 4 * GLOBAL_RECORD
-        flags = i8(0)
-        for k in range(3):
-            field = at if k == 0 else at + 4 + 12 * k
-            agent, epoch = i8(load32(field)), i8(load32(field + 4))
-            if agent >= ASYNC:
-                new = epoch >= number
-            else:
-                new = agent != 0 and epoch > i8(load32(epochs + 4 * (agent - 1)))
-            if new:
-                flags |= i8(load32(at + 12)) & 15 if k == 0 else i8(16)
-        store8(out + word, np.uint8(flags))
 
 
 @compiled("void(i8, i8, i8, i8)")

@@ -42,6 +42,8 @@ class DeadlockWatch:
         self.seen: dict[int, int] = {}  # fingerprint -> turn
         self.due = 0  # the turn at which a round is over, and the machine must look as it did
         self.expected: tuple[int, int] = (0, 0)
+        self.longest = 0  # turns without progress
+        self.pushes = 0  # times that warps that stood still went on because somebody told them to
 
     def found(self, why: str) -> NoReturn:
         machine = self.machine
@@ -63,6 +65,7 @@ class DeadlockWatch:
         if changes == self.timed_out_at or not late:
             self.found("no warp can make progress")
         self.timed_out_at = changes
+        self.pushes += 1
         for f in late:
             f.blocked.on.waiters.remove(f)
             f.timed_out = True
@@ -91,6 +94,7 @@ class DeadlockWatch:
         before, self.seen_writes = self.seen_writes, changes
         if changes != before or not all(w.spins > 1 for w in machine.ready):
             return
+        self.pushes += 1
         if engine.pending:
             engine.complete_awaited(machine.awaited())
         elif all(self.polls(w) for w in machine.ready):
@@ -138,6 +142,7 @@ class DeadlockWatch:
         engine = self.machine.engine
         progress = engine.completed + self.machine.exits
         if progress != self.progress:
+            self.longest = max(self.longest, self.turns)
             self.turns, self.progress = 0, progress
             self.look_later(PATIENCE)
         if self.turns < self.next:

@@ -1,34 +1,39 @@
 """The CTAs of one launch in several processes.
 
-A launch that has run for a while is divided: the process forks, and each copy goes on with its share of the clusters,
-those in the middle of their work included. That gives what one process would give as long as clusters do not
-communicate, which `independent` reads off the program: no atomics and no strong accesses of global memory, no %smid, no
-clock. Only 'eager' and 'latest' are divided; what 'random' finds must not depend on the number of cores.
+A launch in which nothing happens ends in several processes; anything else is run by one.
 
-Shared and tensor memory belong to a cluster. Global memory is each copy's own after the fork; a child compares it with
-what it was and tells which bytes it has changed. Errors travel as they are. With races checked a child also tells which
-words it has touched, and accesses of two processes to one word are compared at the end (checks/division.py).
+After TURNS turns of its warps the process stops, and copies of it go on, each with a share of the clusters, those in
+the middle of their work included. What they did is taken only if every copy came to its end, found nothing, never had
+to be pushed on by the deadlock watch, and touched no word (unchecked: changed no byte) that another cluster wrote.
+Otherwise it is thrown away, and the process goes on alone from where it stopped. So results, steps, errors, findings
+and their order are those of one process, whatever the number of CPUs and however busy they are. Without checks one
+thing cannot be seen: that a cluster read what a cluster in another process wrote.
+
+Clusters that communicate on purpose, which `independent` reads off the program, are not divided, nor is the order
+'random', whose choices are about all clusters together.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import pickle
 import signal
 import threading
-import time
+import traceback
 import warnings
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
 
 import numpy as np
 
+from softsm.engine.deadlock import PATIENCE
 from softsm.memory.global_memory import Allocation
 from softsm.ptx.ast import Call, Instruction, Module, Symbol
 
-WORTH = 0.03  # seconds a launch has run before it is divided: a fork takes about 5 ms
+TURNS = 300  # of warps, about 30 ms; a fork takes about 5 ms
 LARGEST = 1 << 29  # bytes of global memory that are compared afterwards
 LINE = 64
+MAPS = "/proc/self/maps"
 STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc"}
 WIDE = {"gpu", "sys", "gl"}
 ATOMIC = {"atom", "red", "multimem", "clusterlaunchcontrol"}
@@ -37,8 +42,10 @@ SAME_FOR_ALL = {"smid", "clock", "clock_hi", "clock64", "globaltimer", "globalti
 
 def independent(module: Module, specials) -> bool:
     """Do clusters of the program stay away from each other, whatever they compute?"""
-    items = (item for f in module.functions.values() for item in f.body if isinstance(item, Instruction))
-    return not set(specials) & SAME_FOR_ALL and not any(communicates(module, ins) for ins in items)
+    items = [item for f in module.functions.values() for item in f.body if isinstance(item, Instruction)]
+    # Who allocates tensor memory piece by piece may wait for another CTA of the SM.
+    pieces = sum(ins.name.startswith("tcgen05.alloc") for ins in items)
+    return pieces < 2 and not set(specials) & SAME_FOR_ALL and not any(communicates(module, ins) for ins in items)
 
 
 def communicates(module: Module, ins: Instruction) -> bool:
@@ -68,17 +75,27 @@ def processes() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
+def shared_between_processes(allocations: list[Allocation]) -> bool:
+    """Would a copy of this process write into our memory (np.memmap, torch's share_memory_)?"""
+    try:
+        with open(MAPS) as maps:
+            lines = [line.split(None, 2) for line in maps]
+    except OSError:
+        return True  # a system that does not tell
+    spans = [[int(x, 16) for x in line[0].split("-")] for line in lines if line[1][3] == "s"]
+    return any(a.start < end and start < a.end for start, end in spans for a in allocations)
+
+
 class Division:
-    """What a machine asks between the turns of its warps, and at its end."""
+    """What a machine asks between the turns of its warps."""
 
     def __init__(self, machine):
         self.machine = machine
         self.parts = machine.options.processes or processes()
-        self.children: list[Child] = []
-        self.due = self.never = float("inf")
-        # Another thread may hold a lock that the copy would wait for.
-        if self.parts > 1 and hasattr(os, "fork") and threading.active_count() == 1 and self.possible():
-            self.due = time.perf_counter() + WORTH
+        # Another thread may hold a lock that a copy would wait for.
+        able = self.parts > 1 and hasattr(os, "fork") and threading.active_count() == 1 and self.possible()
+        self.turns = TURNS if able else 0  # until the launch is divided
+        self.found = self.findings()
 
     def possible(self) -> bool:
         machine = self.machine
@@ -88,55 +105,173 @@ class Division:
         return (many and not followed and machine.options.order != "random" and machine.kernel.independent
                 and sum(a.size for a in machine.global_memory.allocations) <= LARGEST)
 
+    def findings(self) -> int:
+        checks = self.machine.options.checks
+        return checks.report.additions if checks is not None else 0
+
+    def quiet(self) -> bool:
+        """Has nothing been found so far, and has no word been touched by two clusters and written by one?"""
+        checker = self.machine.checker
+        return self.findings() == self.found and (checker is None or not checker.memory.contended())
+
     def divide(self) -> None:
-        self.due = self.never
         machine = self.machine
         started = list(dict.fromkeys(cta.cluster[0] for cta in machine.live))
         waiting = list(machine.clusters)
+        machine.clusters = iter(waiting)
         parts = min(self.parts, len(started) + len(waiting))
-        if parts < 2:
-            machine.clusters = iter(waiting)
+        if parts < 2 or not self.quiet() or shared_between_processes(machine.global_memory.allocations):
             return
-        if machine.checker is not None:
-            machine.checker.dividing()
-        for number in range(1, parts):
-            child = Child(machine)
-            if child.pid == 0:
-                self.children = []
-                child.become(lambda number=number: self.keep(started, waiting, number, parts))
-            self.children.append(child)
-        self.keep(started, waiting, 0, parts)
+        outcomes = self.outcomes([(started[k::parts], waiting[k::parts]) for k in range(parts)])
+        if outcomes is not None and self.agree(outcomes):
+            self.take(outcomes)
+            machine.clusters, machine.left = iter(()), 0
+            drop(machine, list(machine.live))
 
-    def keep(self, started: list, waiting: list, number: int, parts: int) -> None:
-        """Go on with this share of the clusters alone."""
-        machine = self.machine
-        mine = started[number::parts]
-        gone = [cta for first in started if first not in mine for cta in first.cluster]
-        rest = waiting[number::parts]
-        machine.clusters, machine.left = iter(rest), len(rest)
-        drop(machine, gone)
-        machine.admit()
-
-    def join(self) -> None:
-        """This process has done its share: take in what the others did."""
-        children, self.children = self.children, []
+    def outcomes(self, shares: list) -> list[Outcome] | None:
+        """Of the copies that go on with the shares; None as soon as one of them has something to say."""
+        children: list[Child] = []
+        before = Before(self.machine)
         try:
-            while children:
-                children.pop(0).finish(self.machine)
+            for share in shares:
+                children.append(Child(self, share, before))
+            told: dict[Connection, Outcome] = {}
+            while len(told) < len(children):
+                for connection in wait([c.connection for c in children if c.connection not in told]):
+                    outcome = connection.recv()
+                    if outcome is None:
+                        return None
+                    told[connection] = outcome
+            return [told[c.connection] for c in children]
+        except (EOFError, OSError):  # no more processes or memory for them
+            return None
         finally:
-            stop(children)
+            for child in children:
+                child.end()
 
-    def stop(self) -> None:
-        """The launch is over, or has failed here."""
-        stop(self.children)
-        self.children, self.due = [], self.never
+    def agree(self, outcomes: list[Outcome]) -> bool:
+        """Is this what one process would have done?"""
+        machine = self.machine
+        # In one process nobody would have waited for longer than all of them together.
+        if sum(o.longest for o in outcomes) >= PATIENCE:
+            return False
+        if machine.steps + sum(o.steps for o in outcomes) > machine.options.budget:
+            return False
+        if machine.checker is not None and machine.checker.memory.touched.meet([o.touched for o in outcomes]):
+            return False
+        changed = [np.zeros((-(-a.size // LINE), LINE // 8), np.uint8) for a in machine.global_memory.allocations]
+        for change in (change for o in outcomes for change in o.changes):
+            if (changed[change.allocation][change.lines] & change.bytes).any():
+                return False
+            changed[change.allocation][change.lines] |= change.bytes
+        return True
+
+    def take(self, outcomes: list[Outcome]) -> None:
+        machine = self.machine
+        for outcome in outcomes:
+            for change in outcome.changes:
+                change.apply(machine.global_memory.allocations)
+            if machine.checker is not None:
+                machine.checker.memory.touched.elsewhere.append(outcome.touched)
+            for index in outcome.compiled:
+                machine.kernel.blocks.compile(index)
+            machine.steps += outcome.steps
+            machine.engine.completed += outcome.completed
+
+    # ---- in a copy ---------------------------------------------------------------------------------------------
+
+    def work(self, started: list, waiting: list) -> bool:
+        """Go on with a share of the clusters. True if nothing happened."""
+        machine = self.machine
+        drop(machine, [cta for cta in machine.live if cta.cluster[0] not in started])
+        machine.clusters, machine.left = iter(waiting), len(waiting)
+        machine.admit()
+        pushes = machine.watch.pushes
+        machine.loop()
+        return machine.watch.pushes == pushes and self.quiet()
+
+    def outcome(self, before: Before) -> Outcome:
+        machine, checker = self.machine, self.machine.checker
+        return Outcome(
+            machine.steps - before.steps, machine.engine.completed - before.completed,
+            max(machine.watch.longest, machine.watch.turns),
+            before.changes(machine.global_memory.allocations),
+            np.flatnonzero((machine.kernel.blocks.table[:, 0] != 0) & ~before.compiled).tolist(),
+            checker.memory.touched.since(before.owners) if checker is not None else None,
+        )  # fmt: skip
 
 
-def stop(children: list[Child]) -> None:
-    for child in children:
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
-        child.close()
+class Change(NamedTuple):
+    """Lines of an allocation that a copy has changed."""
+
+    allocation: int
+    lines: np.ndarray  # int64
+    data: np.ndarray  # uint8 [lines, LINE]
+    bytes: np.ndarray  # uint8 [lines, LINE / 8], a bit for each byte that is another one
+
+    def apply(self, allocations: list[Allocation]) -> None:
+        a = allocations[self.allocation]
+        whole = lines_of(a.bytes)
+        changed = np.unpackbits(self.bytes, axis=1)
+        whole[self.lines] = np.where(changed, self.data, whole[self.lines])
+        if a.size % LINE:
+            a.bytes[:] = whole.reshape(-1)[: a.size]
+
+
+class Outcome(NamedTuple):
+    """What a copy did."""
+
+    steps: int
+    completed: int
+    longest: int  # turns without progress
+    changes: list[Change]
+    compiled: list[int]  # blocks
+    touched: np.ndarray | None  # see checks.accesses.Touched, when races are checked
+
+
+class Before:
+    """The machine when it is divided."""
+
+    def __init__(self, machine):
+        self.steps, self.completed = machine.steps, machine.engine.completed
+        self.memory = [a.bytes.copy() for a in machine.global_memory.allocations]
+        self.compiled = machine.kernel.blocks.table[:, 0] != 0
+        self.owners = machine.checker.memory.touched.owners() if machine.checker is not None else []
+
+    def changes(self, allocations: list[Allocation]) -> list[Change]:
+        found = []
+        for number, (a, old) in enumerate(zip(allocations, self.memory)):
+            now, was = lines_of(a.bytes), lines_of(old)
+            lines = np.flatnonzero((now.view(np.uint64) != was.view(np.uint64)).any(1))
+            if len(lines):
+                found.append(Change(number, lines, now[lines], np.packbits(now[lines] != was[lines], axis=1)))
+        return found
+
+
+class Child:
+    """A copy of this process with a share of the launch."""
+
+    def __init__(self, division: Division, share: tuple[list, list], before: Before):
+        self.connection, theirs = Pipe(duplex=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: torch's, which the child never asks
+            self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                uneventful = False
+                with contextlib.suppress(BaseException):  # whatever it is, one process meets it again
+                    uneventful = division.work(*share)
+                theirs.send(division.outcome(before) if uneventful else None)
+            except Exception:  # it goes on alone, but nothing may be wrong here
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def end(self) -> None:
+        self.connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
 def drop(machine, gone: list) -> None:
@@ -153,151 +288,11 @@ def drop(machine, gone: list) -> None:
         if cta.sm.tmem is not None:
             cta.sm.tmem.forget(cta)
         if machine.checker is not None:
-            machine.checker.abandon(cta)
+            machine.checker.release(cta)
         cta.forget()
     for sm in machine.sms:
         if sm.tmem is not None:
             sm.tmem.wake()
-
-
-class Child:
-    """Another process with a share of the launch, seen from the first one; in it, pid is 0."""
-
-    def __init__(self, machine):
-        self.machine = machine
-        allocations = machine.global_memory.allocations
-        size = sum(a.size for a in allocations)
-        words = size // 4 + 2 * len(allocations) if machine.checker is not None else 0
-        self.changes = mmap.mmap(-1, size + (size // LINE + len(allocations) + 1) * 16 + words + mmap.PAGESIZE)
-        self.answers, back = os.pipe()
-        questions, self.questions = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: torch's, which the child never asks
-            self.pid = os.fork()
-        mine, theirs = ((back, questions), (self.answers, self.questions)) if self.pid == 0 else (
-            (self.answers, self.questions), (back, questions))
-        for descriptor in theirs:
-            os.close(descriptor)
-        self.out, self.inward = mine if self.pid == 0 else mine[::-1]
-
-    # ---- in the child ------------------------------------------------------------------------------------------
-
-    def become(self, keep) -> None:
-        """Do the share, tell what came of it, end."""
-        machine = self.machine
-        try:
-            steps, completed = machine.steps, machine.engine.completed
-            before = [a.bytes.copy() for a in machine.global_memory.allocations]
-            found: dict = {}
-            if machine.options.checks is not None:
-                machine.options.checks.report.follow(found)
-            told: dict = {"error": None}
-            try:
-                keep()
-                machine.loop()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the first process raises it
-                told["error"] = error
-            told |= {"steps": machine.steps - steps, "completed": machine.engine.completed - completed,
-                     "found": list(found.values())}  # fmt: skip
-            told["lines"], end = self.tell_changes(before)
-            if machine.checker is not None:
-                flags = machine.checker.division.touched()
-                self.changes[end : end + flags.size] = flags.tobytes()
-                told["touched"] = (end, flags.size)
-            self.send(told)
-            while machine.checker is not None and told["error"] is None:
-                question = self.receive()
-                if question is None:
-                    break
-                self.send(machine.checker.division.answer(question))
-        finally:
-            os._exit(0)
-
-    def tell_changes(self, before: list[np.ndarray]) -> tuple[list[tuple[int, int, int]], int]:
-        """Puts the lines of global memory that differ into the shared pages: (allocation, lines, where) of each, and
-        the end."""
-        told, at = [], 0
-        for number, (a, old) in enumerate(zip(self.machine.global_memory.allocations, before)):
-            now, was = lines_of(a.bytes), lines_of(old)
-            index = np.flatnonzero((now.view(np.uint64) != was.view(np.uint64)).any(1))
-            if len(index):
-                told.append((number, len(index), at))
-                changed = np.packbits(now[index] != was[index], axis=1)
-                for part in (index, now[index], changed):
-                    data = part.tobytes()
-                    self.changes[at : at + len(data)] = data
-                    at += len(data)
-        return told, at
-
-    # ---- in the first process ----------------------------------------------------------------------------------
-
-    def finish(self, machine) -> None:
-        told = self.receive()
-        if told is None:
-            os.waitpid(self.pid, 0)
-            self.close()
-            raise RuntimeError("a process with a share of the launch has died; SOFTSM_PROCESSES=1 runs it in one")
-        try:
-            for diagnostic in told["found"]:
-                machine.options.checks.report.add(diagnostic)
-            if told["error"] is not None:
-                raise told["error"]
-            if machine.checker is not None:
-                at, size = told["touched"]
-                machine.checker.division.compare(np.frombuffer(self.changes, np.uint8, size, at).copy(), self)
-            for change in told["lines"]:
-                self.take(machine.global_memory.allocations, *change)
-            machine.steps += told["steps"]
-            machine.engine.completed += told["completed"]
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                self.send(None)
-            os.waitpid(self.pid, 0)
-            self.close()
-
-    def take(self, allocations: list[Allocation], number: int, count: int, at: int) -> None:
-        index = np.frombuffer(self.changes, np.int64, count, at)
-        data = np.frombuffer(self.changes, np.uint8, count * LINE, at + 8 * count).reshape(count, LINE)
-        changed = np.frombuffer(self.changes, np.uint8, count * LINE // 8, at + (8 + LINE) * count)
-        a = allocations[number]
-        lines = lines_of(a.bytes)
-        lines[index] = np.where(np.unpackbits(changed).reshape(count, LINE), data, lines[index])
-        if a.size % LINE:
-            a.bytes[:] = lines.reshape(-1)[: a.size]
-
-    def ask(self, question):
-        self.send(question)
-        return self.receive()
-
-    # ---- both --------------------------------------------------------------------------------------------------
-
-    def send(self, thing) -> None:
-        try:
-            data = pickle.dumps(thing)
-        except Exception:  # an error that cannot travel: its words can
-            data = pickle.dumps({"error": RuntimeError(repr(thing.get("error"))), "found": []})
-        with os.fdopen(os.dup(self.out), "wb") as stream:
-            stream.write(len(data).to_bytes(8, "little") + data)
-
-    def receive(self):
-        with os.fdopen(os.dup(self.inward), "rb", buffering=0) as stream:
-            size = int.from_bytes(exactly(stream, 8), "little")
-            return pickle.loads(exactly(stream, size)) if size else None  # noqa: S301 - from our own copy
-
-    def close(self) -> None:
-        os.close(self.out)
-        os.close(self.inward)
-
-
-def exactly(stream, size: int) -> bytes:
-    parts = []
-    while size:
-        part = stream.read(size)
-        if not part:
-            return b""
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def lines_of(data: np.ndarray) -> np.ndarray:

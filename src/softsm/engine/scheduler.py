@@ -8,7 +8,6 @@ that part until the others arrive. Scheduling is cooperative: a warp runs until 
 from __future__ import annotations
 
 from collections import deque
-from time import perf_counter
 
 import numpy as np
 
@@ -289,18 +288,17 @@ class Machine:
     def run(self) -> None:
         self.admit()
         self.division = Division(self)
-        try:
-            self.loop()
-            self.division.join()
-        finally:
-            self.division.stop()
+        self.loop()
 
     def loop(self) -> None:
         ready, engine = self.ready, self.engine
         watch, division = self.watch, self.division
         while self.live:
-            if perf_counter() > division.due:
-                division.divide()
+            if division.turns:
+                division.turns -= 1
+                if not division.turns:
+                    division.divide()
+                    continue
             watch.turn()
             if not ready:
                 if engine.pending:

@@ -66,19 +66,14 @@ class Report:
     launches: int = 0
     tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
     _seen: dict[tuple, tuple[int, set]] = field(default_factory=dict)  # source places -> (which one, its PTX places)
-    _followed: dict | None = None
-
-    def follow(self, found: dict) -> None:
-        """Note in `found` what is added from now on, each place once, for the report of another process."""
-        self._followed = found
+    additions: int = 0  # how often `add` was called
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX and
         whoever came first."""
         key = diagnostic.key()
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
-        if self._followed is not None:
-            self._followed.setdefault((key, tuple(lines)), diagnostic)
+        self.additions += 1
         if key in self._seen and diagnostic.parties:
             self._seen[key][1].add(tuple(lines))
             return
