@@ -13,6 +13,7 @@ from dsv4 import suites
 from dsv4.commands.variants import problems
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import aot, calls, dispatch
+from dsv4.runtime.settings import settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +75,7 @@ def test_two_ctas_share_keys_and_values(pair, monkeypatch, tokens, keys, q_heads
                      max_seqlen_k=keys)  # fmt: skip
     plan = replace(plan, num_splits=1)
     want, want_lse = dsv4.fmha(q, k, v, causal=causal, return_lse=True, plan=plan)
-    monkeypatch.setenv("DSV4_PAIR", "1")
+    monkeypatch.setattr(settings, "pair", True)
     dispatch.use_aot(pair, only=True)
     outs = []
     try:

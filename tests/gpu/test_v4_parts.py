@@ -7,6 +7,7 @@ from compress_inputs import BOUND
 import dsv4
 from dsv4 import Fp8Cache
 from dsv4.reference import rope_table
+from dsv4.runtime.settings import settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,11 +28,11 @@ def test_fp8_cache_has_the_same_bytes(rows_per_page):
 
 
 def test_a_bad_row_number_counts_as_nothing_without_value_checks(monkeypatch):
-    monkeypatch.delenv("DSV4_CHECK", raising=False)
+    monkeypatch.setattr(settings, "check_values", False)
     cache = Fp8Cache.pack(torch.ones(4, 512, device="cuda"), rows_per_page=2)
     got = cache.gather(torch.tensor([1, 99, -5], device="cuda"))
     assert got[0].any() and not got[1:].any()
-    monkeypatch.setenv("DSV4_CHECK", "1")
+    monkeypatch.setattr(settings, "check_values", True)
     with pytest.raises(ValueError, match="^indices: "):
         cache.gather(torch.tensor([99], device="cuda"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from dsv4.bench import peers
 from dsv4.fmha import problem
 from dsv4.kernels.sm90.fmha import entry as hopper
 from dsv4.runtime import dispatch
+from dsv4.runtime.settings import settings
 
 ERROR = 1e-2  # relative, of one head against fp32: several times what rounding P and the output to bf16 makes
 
@@ -79,19 +79,19 @@ class DenseContest:
     def _ahead_of_time(self, plan: dsv4.Plan, out: Tensor) -> peers.Calls:
         if self.aot is None:
             return
-        yield "dsv4 aot", self._from_files(self.aot, plan, out, "0")
+        yield "dsv4 aot", self._from_files(self.aot, plan, out, False)
         if torch.cuda.get_device_capability() == (9, 0) and hopper.pairs(problem.dense(self.q, self.k, self.v)):
-            yield "dsv4 aot, two CTAs", self._from_files(self.aot, plan, out, "1")
+            yield "dsv4 aot, two CTAs", self._from_files(self.aot, plan, out, True)
 
-    def _from_files(self, directory: Path, plan: dsv4.Plan, out: Tensor, pair: str) -> Callable[[], Any]:
+    def _from_files(self, directory: Path, plan: dsv4.Plan, out: Tensor, pair: bool) -> Callable[[], Any]:
         def call() -> Tensor:
-            before = os.environ.get("DSV4_PAIR", "0")
+            before = settings.pair
             dispatch.use_aot(directory, only=True)
-            os.environ["DSV4_PAIR"] = pair
+            settings.pair = pair
             try:
                 dsv4.fmha(self.q, self.k, self.v, causal=self.case.causal, plan=plan, out=out)
             finally:
-                os.environ["DSV4_PAIR"] = before
+                settings.pair = before
                 dispatch.use_aot(None)
             return out
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dsv4.runtime import checks, dispatch, plan
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Launch, Program, tensors_of
+from dsv4.runtime.program import Launch, Layout, Program, tensors_of
 
 MOST = 4096  # prepared calls kept; the oldest goes first
 
@@ -27,6 +28,9 @@ class Outputs(NamedTuple):
     out: tuple[int, ...]
     dtype: torch.dtype
     second: tuple[int, ...]  # fp32
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        return Layout.contiguous(self.out, self.dtype), Layout.contiguous(self.second, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,12 @@ class Operation:
     same: tuple[str, str] | None = None  # arguments for which it counts whether they are the same memory
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
 
+    tensors_in: Callable[[dict[str, Any]], tuple] = field(init=False)  # those of the arguments that are tensors, ...
+    options_in: Callable[[dict[str, Any]], tuple] = field(init=False)  # ... and the others
+
+    def __post_init__(self):
+        object.__setattr__(self, "tensors_in", itemgetter(*self.tensors))
+        object.__setattr__(self, "options_in", itemgetter(*self.options))
 
     def empty(self, arguments: dict[str, Any], want: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs, to be written; of size 0 where the second is not wanted."""
@@ -70,7 +80,7 @@ class Given(NamedTuple):
 class Call(NamedTuple):
     """What is prepared for a key."""
 
-    outputs: Outputs
+    layouts: tuple[Layout, Layout]  # of the outputs
     ready: Any  # launch.Ready; None: torch code
 
 
@@ -90,7 +100,7 @@ def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | Non
         problem = _problem(op, given)
         op.check_values(problem)
         _apart(op, given)
-        return _in_torch(op, problem, _allocated(op.outputs(given.arguments), given, device))
+        return _in_torch(op, problem, _allocated(op.outputs(given.arguments).layouts(), given, device))
     if found == "cuda" and torch.cuda.current_device() == device.index:
         return _run(op, given, backend, dispatch.cuda_target(device), device)
     with dispatch.entered(found, device) as target:
@@ -116,23 +126,20 @@ def _run(
             del _calls[next(iter(_calls))]
         _calls[key] = call
     _apart(op, given)
-    outputs = _allocated(call.outputs, given, device)
+    outputs = _allocated(call.layouts, given, device)
     if call.ready is None:
         return _in_torch(op, problem or _problem(op, given), outputs)
-    call.ready.run([*(given.arguments[name] for name in op.tensors), *outputs, given.scratch])
+    call.ready.run([*op.tensors_in(given.arguments), *outputs, given.scratch])
     return outputs
 
 
 def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
-    arguments, out, second, scratch = given.arguments, given.out, given.second, given.scratch
-    key = [op.name, backend, target, given.want_second, given.capacities, _same(op, given)]
-    key += [arguments[name] for name in op.options]
-    for x in (*[arguments[name] for name in op.tensors], out, second, scratch):
-        if x is None:
-            key.append(None)
-        else:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-    return tuple(key)
+    tensors = (*op.tensors_in(given.arguments), given.out, given.second, given.scratch)
+    layouts = [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
+    ]
+    options = op.options_in(given.arguments)
+    return (op.name, backend, target, given.want_second, given.capacities, _same(op, given), options, *layouts)
 
 
 def _same(op: Operation, given: Given) -> bool:
@@ -182,18 +189,21 @@ def _apart(op: Operation, given: Given) -> None:
             inputs[name] = x
 
 
-def _allocated(outputs: Outputs, given: Given, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+def _allocated(
+    layouts: tuple[Layout, Layout], given: Given, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     out, second = given.out, given.second
     if out is None:
-        out = torch.empty(outputs.out, dtype=outputs.dtype, device=device)
+        out = layouts[0].empty(device)
     if second is None and given.want_second:
-        second = torch.empty(outputs.second, dtype=torch.float32, device=device)
+        second = layouts[1].empty(device)
     return out, second
 
 
 def _prepare(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> Call:
     given = given._replace(arguments=_distinct(given.arguments))
     problem = _problem(op, given)
+    layouts = op.outputs(given.arguments).layouts()
     module = dispatch.kernel_module(op.folder, target.capability)
     if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
         accepted = "bfloat16, float16; float32 on backend 'cpu'"
@@ -201,15 +211,15 @@ def _prepare(op: Operation, given: Given, backend: str, target: Target, device: 
     reason = module.supports(problem)
     if reason is not None:
         if op.falls_back and backend == "auto":
-            return Call(op.outputs(given.arguments), None)
+            return Call(layouts, None)
         raise ValueError(f"backend: {target.backend!r} cannot run this {op.folder} problem: {reason}")
     from dsv4.runtime.launch import Ready
 
-    outputs = op.outputs(given.arguments)
-    results = dict(zip(("out", op.second), _allocated(outputs, given, "meta")))  # stand-ins for those not provided
+    stand_ins = _allocated(layouts, given, torch.device("meta"))  # for those not provided
+    results = dict(zip(("out", op.second), stand_ins))
     tensors = {name: given.arguments[name] for name in op.tensors}
     program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
-    return Call(outputs, Ready(program, target))
+    return Call(layouts, Ready(program, target))
 
 
 def _distinct(arguments: dict[str, Any]) -> dict[str, Any]:

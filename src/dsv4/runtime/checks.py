@@ -7,13 +7,14 @@ tensor values say so and run only where :func:`values_checked` allows.
 
 import math
 import numbers
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from dsv4.runtime.settings import settings
 
 HEAD_DIMS = (64, 128, 256, 512)
 BACKENDS = ("auto", "cuda", "softsm", "cpu")
@@ -273,7 +274,7 @@ def values_checked(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     if x.device.type == "cuda":
-        return os.environ.get("DSV4_CHECK", "0") == "1" and not torch.cuda.is_current_stream_capturing()
+        return settings.check_values and not torch.cuda.is_current_stream_capturing()
     return x.device.type == "cpu"
 
 

@@ -7,7 +7,6 @@ The backend "softsm" runs the same kernels on a CPU, through the driver that ``s
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.runtime import checks
+from dsv4.runtime.settings import settings
 
 # compute capability -> (kernel package, softsm's name of the architecture, oldest Triton that compiles it)
 ARCHITECTURES = {
@@ -27,8 +27,6 @@ ARCHITECTURES = {
 OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4 and of dsv4.kernels.<arch>
 DEFAULT_SOFTSM_ARCH = "sm_100a"
 MULTIPROCESSORS = 132  # assumed where kernels are only compiled
-# Where compiled kernels are, and whether others may be compiled.
-_aot: tuple[Path | None, bool] = (Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None, False)
 
 
 class Target(NamedTuple):
@@ -50,8 +48,7 @@ class Target(NamedTuple):
 def use_aot(directory: str | Path | None, only: bool = False) -> None:
     """Launch from this directory where it has the kernel, and with ``only`` fail where it has not; None = compile
     everything."""
-    global _aot
-    _aot = (None if directory is None else Path(directory), only)
+    settings.aot, settings.aot_only = None if directory is None else Path(directory), only
 
 
 def resolve(backend: str, device: torch.device) -> str:
@@ -82,7 +79,7 @@ def entered(backend: str, device: torch.device) -> Iterator[Target]:
 
 
 def cuda_target(device: torch.device) -> Target:
-    return Target("cuda", *_properties(device), os.environ.get("DSV4_PAIR", "0") == "1", *_aot)
+    return Target("cuda", *_properties(device), settings.pair, settings.aot, settings.aot_only)
 
 
 @cache
@@ -101,7 +98,7 @@ def softsm_target() -> Target:
         raise RuntimeError(f"backend 'softsm': no dsv4 kernels for {arch}")
     active = driver.active
     count = active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
-    return Target("softsm", capability, count, os.environ.get("DSV4_PAIR", "0") == "1")
+    return Target("softsm", capability, count, settings.pair)
 
 
 def compile_target(arch: str, pair: bool = False) -> Target:
@@ -126,7 +123,7 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
         )
     package, arch, _ = ARCHITECTURES[capability]
     refused = too_old(capability)
-    if refused and (_aot[0] is None or triton_version() is None):
+    if refused and (settings.aot is None or triton_version() is None):
         raise RuntimeError(refused)
     folder = f"dsv4.kernels.{package}.{operation}"
     if importlib.util.find_spec(folder) is None:

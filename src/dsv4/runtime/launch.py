@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4.runtime import aot, dispatch
@@ -29,8 +28,8 @@ class Ready:
 
     def run(self, tensors: list[Tensor | None]) -> None:
         memory = list(tensors)
-        for shape, dtype in self.rooms:
-            memory.append(torch.empty(shape, dtype=dtype, device=self.device))
+        for room in self.rooms:
+            memory.append(room.empty(self.device))
         for step in self.steps:
             step.run(memory)
 

@@ -9,11 +9,12 @@ Both are `calls.run`. Neither has a gradient: where one will be asked for, `call
 (gradients.py), and what has none refuses inputs that require grad.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dsv4.runtime import calls, checks
@@ -119,10 +120,10 @@ def call(
             checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
         scratch, capacities = plan.scratch, plan.capacities
     tensors = [arguments[name] for name in op.tensors]
-    plain = not _observed() and all(map(_plain, tensors)) and all(x is not None for x in tensors[: op.required])
+    plain = not _observed() and _plain(tensors, op.required) and not tensors[0].is_meta
     if not plain:
         refuse()
-    if checks.derivatives():
+    if checks.derivatives() and not (plain and _constant(tensors) and _constant((out,))):
         differentiable, training = TRAINING.get(op.name, ((), None))
         wanted = torch.is_grad_enabled() and any(
             isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in differentiable
@@ -132,7 +133,7 @@ def call(
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
             return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    if plain and _plain(out):
+    if plain and _plain((out,)):
         given = Given(arguments, want_second, out, None, scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
@@ -149,9 +150,27 @@ def call(
     return (made, second) if want_second else made
 
 
-def _plain(x: Any) -> bool:
-    """None, or a tensor that is no subclass, no lazy view, not nested, and has memory."""
-    return x is None or type(x) in TENSORS and not (x.is_neg() or x.is_meta or x.is_nested)
+def _plain(tensors: Sequence[Any], required: int = 0) -> bool:
+    """Are all None, or tensors that are no subclass and no lazy view? The first so many must be there. What is nested,
+    sparse or on another device is refused where the call is prepared."""
+    for x in tensors:
+        if x is None:
+            if required > 0:
+                return False
+        elif type(x) not in TENSORS or x.is_neg():
+            return False
+        required -= 1
+    return True
+
+
+def _constant(tensors: Sequence[Tensor | None]) -> bool:
+    """Does none of them want a derivative?"""
+    if forward_ad._current_level >= 0:
+        return False
+    for x in tensors:
+        if x is not None and x.requires_grad:
+            return False
+    return True
 
 
 TENSORS = (Tensor, torch.nn.Parameter)

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
 from dsv4.runtime import aot, dispatch  # noqa: E402
 from dsv4.runtime.launch import ReadyLaunch  # noqa: E402
+from dsv4.runtime.settings import settings  # noqa: E402
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def old(monkeypatch, tmp_path):
         return SimpleNamespace(launch=lambda grid, arguments: done.append((variant, grid)))
 
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 7))
-    monkeypatch.setattr(dispatch, "_aot", (tmp_path, False))
+    monkeypatch.setattr(settings, "aot", tmp_path)
     monkeypatch.setattr(aot, "loaded", loaded)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     target = dispatch.compile_target("sm_100a")._replace(aot=tmp_path)

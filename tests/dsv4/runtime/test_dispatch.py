@@ -9,6 +9,7 @@ from agreement import qkv
 
 import dsv4
 from dsv4.runtime import dispatch
+from dsv4.runtime.settings import settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -47,7 +48,7 @@ def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 7))
     with pytest.raises(RuntimeError, match="DSV4_AOT"):
         dispatch.kernel_module(operation, (10, 0))
-    monkeypatch.setattr(dispatch, "_aot", (tmp_path, False))
+    monkeypatch.setattr(settings, "aot", tmp_path)
     assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.kernels.sm100.{operation}.entry"
 
 

@@ -7,7 +7,7 @@ from dsv4.runtime.program import Copy, Fill, Program, Slot
 
 
 def run(program: Program, tensors: list) -> list:
-    memory = tensors + [torch.full(shape, -1.0, dtype=dtype) for shape, dtype in program.rooms]
+    memory = tensors + [torch.full(room.shape, -1.0, dtype=room.dtype) for room in program.rooms]
     for step in program.steps:
         assert isinstance(step, Copy | Fill)
         step.run(memory)

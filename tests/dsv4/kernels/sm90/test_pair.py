@@ -13,13 +13,14 @@ from dsv4.fmha import problem
 from dsv4.kernels import compat
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import calls, dispatch
+from dsv4.runtime.settings import settings
 
 clusters = pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="Triton before 3.9 compiles no clusters of CTAs")
 
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    monkeypatch.setenv("DSV4_PAIR", "1")
+    monkeypatch.setattr(settings, "pair", True)
 
 
 def draw(tokens, keys, q_heads=1, kv_heads=1, dtype=torch.bfloat16):
@@ -95,9 +96,9 @@ def test_the_bits_of_one_cta(monkeypatch):
     """Also where the second CTA of the last pair has no rows."""
     q, k, v = draw(130, 333)
     for causal in (False, True):
-        monkeypatch.setenv("DSV4_PAIR", "1")
+        monkeypatch.setattr(settings, "pair", True)
         two = run(q, k, v, causal=causal)
-        monkeypatch.setenv("DSV4_PAIR", "0")
+        monkeypatch.setattr(settings, "pair", False)
         one = run(q, k, v, causal=causal)
         assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
