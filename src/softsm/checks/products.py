@@ -89,7 +89,7 @@ class Products:
         self.places: dict[tuple, list[int]] = {}  # accumulator -> [tile, step]
 
     def perform(self, w, thread: int, p, ctas: list, effects) -> None:
-        from softsm.isa import tcgen05
+        from softsm.isa import tcgen05_product as tcgen05
 
         a = np.concatenate([logical_a(tcgen05, p, cta) for cta in ctas])
         b = tcgen05.operand_b(p, ctas)
@@ -209,9 +209,11 @@ class Products:
 
     def provenance(self, operand: str, row: int, k: int, p, ctas) -> list[Party]:
         """Who wrote the element last."""
-        from softsm.isa import tcgen05
+        from softsm.isa import tcgen05_product as tcgen05
 
         s = p.shape
+        if operand == "a" and s.sparse:  # k is not where the element lies
+            return []
         if not hasattr(p, "pair"):  # a wgmma
             if operand == "a" and isinstance(p.a, np.ndarray):
                 return []

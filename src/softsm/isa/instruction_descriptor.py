@@ -1,6 +1,7 @@
 """The 32-bit instruction descriptor of tcgen05.mma: types, shape, transposes, scale-factor ids; decoded and checked.
 
 bits     f16 tf32 f8f6f4 i8        mxf8f6f4                 mxf4 mxf4nvf4
+0-1      sparsity selector         -                        -
 2        sparse                    sparse                   sparse
 3        saturate (i8)             -                        -
 4-5      D: f16 0, f32 1, s32 2    B scale id               B scale id (0, 2)
@@ -34,6 +35,7 @@ _TYPES = {
     "mxf4": {1: "e2m1"},
     "mxf4nvf4": {1: "e2m1"},
 }
+_SELECTORS = ("this kind takes 0", "0 and 1 are implemented")
 _RESULTS = {"f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}, "i8": {2: "s32"}}
 
 
@@ -52,6 +54,13 @@ class InstructionDescriptor(NamedTuple):
     scale: str  # '', 'ue8m0' or 'ue4m3'
     a_scale_id: int
     b_scale_id: int
+    sparse: bool = False
+    selector: int = 0  # which column of a pair has the metadata
+
+    @property
+    def given(self) -> int:
+        """Elements in a row of A that the operand holds."""
+        return self.k // 2 if self.sparse else self.k
 
 
 def _shape_error(kind: str, m: int, n: int, group: int, ws: bool) -> str | None:
@@ -73,15 +82,21 @@ def _shape_error(kind: str, m: int, n: int, group: int, ws: bool) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def decode(value: int, kind: str, group: int = 1, ws: bool = False) -> InstructionDescriptor:
+def decode(
+    value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool = False
+) -> InstructionDescriptor:
     """The descriptor's fields, or Fault('idesc') naming the field that is wrong."""
 
     def wrong(text: str) -> Fault:
         return Fault("idesc", f"instruction descriptor 0x{value:08x} of kind::{kind}: {text}")
 
     block = kind in BLOCK_SCALED
-    if value >> 2 & 1:
-        raise wrong("bit 2 asks for a sparse product, the instruction is dense")
+    if value >> 2 & 1 != sparse:
+        asks = ("dense", "sparse")
+        raise wrong(f"bit 2 asks for a {asks[not sparse]} product, the instruction is {asks[sparse]}")
+    selector = value & 3 if sparse and not block else 0
+    if selector > (kind in ("f16", "tf32")):
+        raise wrong(f"sparsity selector {selector} in bits 0-1; {_SELECTORS[kind in ('f16', 'tf32')]}")
     types = _TYPES[kind]
     a = types.get(value >> 7 & 7)
     b = types.get(value >> 10 & (3 if kind in ("mxf4", "mxf4nvf4") else 7))
@@ -103,6 +118,8 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False) -> Instructi
     text = _shape_error(kind, m, n, group, ws)
     if text is not None:
         raise wrong(f"M = {m}, N = {n}; {text}")
+    if sparse and m != 128 * group:
+        raise wrong(f"M = {m}; sparse products are implemented for M = {128 * group} with cta_group::{group}")
     negate = bool((value >> 13 & 1) ^ (value >> 14 & 1))
     if kind == "i8" and value >> 13 & 3:
         raise wrong("kind::i8 cannot negate (bits 13-14)")
@@ -121,18 +138,18 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False) -> Instructi
             if a_id & 1 or b_id & 1:
                 raise wrong(f"scale-factor ids A {a_id}, B {b_id}; accepted are 0 and 2")
     return InstructionDescriptor(
-        kind, m, n, K_OF_KIND[kind], a, b, d, negate, not transposed & 1, not transposed >> 1,
-        bool(value >> 3 & 1) and kind == "i8", scale, a_id, b_id,
+        kind, m, n, K_OF_KIND[kind] << sparse, a, b, d, negate, not transposed & 1, not transposed >> 1,
+        bool(value >> 3 & 1) and kind == "i8", scale, a_id, b_id, sparse, selector,
     )  # fmt: skip
 
 
 def encode(kind: str, m: int, n: int, a: str, b: str, d: str = "f32", *, a_mn: bool = False, b_mn: bool = False,
            negate_a: bool = False, negate_b: bool = False, saturate: bool = False, scale: str = "ue8m0",
-           a_scale_id: int = 0, b_scale_id: int = 0) -> int:  # fmt: skip
+           a_scale_id: int = 0, b_scale_id: int = 0, sparse: bool = False, selector: int = 0) -> int:  # fmt: skip
     """The inverse of `decode`, for tests and explanations."""
     codes = {name: code for code, name in _TYPES[kind].items()}
     value = codes[a] << 7 | codes[b] << 10 | negate_a << 13 | negate_b << 14 | a_mn << 15 | b_mn << 16
-    value |= n >> 3 << 17 | m >> 4 << 24
+    value |= n >> 3 << 17 | m >> 4 << 24 | sparse << 2 | selector
     if kind in BLOCK_SCALED:
         return value | b_scale_id << 4 | (scale == "ue8m0") << 23 | a_scale_id << 29
     return value | {name: code for code, name in _RESULTS[kind].items()}[d] << 4 | saturate << 3

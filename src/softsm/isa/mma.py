@@ -127,7 +127,7 @@ def lower_sparse(
 def do_sparse(w, mask, o):
     kind = sparsity.granularity(o.types[1])
     codes = sparsity.register_codes(w.R[o.e], o.selector, o.chunks)
-    located(w, sparsity.check, codes, kind, o.ordered)
+    located(w, sparsity.check, codes, kind, sparsity.ASCENDING if o.ordered else sparsity.DIFFERENT)
     where = sparsity.columns(codes, kind)
     left = sparsity.expand(fragments.left(w.R[o.a], o.types[1], o.m), where)
     right = fragments.right(w.R[o.b], o.types[2])

@@ -22,6 +22,11 @@ import numpy as np
 from softsm.errors import Fault
 
 ONE_OF_TWO, TWO_OF_FOUR, PAIRS_OF_EIGHT = "tf32", "2:4", "4:8 in pairs"
+# Codes that have a meaning: of mma.sp and wgmma, of sp::ordered_metadata, of tcgen05 (as the PTX ISA lists them)
+DIFFERENT = frozenset(i | j << 2 for i in range(4) for j in range(4) if i != j)
+ASCENDING = frozenset(i | j << 2 for i in range(4) for j in range(i + 1, 4))
+OF_TCGEN05 = ASCENDING | {0b0110}
+_SINGLE = frozenset({0b0100, 0b1110})
 _CHUNK = {ONE_OF_TWO: 2, TWO_OF_FOUR: 4, PAIRS_OF_EIGHT: 8}
 
 
@@ -45,6 +50,16 @@ def register_codes(words: np.ndarray, selector: int, chunks: int) -> np.ndarray:
     return codes.reshape(8, count, 2, 4).transpose(2, 0, 1, 3).reshape(16, chunks).astype(np.uint8)
 
 
+def tensor_codes(cells: np.ndarray) -> np.ndarray:
+    """The codes of 128 rows from their columns of tensor memory, [1 or 2, 128 lanes]: uint8 [128, 8 or 16]."""
+    codes = cells[:, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15  # [column, lane, 8]
+    if len(cells) == 2:
+        codes = codes.transpose(1, 0, 2)
+    else:  # kinds f16 and tf32: 16 rows as a warp's in mma.sp, with lanes 16i + 8h + j for threads 4j + h
+        codes = codes.reshape(8, 2, 8, 2, 4).transpose(0, 3, 2, 1, 4)  # [i, row half, j, h, chunk]
+    return codes.reshape(128, -1).astype(np.uint8)
+
+
 def columns(codes: np.ndarray, kind: str) -> np.ndarray:
     """Where the given elements stand: int [rows, K/2] from codes [rows, chunks]."""
     rows, chunks = codes.shape
@@ -58,20 +73,17 @@ def columns(codes: np.ndarray, kind: str) -> np.ndarray:
     return (start + places).reshape(rows, -1)
 
 
-def check(codes: np.ndarray, kind: str, ordered: bool = False) -> None:
-    """Fault('metadata') for a code that has no meaning. ordered: the positions must ascend."""
-    first, second = codes & 3, codes >> 2
+def check(codes: np.ndarray, kind: str, accepted: frozenset[int] = DIFFERENT) -> None:
+    """Fault('metadata') for a code that is not accepted."""
     if kind == ONE_OF_TWO:
-        wrong = (codes != 0b0100) & (codes != 0b1110)
-    else:
-        wrong = first >= second if ordered else first == second
+        accepted = _SINGLE
+    wrong = ~np.isin(codes, list(accepted))
     if wrong.any():
         row, chunk = (int(x) for x in np.argwhere(wrong)[0])
-        size = _CHUNK[kind]
-        code = int(codes[row, chunk])
-        what = f"the code is 0b{code:04b}, accepted are 0b0100 and 0b1110"
-        if kind != ONE_OF_TWO:
-            what = f"the positions are {code & 3} and {code >> 2}"
+        size, code = _CHUNK[kind], int(codes[row, chunk])
+        what = f"the positions are {code & 3} and {code >> 2}"
+        if kind == ONE_OF_TWO:
+            what = f"the code is 0b{code:04b}, accepted are 0b0100 and 0b1110"
         raise Fault("metadata", f"row {row}, columns {size * chunk} to {size * chunk + size - 1}: {what}")
 
 

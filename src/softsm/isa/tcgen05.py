@@ -1,20 +1,17 @@
 """tcgen05.mma: D = A*B (+ D) with D in tensor memory, A in shared or tensor memory, B in shared memory.
 
 One thread starts the product for the whole CTA, or for a pair of CTAs (cta_group::2): each CTA of a pair holds its half
-of the rows of A and D and supplies half of the columns of B. With block scaling, scale factors lie in tensor memory,
-row i in lane i % 32 of column i / 32, copied to all four lane quarters.
+of the rows of A and D and supplies half of the columns of B. This is how it is started, and what it touches; what it
+computes is in isa/tcgen05_product.py.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
-from softsm import formats
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.isa import tensor_copy, tensor_core
@@ -22,256 +19,22 @@ from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
 from softsm.isa.mbarriers import lanes, located
-from softsm.isa.tensor_product import multiply_add, multiply_into
+from softsm.isa.tcgen05_product import (
+    A_COLUMNS,
+    Plan,
+    Product,
+    metadata_columns,
+    multiply,
+    perform,
+    plan_of,
+    rows_of,
+)
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Address, Imm, Vector
 
-FP4 = ("mxf4", "mxf4nvf4")
-A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
-IDENTITY = np.arange(128)
 KNOWN_PRODUCTS = 4096  # decoded operands that one instruction keeps
-
-
-class Product(NamedTuple):
-    """One tcgen05.mma with all its operands decoded."""
-
-    shape: InstructionDescriptor
-    ws: bool
-    pair: bool
-    lane: int  # of D, and of A in tensor memory: 0, or 16 for the upper half of M = 64
-    column: int  # of D
-    a: Descriptor | None
-    a_column: int  # of A in tensor memory, where `a` is None
-    b: Descriptor
-    add: bool
-    scale_exponent: int = 0  # D * 2^-s
-    skipped: tuple[int, ...] = ()  # disable-output-lane, 32 lanes in each
-    scale_columns: tuple[int, int] = (0, 0)  # of the scale factors of A and B
-    blocks: int = 0  # scale factors in a row
-    zero_mask: int = 0  # zero-column mask descriptor of .ws
-
-
-def rows_of(p: Product) -> int:
-    """Rows of A and D in each CTA."""
-    return p.shape.m // 2 if p.pair else p.shape.m
-
-
-def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
-    """The zero-column mask of .ws: (bool [n]: use 0 instead of this column of B, how far B's columns are shifted)."""
-    shift = mask >> 56 & 63
-    zero = np.zeros(n, bool)
-    if not mask >> 39 & 1:
-        return zero, shift
-    ones, zeros = (mask >> 40 & 255) + 1, (mask >> 48 & 255) + 1
-    parts = 128 // m
-    for i in range(parts):
-        start, first = mask >> 8 * i & 255, mask >> (32 + i) & 1
-        position = np.arange(n // parts) + start + (0 if first else ones)
-        zero[i * (n // parts) : (i + 1) * (n // parts)] = position % (ones + zeros) < ones
-    return zero, shift
-
-
-def scale_factors(
-    cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str
-) -> np.ndarray:
-    """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
-    block = cells[column : column + -(-rows // 32)]  # [columns, 128]
-    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[
-        ..., first : first + count
-    ]  # [columns, 4, 32, count]
-    if not (data == data[:, :1]).all():
-        c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
-        raise Fault(
-            "scale-copies",
-            f"scale factors of {what}: column {column + c}, lane {lane} differs from its copy in lane "
-            f"{lane + 32 * quarter}; all four lane quarters must hold them (tcgen05.cp.32x128b.warpx4 writes all)",
-        )
-    return formats.decode(data[:, 0].reshape(-1, count)[:rows], name)
-
-
-def operand_b(p: Product, ctas: list) -> np.ndarray:
-    """B as float32 [n, k], gathered from the CTAs that hold it."""
-    s = p.shape
-    own = s.n // len(ctas)
-    zero, shift = zero_columns(p.zero_mask, s.m, s.n) if p.zero_mask else (None, 0)
-    what = "operand B of tcgen05.mma"
-    parts = []
-    for cta in ctas:
-        if s.kind in FP4:
-            parts.append(tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.b, own, s.k, what))
-        else:
-            rows = own + shift
-            parts.append(
-                tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what)
-            )
-    b = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if zero is not None:
-        b = b[shift:].copy()
-        b[zero] = 0
-    return np.negative(b) if s.negate else b
-
-
-class LanePlan(NamedTuple):
-    """How the lanes of one CTA share a product."""
-
-    rows: np.ndarray  # int [128]: the row of A each lane multiplies, -1 for none
-    lanes: np.ndarray  # int [rows]: the first lane of each row
-    copies: bool  # do several lanes use one row (columns of D on top of each other)?
-    quarters: np.ndarray  # int64 [4, 3]: lane mask, first column, columns of each lane quarter
-
-
-@cache
-def lane_plan(m: int, n: int, ws: bool, pair: bool, lane: int) -> LanePlan:
-    rows = np.full(128, -1)
-    quarters = np.zeros((4, 3), np.int64)
-    for x in tm.accumulator_blocks(m, n, ws, pair):
-        for i in range(x.rows):
-            at = lane + x.lane + i
-            rows[at] = x.m + i
-            quarters[at // 32, 0] |= 1 << at % 32
-            quarters[at // 32, 1:] = x.n, x.count
-    lanes = np.array([int(np.flatnonzero(rows == r)[0]) for r in range(m)])
-    return LanePlan(rows, lanes, bool((rows >= 0).sum() > m), quarters)
-
-
-def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
-    """A of one CTA by lanes. Tensor memory already holds it so: each lane multiplies the row it stores."""
-    s = p.shape
-    if p.a is None:
-        return tensor_core.tensor_lanes(
-            cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4
-        )
-    what, rows = "operand A of tcgen05.mma", rows_of(p)
-    if s.kind in FP4:
-        values = tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.a, rows, s.k, what)
-        a = tensor_core.to_lanes(values, plan.lanes, 4)
-    else:
-        a = tensor_core.shared_lanes(
-            cta.shared, pg.SHARED_START, p.a, s.a_k_major, rows, s.k, s.a, plan.lanes, 4, what
-        )
-    if plan.copies:
-        by_lane = a[:-2].reshape(s.k, 128)
-        by_lane[:] = by_lane[:, plan.lanes[plan.rows]]
-    return a
-
-
-class Plan(NamedTuple):
-    """How the usual product is done: f32 sums of elements of 8 bits and more, without scale factors."""
-
-    a: tensor_core.Tile | None  # None: in tensor memory
-    b: tensor_core.Tile
-    lanes: LanePlan
-    quarters: np.ndarray  # of the lanes, without those whose output is disabled; [CTAs * 4, 3]
-    keep: float
-    whole: bool  # does A fill all lanes?
-
-
-def plan_of(p: Product) -> Plan | None:
-    """None for the other products."""
-    s = p.shape
-    if s.d != "f32" or s.scale or p.zero_mask or s.negate or min(formats.BITS[s.a], formats.BITS[s.b]) < 8:
-        return None
-    lanes_of = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
-    members = 2 if p.pair else 1
-    quarters = np.tile(lanes_of.quarters, (members, 1))
-    if any(p.skipped):
-        quarters[:, 0] &= ~np.array(p.skipped, np.int64)
-    a = None
-    if p.a is not None:
-        a = tensor_core.tile(p.a, s.a_k_major, rows_of(p), s.k, s.a, lanes_of.lanes, True)
-    b = tensor_core.tile(p.b, s.b_k_major, s.n // members, s.k, s.b, np.arange(s.k), False)
-    whole = bool((lanes_of.rows >= 0).all())
-    return Plan(a, b, lanes_of, quarters, 2.0**-p.scale_exponent if p.add else 0.0, whole)
-
-
-def check_tiles(p: Product, cta) -> None:
-    """Do the operands lie within the CTA's shared memory?"""
-    s = p.shape
-    for name, descriptor, k_major, rows, element in (("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
-                                                     ("A", p.a, s.a_k_major, rows_of(p), s.a)):  # fmt: skip
-        if descriptor is not None:
-            what, per = f"operand {name} of tcgen05.mma", tensor_core.chunk_elements(element)
-            size = (rows, s.k // per) if k_major else (s.k, -(-rows // per))
-            swizzle.locate(cta.shared, pg.SHARED_START, descriptor, k_major, *size, what)
-
-
-def multiply(p: Product, plan: Plan, ctas: list) -> None:
-    """The product by its plan; its operands have been checked to lie in shared memory."""
-    s = p.shape
-    own = s.n // len(ctas)
-    b = np.empty((-(-own // 16) * 16 * len(ctas), s.k), np.uint32)  # MN-major chunks may reach past the last row
-    for i, cta in enumerate(ctas):
-        plan.b.read(cta.shared, b[own * i :])
-    for i, cta in enumerate(ctas):
-        tmem = cta.tmem
-        if plan.a is None:
-            a = tensor_core.tensor_lanes(tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a)
-        else:
-            a = (np.empty if plan.whole else np.zeros)((s.k, 128), np.uint32)
-            plan.a.read(cta.shared, a)
-            if plan.lanes.copies:
-                a[:] = a[:, plan.lanes.lanes[plan.lanes.rows]]
-        multiply_into(tmem.address, 4 * p.column, plan.quarters[4 * i : 4 * i + 4], a, b, plan.keep)
-
-
-def perform(p: Product, ctas: list) -> None:
-    """The whole product: read the operands, multiply, update D in every CTA."""
-    s = p.shape
-    plan = plan_of(p)
-    if plan is not None:
-        for cta in ctas:
-            check_tiles(p, cta)
-        multiply(p, plan, ctas)
-        return
-    b_all = operand_b(p, ctas)
-    plan = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
-    for index, cta in enumerate(ctas):
-        cells = cta.tmem.cells
-        a, b = operand_a(p, cta, plan), b_all
-        quarters = plan.quarters
-        if any(p.skipped):
-            quarters = quarters.copy()
-            quarters[:, 0] &= ~np.array(p.skipped[4 * index : 4 * index + 4], np.int64)
-        if s.scale:
-            a, b = scale_operands(p, cells, a, b, plan)
-            if b.dtype == np.float64:
-                update(cells, b @ a, p, quarters)
-                continue
-        if s.d == "f32":
-            keep = 2.0**-p.scale_exponent if p.add else 0.0
-            multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
-        else:
-            product = np.empty((s.n * 4, 32), np.uint32)
-            multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
-            update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
-
-
-def scale_operands(p: Product, cells: np.ndarray, a: np.ndarray, b: np.ndarray, plan: LanePlan):
-    """A by lanes and B [n, k] with their scale factors; float64 [k, 128] and [n, k] where float32 could overflow."""
-    s = p.shape
-    b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
-    a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
-    a_scales = np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows])  # [128, blocks]
-    values = tensor_core.scaled(a[:-2].reshape(s.k, 128).view(np.float32).T, a_scales)
-    b = tensor_core.scaled(b, b_scales)
-    if np.float64 in (values.dtype, b.dtype):
-        return values.astype(np.float64).T, b.astype(np.float64)
-    return tensor_core.to_lanes(values, IDENTITY, 4), b
-
-
-def update(cells: np.ndarray, product: np.ndarray, p: Product, quarters: np.ndarray) -> None:
-    """Put product [n, 128 lanes] into D where the fused kernel does not: f16 and s32, or float64 products."""
-    s = p.shape
-    for q, (mask, n, count) in enumerate(quarters.tolist()):
-        d = cells[p.column : p.column + count, 32 * q : 32 * q + 32]
-        fresh = product[n : n + count, 32 * q : 32 * q + 32]
-        fresh = tensor_core.accumulate(d, fresh, s.d, p.add, p.scale_exponent, s.saturate)
-        np.copyto(d, fresh, where=np.array([mask >> i & 1 for i in range(32)], bool))
-
-
-# ---- lowering -----------------------------------------------------------------------------------------------------
 
 _SCALE_BLOCKS = {
     ("mxf8f6f4", ""): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4", "block32"): 1,
@@ -283,8 +46,9 @@ _SCALE_BLOCKS = {
 
 @isa.form("mma")
 def lower_mma(asm, ins, modifiers) -> None:
-    if "sp" in modifiers:
-        asm.refuse(ins, "sparse products are not implemented")
+    sparse = bool(isa.take(asm, ins, modifiers, "sp", optional=True))
+    if sparse and "ws" in modifiers:
+        asm.refuse(ins, "sparse weight-stationary products are not implemented")
     if "ashift" in modifiers:
         asm.refuse(ins, "the shifted A of convolutions is not implemented")
     ws = bool(isa.take(asm, ins, modifiers, "ws", optional=True))
@@ -307,9 +71,12 @@ def lower_mma(asm, ins, modifiers) -> None:
     ):  # reuse of operands: never changes the value
         isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
                  optional=True)  # fmt: skip
-    isa.finish(asm, ins, modifiers, range(5, 8))
-    d, a, b, idesc, *rest = ins.operands
+    isa.finish(asm, ins, modifiers, range(5 + sparse, 8 + sparse))
+    d, a, b, *rest = ins.operands
+    metadata = asm.address_row(rest.pop(0), "u") if sparse else None
+    idesc = rest.pop(0)
     o = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
+    o["sparse"], o["metadata"] = sparse, metadata
     o["d"] = asm.address_row(d, "u")
     o["a"] = asm.address_row(a, "u") if o["a_tensor"] else asm.src(a, "q")
     o["b"], o["idesc"] = asm.src(b, "q"), asm.src(idesc, "u")
@@ -337,7 +104,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     if rest:
         raise asm.error("too many operands")
     isa.settle(asm)
-    rare = block or ws or o["scale_input"] is not None or bool(o["skipped"])
+    rare = block or ws or sparse or o["scale_input"] is not None or bool(o["skipped"])
     asm.macro(do_mma, ins, rare=rare, known={}, **o)
 
 
@@ -375,13 +142,14 @@ def start(w, thread: int, ctas: list, o) -> None:
 
 
 def rare_operands(w, thread: int, o) -> tuple:
-    """Columns of scale factors, the exponent that scales D, disabled lanes, the zero-column mask."""
+    """Columns of scale factors, the exponent that scales D, disabled lanes, the zero-column mask, the metadata."""
     r = w.R
     return (
         tuple(r.item(row, thread) & 0xFFFF for row in o.scales) if o.scales else (0, 0),
         0 if o.scale_input is None else r.item(o.scale_input, thread) & 15,
         tuple(r.item(row, thread) for row in o.skipped),
         0 if o.zero_mask is None else w.Q.item(o.zero_mask, thread),
+        r.item(o.metadata, thread) if o.sparse else 0,
     )
 
 
@@ -400,11 +168,11 @@ class Work:
 
 def prepare(
     o, idesc: int, d: int, a: int, b: int, add: int, scale_columns: tuple[int, int] = (0, 0), scale_exponent: int = 0,
-    skipped: tuple[int, ...] = (), zero_mask: int = 0,
+    skipped: tuple[int, ...] = (), zero_mask: int = 0, metadata: int = 0,
 ) -> Work:  # fmt: skip
     """Everything about a product that follows from its operands alone; a loop repeats the same few."""
     group, ws, a_tensor = o.group, o.ws, o.a_tensor
-    shape = decode_instruction(idesc, o.kind, group, ws)
+    shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
     lane, column = d >> 16, d & 0xFFFF
     rows = shape.m // group
     half = rows == 64 and group == 1 and not ws  # layout F: the lower or the upper 16 of each 32 lanes
@@ -423,15 +191,20 @@ def prepare(
         check_major(a_desc, shape.a, shape.a_k_major, "A")
     b_desc = swizzle.decode(b, True)
     check_major(b_desc, shape.b, shape.b_k_major, "B")
+    if shape.sparse:
+        check_metadata(metadata, shape)
+        swizzle.check_row(b_desc, shape.b_k_major, 64, "operand B of a sparse tcgen05.mma")
     p = Product(
         shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, bool(add), scale_exponent, skipped,
-        scale_columns, o.blocks, zero_mask,
+        scale_columns, o.blocks, zero_mask, metadata & 0xFFFF,
     )  # fmt: skip
     lanes_of_d = accumulator_lanes(p)
     tensor_reads = [] if a_desc is not None else [(a_column, a_column + A_COLUMNS, lanes_of_d)]
     if shape.scale:
         for first, count in zip(scale_columns, (rows, shape.n)):
             tensor_reads.append((first, first + -(-count // 32), 0xFF))
+    if shape.sparse:
+        tensor_reads.append((*metadata_columns(shape, p.metadata), 0xFF))
     shared_reads = [shared_span(b_desc, shape.b_k_major, shape.n // group, shape, "B")]
     if a_desc is not None:
         shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
@@ -445,13 +218,31 @@ def prepare(
     return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint, plan_of(p))
 
 
+def check_metadata(address: int, shape: InstructionDescriptor) -> None:
+    if address >> 16:
+        raise Fault("tmem-lane", f"metadata at lane {address >> 16}; M = {shape.m} accepts lane 0")
+    if address & 1:
+        raise Fault(
+            "metadata",
+            f"metadata at column {address & 0xFFFF}: they begin at an even column; with kinds f16 and tf32 bit 0 of "
+            "the instruction descriptor chooses between it and the next",
+        )
+
+
+def table_size(k_major: bool, rows: int, shape: InstructionDescriptor, name: str) -> tuple[int, int]:
+    """Rows and 16-byte chunks of an operand in shared memory. K-major rows have 32 bytes, those of B in a sparse
+    product 64."""
+    k, element = (shape.given, shape.a) if name == "A" else (shape.k, shape.b)
+    if k_major:
+        return rows, 4 if name == "B" and shape.sparse else 2
+    return k, -(-rows // (16 // tensor_core.element_bytes(element)))
+
+
 def shared_span(
     descriptor: Descriptor, k_major: bool, rows: int, shape: InstructionDescriptor, name: str
 ) -> tuple[int, int, str]:
-    """(first address, end, words) of an operand in shared memory; a row is 32 bytes of k."""
-    per = 16 // tensor_core.element_bytes(shape.a if name == "A" else shape.b)
-    size = (rows, 2) if k_major else (shape.k, -(-rows // per))
-    low, high = swizzle.footprint(descriptor, k_major, *size)
+    """(first address, end, words) of an operand in shared memory."""
+    low, high = swizzle.footprint(descriptor, k_major, *table_size(k_major, rows, shape, name))
     return (
         low,
         high,
@@ -501,12 +292,10 @@ def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
 def operand_spans(p: Product) -> tuple[np.ndarray, ...]:
     s = p.shape
     out = []
-    for descriptor, k_major, rows, element in ((p.a, s.a_k_major, rows_of(p), s.a),
-                                               (p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b)):  # fmt: skip
+    for name, descriptor, k_major, rows in (("A", p.a, s.a_k_major, rows_of(p)),
+                                            ("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1))):  # fmt: skip
         if descriptor is not None:
-            per = 16 // tensor_core.element_bytes(element)
-            size = (rows, 2) if k_major else (s.k, -(-rows // per))
-            out.append(swizzle.spans(descriptor, k_major, *size))
+            out.append(swizzle.spans(descriptor, k_major, *table_size(k_major, rows, s, name)))
     return tuple(out)
 
 

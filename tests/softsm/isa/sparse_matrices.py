@@ -43,3 +43,16 @@ def register_words(codes, selector, rng):
             fields = [codes[g + 8 * (i // 4), 4 * mine + i % 4] for i in range(8)]
         words[t] = sum(int(x) << 4 * i for i, x in enumerate(fields))
     return words
+
+
+def put_metadata(cells, codes, column):
+    """Codes of 128 rows into tensor memory [512, 128]: the first of one column (8 chunks) or two (16)."""
+    rows, chunks = codes.shape
+    for r in range(rows):
+        for chunk in range(chunks):
+            if chunks == 16:
+                c, lane, shift = column + chunk // 8, r, 4 * (chunk % 8)
+            else:
+                c, lane = column, 16 * (r // 16) + 8 * (chunk // 4) + r % 8
+                shift = 16 * (r // 8 % 2) + 4 * (chunk % 4)
+            cells[c, lane] = int(cells[c, lane]) & ~(15 << shift) | int(codes[r, chunk]) << shift

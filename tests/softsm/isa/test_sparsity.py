@@ -22,18 +22,19 @@ def test_elements_return_to_their_columns(name, k, selector, fp4):
     np.testing.assert_array_equal(sparsity.expand(given, sparsity.columns(found, kind)), dense)
 
 
-@pytest.mark.parametrize(("code", "kind", "ordered", "words"), [
-    (0b1010, sparsity.TWO_OF_FOUR, False, "columns 4 to 7: the positions are 2 and 2"),
-    (0b0110, sparsity.TWO_OF_FOUR, True, "columns 4 to 7: the positions are 2 and 1"),
-    (0b1111, sparsity.PAIRS_OF_EIGHT, False, "columns 8 to 15: the positions are 3 and 3"),
-    (0b1000, sparsity.ONE_OF_TWO, False, "columns 2 to 3: the code is 0b1000, accepted are 0b0100 and 0b1110"),
+@pytest.mark.parametrize(("code", "kind", "accepted", "words"), [
+    (0b1010, sparsity.TWO_OF_FOUR, sparsity.DIFFERENT, "columns 4 to 7: the positions are 2 and 2"),
+    (0b0110, sparsity.TWO_OF_FOUR, sparsity.ASCENDING, "columns 4 to 7: the positions are 2 and 1"),
+    (0b0001, sparsity.PAIRS_OF_EIGHT, sparsity.OF_TCGEN05, "columns 8 to 15: the positions are 1 and 0"),
+    (0b1000, sparsity.ONE_OF_TWO, sparsity.DIFFERENT,
+     "columns 2 to 3: the code is 0b1000, accepted are 0b0100 and 0b1110"),
 ])  # fmt: skip
-def test_codes_without_a_meaning(code, kind, ordered, words):
+def test_codes_without_a_meaning(code, kind, accepted, words):
     codes = np.full((16, 4), 0b0100, np.uint8)
-    sparsity.check(codes, kind, ordered)
+    sparsity.check(codes, kind, accepted)
     codes[5, 1] = code
     with pytest.raises(Fault, match=f"row 5, {words}"):
-        sparsity.check(codes, kind, ordered)
+        sparsity.check(codes, kind, accepted)
 
 
 def test_infinities_that_meet_no_element_do_not_take_part():

@@ -1,291 +1,113 @@
-"""tcgen05.mma as a function on memories: every kind, layout and option against a plain matrix product. Values are small
-multiples of 1/2, so every sum is exact and results must be equal."""
-
-from types import SimpleNamespace
+"""tcgen05.mma.sp as instructions: operands, what is refused, and what the checkers see. What it computes is compared in
+test_tcgen05_product.py."""
 
 import layouts
 import numpy as np
 import pytest
+import tensor_kernels as tk
+from layouts import SW128
+from sparse_matrices import drawn, put_metadata
 
-from softsm.errors import Fault
+import softsm
+from softsm.errors import Fault, Unsupported
 from softsm.isa import instruction_descriptor as idesc
-from softsm.isa import tcgen05
-from softsm.memory import swizzle
-from softsm.memory.tensor_memory import TensorMemory
 
-A_AT, B_AT = 1024, 65536
-
-
-def new_cta():
-    return SimpleNamespace(shared=np.zeros(200 * 1024, np.uint8), tmem=TensorMemory())
+SIZE, B_AT, N = 32768, 16384, 32
+NAME = "tcgen05.mma.sp.cta_group::1.kind::f16"
+WAIT_ST = "tcgen05.wait::st.sync.aligned;\n"
 
 
-def place(cta, tile, name, mode, k_major, start):
-    lbo, sbo = layouts.place(cta.shared, tile, name, mode, k_major, start)
-    return swizzle.decode(layouts.descriptor(start, lbo, sbo, mode, True), True)
+def operands(selector=0, seed=0):
+    """(in: shared memory and each thread's two metadata words, D as it must be)."""
+    rng = np.random.default_rng(seed)
+    given, codes, a = drawn(rng, 128, 32, "bf16")
+    b = layouts.values(rng, (N, 32), "bf16")
+    image = np.zeros(SIZE + 1024, np.uint8)
+    layouts.place(image, given, "bf16", SW128, True, 0)
+    layouts.place(image, b, "bf16", SW128, True, B_AT)
+    cells = rng.integers(0, 1 << 32, (2, 128), dtype=np.uint32)
+    put_metadata(cells, codes, selector)
+    image[SIZE:] = np.ascontiguousarray(cells.T).view(np.uint8).reshape(-1)
+    return image.view(np.uint32), a @ b.T
 
 
-def where(m, n, rows, columns, ws, pair):
-    """Lane and column of D's element (m, n) within one CTA."""
-    if rows == 128:
-        return m, n
-    if rows == 32:
-        return m + 32 * (n // (columns // 4)), n % (columns // 4)
-    if ws or pair:
-        return m + 64 * (n // (columns // 2)), n % (columns // 2)
-    return 32 * (m // 16) + m % 16, n
+def kernel(*, selector=0, column=64, lane=0, sparse=True, b_at=B_AT, b_mode=SW128, wait=WAIT_ST, before_free=""):
+    """D in columns 0 to 31, metadata stored to columns 64 and 65 by their threads."""
+    a_desc = layouts.descriptor(0, 0, 1024, SW128, True)
+    b_desc = layouts.descriptor(b_at, 0, 1024, b_mode, True)
+    value = idesc.encode("f16", 128, N, "bf16", "bf16", sparse=sparse, selector=selector)
+    body = f"mul.wide.u32 %rd5, %r0, 8;\nadd.s64 %rd5, %rd1, %rd5;\nld.global.u32 %r100, [%rd5+{SIZE}];\n"
+    body += f"ld.global.u32 %r101, [%rd5+{SIZE + 4}];\n"
+    body += "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9+64], {%r100, %r101};\n" + wait
+    body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\n@!%p1 bra STARTED;\ntcgen05.fence::after_thread_sync;\n"
+    body += f"add.s64 %rd11, %rd3, {a_desc};\nadd.s64 %rd12, %rd3, {b_desc};\nsetp.ne.u32 %p5, 0, 0;\n"
+    body += f"add.u32 %r20, %r8, {column | lane << 16};\nmov.u32 %r21, {value};\n"
+    body += f"{NAME} [%r8], %rd11, %rd12, [%r20], %r21, %p5;\n{tk.COMMIT}STARTED:\n" + before_free
+    body += tk.WAIT.format(n=0, parity=0)
+    body += f"tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {tk.names(140, N)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
+    return tk.kernel(body + tk.words_out(N, 140) + wait, size=SIZE, words=SIZE // 4, columns=128)
 
 
-def read_d(cta, rows, columns, d, column=0, lane=0, ws=False, pair=False):
-    out = np.zeros((rows, columns), np.uint32)
-    for m in range(rows):
-        for n in range(columns):
-            at, c = where(m, n, rows, columns, ws, pair)
-            out[m, n] = cta.tmem.cells[column + c, lane + at]
-    if d == "f16":
-        return out.astype(np.uint16).view(np.float16).astype(np.float32)
-    return out.view(np.int32) if d == "s32" else out.view(np.float32)
+def launched(text, image, **options):
+    out = np.zeros((128, N), np.float32)
+    tk.launch(text, image, out, **options)
+    return out
 
 
-CASES = [
-    # kind, A, B, D, M, N, A K-major, B K-major, swizzles
-    ("f16", "bf16", "bf16", "f32", 128, 256, True, True, layouts.SW128),
-    ("f16", "f16", "f16", "f32", 128, 64, True, False, layouts.SW128),
-    ("f16", "f16", "f16", "f16", 128, 32, False, True, layouts.SW64),
-    ("f16", "bf16", "bf16", "f32", 64, 128, False, False, layouts.SW128),
-    ("f16", "bf16", "bf16", "f32", 64, 24, True, True, layouts.SW32),
-    ("f16", "bf16", "bf16", "f32", 128, 48, True, True, layouts.NONE),
-    ("f16", "bf16", "bf16", "f32", 128, 64, False, False, layouts.NONE),
-    ("f16", "bf16", "bf16", "f32", 64, 64, False, True, layouts.SW32),
-    ("tf32", "tf32", "tf32", "f32", 128, 64, True, True, layouts.SW128),
-    ("tf32", "tf32", "tf32", "f32", 64, 64, False, False, layouts.ATOM32),
-    ("f8f6f4", "e4m3", "e5m2", "f32", 128, 64, True, True, layouts.SW128),
-    ("f8f6f4", "e4m3", "e4m3", "f16", 64, 64, False, False, layouts.SW64),
-    ("f8f6f4", "e2m1", "e3m2", "f32", 128, 32, True, True, layouts.SW128),
-    ("f8f6f4", "e2m3", "e2m1", "f32", 128, 32, True, True, layouts.NONE),
-    ("i8", "s8", "u8", "s32", 128, 32, True, True, layouts.SW128),
-    ("i8", "u8", "s8", "s32", 64, 24, True, True, layouts.SW128),
-]
+@pytest.mark.parametrize("selector", [0, 1])
+def test_a_sparse_product(selector):
+    image, want = operands(selector)
+    for order in ("eager", "latest"):
+        with softsm.checking(order=order) as report:
+            out = launched(kernel(selector=selector), image)
+        assert not report, str(report)
+        np.testing.assert_array_equal(out, want)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
-def test_products_from_shared_memory(case):
-    kind, a_type, b_type, d_type, m, n, a_k, b_k, mode = case
-    rng = np.random.default_rng(1)
-    k = idesc.K_OF_KIND[kind]
-    a, b = layouts.values(rng, (m, k), a_type), layouts.values(rng, (n, k), b_type)
-    cta = new_cta()
-    a_desc, b_desc = place(cta, a, a_type, mode, a_k, A_AT), place(cta, b, b_type, mode, b_k, B_AT)
-    value = idesc.encode(kind, m, n, a_type, b_type, d_type, a_mn=not a_k, b_mn=not b_k)
-    p = tcgen05.Product(idesc.decode(value, kind), False, False, 0, 32, a_desc, 0, b_desc, add=False)
-    tcgen05.perform(p, [cta])
-    want = a @ b.T
-    np.testing.assert_array_equal(read_d(cta, m, n, d_type, 32), want)
-    tcgen05.perform(p._replace(add=True), [cta])
-    np.testing.assert_array_equal(read_d(cta, m, n, d_type, 32), 2 * want)
-    if kind in ("f16", "tf32"):
-        tcgen05.perform(p._replace(add=True, scale_exponent=1), [cta])
-        np.testing.assert_array_equal(read_d(cta, m, n, d_type, 32), 2 * want)
+def test_metadata_are_an_operand_that_races():
+    """Without wait::st the product may read columns 64 and 65 before the stores arrive; overwriting them before the
+    commit has been seen is a race, and so it is for the far half of B's rows."""
+    image, _ = operands()
+    overwrite = "@%p2 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r9+64], {%r100};\n" + WAIT_ST
+    far = "@%p1 st.shared.u32 [%r1+16432], %r0;\n"  # byte 48 of the first row of B
+    texts = [kernel(wait=""), kernel(before_free=overwrite), kernel(before_free=far)]
+    for text in texts:
+        with softsm.checking(order="latest") as report:
+            try:
+                launched(text, image)
+            except Fault:  # nothing but noise was there yet
+                pass
+        assert "race" in report.codes(), str(report)
 
 
-def pack_tensor(cta, a, name, lanes, column):
-    """A into tensor memory: 32 bytes of k in each lane."""
-    code = layouts.bits(a, name)
-    if name == "e2m1":
-        code = code << 2  # 4-bit values sit in bits 2-5 of their container
-    words = np.ascontiguousarray(code.reshape(len(a), -1)).view(np.uint32)
-    for row, lane in enumerate(lanes):
-        cta.tmem.cells[column : column + words.shape[1], lane] = words[row]
+@pytest.mark.parametrize(("options", "code", "words"), [
+    ({"sparse": False}, "idesc", "bit 2 asks for a dense product, the instruction is sparse"),
+    ({"selector": 2}, "idesc", "sparsity selector 2"),
+    ({"column": 65}, "metadata", "begin at an even column"),
+    ({"lane": 16}, "tmem-lane", "metadata at lane 16"),
+    ({"column": 128}, "tmem", "reads tensor memory"),
+    ({"b_at": B_AT + 96}, "descriptor", "64 bytes of k from byte 96"),
+    ({"b_mode": layouts.SW32}, "descriptor", "64 bytes of k from byte 0 of a row of 32"),
+])  # fmt: skip
+def test_operands_that_cannot_be_meant(options, code, words):
+    image, _ = operands()
+    with pytest.raises(Fault, match=words) as error:
+        launched(kernel(**options), image)
+    assert error.value.code.startswith(code)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "m", "ws", "lane"),
-    [("f16", "bf16", 128, False, 0), ("f16", "f16", 64, False, 0), ("f16", "bf16", 64, False, 16),
-     ("tf32", "tf32", 128, False, 0), ("f8f6f4", "e4m3", 128, False, 0), ("f8f6f4", "e2m1", 128, False, 0),
-     ("f8f6f4", "e3m2", 64, False, 0), ("i8", "s8", 128, False, 0), ("f16", "bf16", 128, True, 0),
-     ("f16", "bf16", 64, True, 0), ("f16", "bf16", 32, True, 0), ("i8", "u8", 32, True, 0)],
-)  # fmt: skip
-def test_products_with_a_in_tensor_memory(kind, name, m, ws, lane):
-    rng = np.random.default_rng(2)
-    n, k = 64, idesc.K_OF_KIND[kind]
-    a, b = layouts.values(rng, (m, k), name), layouts.values(rng, (n, k), name)
-    cta = new_cta()
-    b_desc = place(cta, b, name, layouts.SW128, True, B_AT)
-    repeat = 128 // m if ws else 1  # every part of D reads its own copy of A
-    for r in range(repeat):
-        lanes = [r * m + i if m == 128 or ws else 32 * (i // 16) + i % 16 + lane for i in range(m)]
-        pack_tensor(cta, a, name, lanes, 300)
-    d = "s32" if kind == "i8" else "f32"
-    shape = idesc.decode(idesc.encode(kind, m, n, name, name, d), kind, 1, ws)
-    tcgen05.perform(tcgen05.Product(shape, ws, False, lane, 0, None, 300, b_desc, add=False), [cta])
-    np.testing.assert_array_equal(read_d(cta, m, n, d, 0, lane, ws), a @ b.T)
+def test_a_dense_product_with_a_sparse_descriptor():
+    image, _ = operands()
+    text = kernel().replace("mma.sp.", "mma.").replace("[%r20], %r21", "%r21")
+    with pytest.raises(Fault, match="bit 2 asks for a sparse product, the instruction is dense"):
+        launched(text, image)
 
 
-def test_the_row_of_f32_ones_is_half_zeros_as_bf16():
-    """Museum piece: A stored as f32 instead of packed bf16 makes the product 8 instead of 16."""
-    cta = new_cta()
-    b_desc = place(cta, np.ones((64, 16), np.float32), "bf16", layouts.SW128, True, B_AT)
-    cta.tmem.cells[300:308] = 0x3F800000
-    shape = idesc.decode(idesc.encode("f16", 128, 64, "bf16", "bf16"), "f16")
-    p = tcgen05.Product(shape, False, False, 0, 0, None, 300, b_desc, add=False)
-    tcgen05.perform(p, [cta])
-    assert (read_d(cta, 128, 64, "f32") == 8).all()
-    cta.tmem.cells[300:308] = 0x3F803F80
-    tcgen05.perform(p, [cta])
-    assert (read_d(cta, 128, 64, "f32") == 16).all()
-
-
-@pytest.mark.parametrize("m", [64, 32])
-def test_ws_layouts_from_shared_memory(m):
-    rng = np.random.default_rng(3)
-    a, b = layouts.values(rng, (m, 16), "bf16"), layouts.values(rng, (128, 16), "bf16")
-    cta = new_cta()
-    a_desc = place(cta, a, "bf16", layouts.SW128, True, A_AT)
-    b_desc = place(cta, b, "bf16", layouts.SW128, True, B_AT)
-    shape = idesc.decode(idesc.encode("f16", m, 128, "bf16", "bf16"), "f16", 1, True)
-    tcgen05.perform(tcgen05.Product(shape, True, False, 0, 0, a_desc, 0, b_desc, add=False), [cta])
-    np.testing.assert_array_equal(read_d(cta, m, 128, "f32", ws=True), a @ b.T)
-
-
-@pytest.mark.parametrize("m", [256, 128])
-@pytest.mark.parametrize("from_tensor", [False, True])
-def test_a_pair_of_ctas_splits_rows_of_a_and_columns_of_b(m, from_tensor):
-    rng = np.random.default_rng(4)
-    n, half = 64, m // 2
-    a, b = layouts.values(rng, (m, 16), "bf16"), layouts.values(rng, (n, 16), "bf16")
-    ctas = [new_cta(), new_cta()]
-    for c, cta in enumerate(ctas):
-        part = a[c * half : (c + 1) * half]
-        a_desc = place(cta, part, "bf16", layouts.SW128, True, A_AT)
-        b_desc = place(cta, b[c * n // 2 : (c + 1) * n // 2], "bf16", layouts.SW128, True, B_AT)
-        for copy in range(128 // half):
-            pack_tensor(cta, part, "bf16", [copy * half + i for i in range(half)], 300)
-    shape = idesc.decode(idesc.encode("f16", m, n, "bf16", "bf16"), "f16", 2)
-    p = tcgen05.Product(shape, False, True, 0, 0, None if from_tensor else a_desc, 300, b_desc, add=False)
-    tcgen05.perform(p, ctas)
-    got = np.concatenate([read_d(cta, half, n, "f32", pair=True) for cta in ctas])
-    np.testing.assert_array_equal(got, a @ b.T)
-
-
-def test_disabled_lanes_and_negation():
-    rng = np.random.default_rng(5)
-    a, b = layouts.values(rng, (128, 16), "f16"), layouts.values(rng, (32, 16), "f16")
-    cta = new_cta()
-    a_desc, b_desc = (place(cta, x, "f16", layouts.SW128, True, at) for x, at in ((a, A_AT), (b, B_AT)))
-    skipped = (0x0000FFFF, 0, 0xFFFFFFFF, 0x80000001)
-    for d in ("f32", "f16"):
-        cta.tmem.cells[:] = 7
-        shape = idesc.decode(idesc.encode("f16", 128, 32, "f16", "f16", d, negate_b=True), "f16")
-        tcgen05.perform(
-            tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, skipped), [cta]
-        )
-        got = read_d(cta, 128, 32, d)
-        for lane in range(128):
-            if skipped[lane // 32] >> lane % 32 & 1:
-                assert (cta.tmem.cells[:32, lane] == 7).all()
-            else:
-                np.testing.assert_array_equal(got[lane], -(a @ b.T)[lane])
-
-
-def test_integer_sums_wrap_or_saturate():
-    cta = new_cta()
-    ones = np.full((128, 32), 127, np.float32)
-    a_desc = place(cta, ones, "s8", layouts.SW128, True, A_AT)
-    b_desc = place(cta, ones[:8], "s8", layouts.SW128, True, B_AT)
-    for saturate, want in ((True, 2**31 - 1), (False, 2**31 - 1 + 32 * 127 * 127 - 2**32)):
-        cta.tmem.cells[:8] = 2**31 - 1
-        shape = idesc.decode(idesc.encode("i8", 128, 8, "s8", "s8", "s32", saturate=saturate), "i8")
-        tcgen05.perform(tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, True), [cta])
-        assert (cta.tmem.cells[:8].view(np.int32) == want).all()
-
-
-def put_scales(cta, codes, column, first):
-    """codes [rows, blocks] -> row i in lane i%32 of column i/32, bytes first.., in all four lane quarters."""
-    cells = cta.tmem.cells.view(np.uint8).reshape(512, 128, 4)
-    for i in range(codes.shape[0]):
-        for quarter in range(4):
-            cells[column + i // 32, i % 32 + 32 * quarter, first : first + codes.shape[1]] = codes[i]
-
-
-@pytest.mark.parametrize(
-    ("kind", "a_type", "b_type", "blocks", "scale", "ids"),
-    [("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0", (1, 3)), ("mxf8f6f4", "e5m2", "e4m3", 1, "ue8m0", (0, 0)),
-     ("mxf4", "e2m1", "e2m1", 2, "ue8m0", (0, 2)), ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3", (0, 0)),
-     ("mxf4nvf4", "e2m1", "e2m1", 2, "ue8m0", (2, 0)), ("mxf4nvf4", "e2m1", "e2m1", 4, "ue8m0", (0, 0))],
-)  # fmt: skip
-@pytest.mark.parametrize("wide", [False, True])
-def test_block_scaled_products(kind, a_type, b_type, blocks, scale, ids, wide):
-    rng = np.random.default_rng(6)
-    n, k = 64, idesc.K_OF_KIND[kind]
-    a, b = layouts.values(rng, (128, k), a_type), layouts.values(rng, (n, k), b_type)
-    cta = new_cta()
-    if k == 64:  # packed fp4: two codes in a byte
-        descs = []
-        for tile, at in ((a, A_AT), (b, B_AT)):
-            code = layouts.bits(tile, "e2m1")[..., 0] & 15
-            packed = (code[:, 0::2] | code[:, 1::2] << 4).astype(np.uint8)
-            for r in range(len(tile)):
-                for i in range(32):
-                    cta.shared[layouts.element_address(layouts.SW128, True, at, 0, 1024, r, i, 1)] = packed[
-                        r, i
-                    ]
-            descs.append(swizzle.decode(layouts.descriptor(at, 0, 1024, layouts.SW128, True), True))
-        a_desc, b_desc = descs
-    else:
-        a_desc = place(cta, a, a_type, layouts.SW128, True, A_AT)
-        b_desc = place(cta, b, b_type, layouts.SW128, True, B_AT)
-    if scale == "ue8m0":
-        low, high = (60, 70) if wide else (124, 131)
-        sa, sb = rng.integers(low, high, (128, blocks)), rng.integers(low, high, (n, blocks))
-        if wide:
-            sb = sb + 124
-        fa, fb = 2.0 ** (sa - 127.0), 2.0 ** (sb - 127.0)
-    else:
-        sa, sb = rng.choice([0x30, 0x38, 0x40], (128, blocks)), rng.choice([0x30, 0x38, 0x40], (n, blocks))
-        lookup = {0x30: 0.5, 0x38: 1.0, 0x40: 2.0}
-        fa, fb = np.vectorize(lookup.get)(sa), np.vectorize(lookup.get)(sb)
-    put_scales(cta, sa.astype(np.uint8), 256, ids[0])
-    put_scales(cta, sb.astype(np.uint8), 264, ids[1])
-    value = idesc.encode(kind, 128, n, a_type, b_type, scale=scale, a_scale_id=ids[0], b_scale_id=ids[1])
-    shape = idesc.decode(value, kind)
-    p = tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, (), (256, 264), blocks)
-    tcgen05.perform(p, [cta])
-    want = (a * np.repeat(fa, k // blocks, 1)) @ (b * np.repeat(fb, k // blocks, 1)).T
-    np.testing.assert_array_equal(read_d(cta, 128, n, "f32"), want.astype(np.float32))
-
-
-def test_scale_factors_must_be_in_all_lane_quarters():
-    cta = new_cta()
-    a_desc = place(cta, np.ones((128, 32), np.float32), "e4m3", layouts.SW128, True, A_AT)
-    put_scales(cta, np.full((128, 1), 127, np.uint8), 256, 0)
-    cta.tmem.cells[257, 70] = 0
-    shape = idesc.decode(idesc.encode("mxf8f6f4", 128, 64, "e4m3", "e4m3"), "mxf8f6f4")
-    p = tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, a_desc, False, 0, (), (256, 256), 1)
-    with pytest.raises(Fault, match="lane 6 differs from its copy in lane 70") as error:
-        tcgen05.perform(p, [cta])
-    assert error.value.code == "scale-copies"
-
-
-@pytest.mark.parametrize(
-    ("m", "fields", "want"),
-    [  # start counts, first spans, non-zero, skip, use -> the PTX ISA's own examples, lowest column first
-        (128, ((0, 0, 0, 0), (0, 0, 0, 0), 0, 4, 3), ["0000000"]),
-        (128, ((0, 0, 0, 0), (0, 0, 0, 0), 1, 2, 3), ["00001110000111"]),
-        (64, ((0, 0, 0, 0), (1, 0, 0, 0), 1, 2, 3), ["11100001110000111", "00001110000111"]),
-        (
-            32,
-            ((0, 1, 2, 1), (1, 1, 0, 0), 1, 2, 3),
-            ["1110000111", "110000111", "001110000111", "0001110000111"],
-        ),
-    ],
-)
-def test_zero_column_masks(m, fields, want):
-    starts, firsts, nonzero, skip, use = fields
-    mask = sum(s << 8 * i for i, s in enumerate(starts)) | sum(f << 32 + i for i, f in enumerate(firsts))
-    mask |= nonzero << 39 | skip << 40 | use << 48 | 2 << 56
-    zero, shift = tcgen05.zero_columns(mask, m, 128)
-    assert shift == 2
-    part = m  # columns in each sub-mask: 128 / (128 / m)
-    for i, text in enumerate(want):
-        got = "".join(str(int(x)) for x in zero[i * part : i * part + len(text)])
-        assert got == text
+@pytest.mark.parametrize(("instruction", "why"), [
+    ("tcgen05.mma.ws.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", "weight-stationary"),
+    ("tcgen05.mma.sp.cta_group::1.kind::mxf4 [%r1], %rd1, %rd2, [%r2], %r3, [%r4], [%r5], %p1;", "needs .block_scale"),
+    ("tcgen05.mma.sp.cta_group::1.kind::f16.ashift [%r1], [%r5], %rd2, [%r2], %r3, %p1;", "shifted A"),
+])  # fmt: skip
+def test_what_is_refused(instruction, why):
+    with pytest.raises(Unsupported, match=why):
+        softsm.load(tk.kernel(instruction))

@@ -1,0 +1,306 @@
+"""What a tcgen05.mma computes: operands of one CTA or of a pair, read, expanded and scaled, and the sums in D.
+
+With block scaling, scale factors lie in tensor memory, row i in lane i % 32 of column i / 32, copied to all four lane
+quarters. Metadata of a sparse product (isa/sparsity.py) lie there too, for 128 rows in a CTA: with kinds f16 and tf32
+in one column, rows 16i + j and 16i + 8 + j (j < 8) in the halves of lane 16i + j (first four chunks) and 16i + 8 + j;
+with the other kinds in two columns, row i in lane i, eight chunks in each.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from softsm import formats
+from softsm.engine import program as pg
+from softsm.errors import Fault
+from softsm.isa import sparsity, tensor_core
+from softsm.isa.instruction_descriptor import InstructionDescriptor
+from softsm.isa.tensor_product import multiply_add, multiply_into
+from softsm.memory import swizzle
+from softsm.memory import tensor_memory as tm
+from softsm.memory.swizzle import Descriptor
+
+FP4 = ("mxf4", "mxf4nvf4")
+A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
+IDENTITY = np.arange(128)
+
+
+class Product(NamedTuple):
+    """One tcgen05.mma with all its operands decoded."""
+
+    shape: InstructionDescriptor
+    ws: bool
+    pair: bool
+    lane: int  # of D, and of A in tensor memory: 0, or 16 for the upper half of M = 64
+    column: int  # of D
+    a: Descriptor | None
+    a_column: int  # of A in tensor memory, where `a` is None
+    b: Descriptor
+    add: bool
+    scale_exponent: int = 0  # D * 2^-s
+    skipped: tuple[int, ...] = ()  # disable-output-lane, 32 lanes in each
+    scale_columns: tuple[int, int] = (0, 0)  # of the scale factors of A and B
+    blocks: int = 0  # scale factors in a row
+    zero_mask: int = 0  # zero-column mask descriptor of .ws
+    metadata: int = 0  # column of the metadata of a sparse A
+
+
+def rows_of(p: Product) -> int:
+    """Rows of A and D in each CTA."""
+    return p.shape.m // 2 if p.pair else p.shape.m
+
+
+def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
+    """The zero-column mask of .ws: (bool [n]: use 0 instead of this column of B, how far B's columns are shifted)."""
+    shift = mask >> 56 & 63
+    zero = np.zeros(n, bool)
+    if not mask >> 39 & 1:
+        return zero, shift
+    ones, zeros = (mask >> 40 & 255) + 1, (mask >> 48 & 255) + 1
+    parts = 128 // m
+    for i in range(parts):
+        start, first = mask >> 8 * i & 255, mask >> (32 + i) & 1
+        position = np.arange(n // parts) + start + (0 if first else ones)
+        zero[i * (n // parts) : (i + 1) * (n // parts)] = position % (ones + zeros) < ones
+    return zero, shift
+
+
+def scale_factors(
+    cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str
+) -> np.ndarray:
+    """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
+    block = cells[column : column + -(-rows // 32)]  # [columns, 128]
+    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[
+        ..., first : first + count
+    ]  # [columns, 4, 32, count]
+    if not (data == data[:, :1]).all():
+        c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
+        raise Fault(
+            "scale-copies",
+            f"scale factors of {what}: column {column + c}, lane {lane} differs from its copy in lane "
+            f"{lane + 32 * quarter}; all four lane quarters must hold them (tcgen05.cp.32x128b.warpx4 writes all)",
+        )
+    return formats.decode(data[:, 0].reshape(-1, count)[:rows], name)
+
+
+def operand_b(p: Product, ctas: list) -> np.ndarray:
+    """B as float32 [n, k], gathered from the CTAs that hold it."""
+    s = p.shape
+    own = s.n // len(ctas)
+    zero, shift = zero_columns(p.zero_mask, s.m, s.n) if p.zero_mask else (None, 0)
+    what = "operand B of tcgen05.mma"
+    parts = []
+    for cta in ctas:
+        if s.kind in FP4:
+            parts.append(tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.b, own, s.k, what))
+        else:
+            rows = own + shift
+            parts.append(
+                tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what)
+            )
+    b = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if zero is not None:
+        b = b[shift:].copy()
+        b[zero] = 0
+    return np.negative(b) if s.negate else b
+
+
+class LanePlan(NamedTuple):
+    """How the lanes of one CTA share a product."""
+
+    rows: np.ndarray  # int [128]: the row of A each lane multiplies, -1 for none
+    lanes: np.ndarray  # int [rows]: the first lane of each row
+    copies: bool  # do several lanes use one row (columns of D on top of each other)?
+    quarters: np.ndarray  # int64 [4, 3]: lane mask, first column, columns of each lane quarter
+
+
+@cache
+def lane_plan(m: int, n: int, ws: bool, pair: bool, lane: int) -> LanePlan:
+    rows = np.full(128, -1)
+    quarters = np.zeros((4, 3), np.int64)
+    for x in tm.accumulator_blocks(m, n, ws, pair):
+        for i in range(x.rows):
+            at = lane + x.lane + i
+            rows[at] = x.m + i
+            quarters[at // 32, 0] |= 1 << at % 32
+            quarters[at // 32, 1:] = x.n, x.count
+    lanes = np.array([int(np.flatnonzero(rows == r)[0]) for r in range(m)])
+    return LanePlan(rows, lanes, bool((rows >= 0).sum() > m), quarters)
+
+
+def metadata_columns(shape: InstructionDescriptor, column: int) -> tuple[int, int]:
+    """[first, end) of the columns that hold the metadata; `column` as the instruction gives it."""
+    if shape.kind in ("f16", "tf32"):
+        return column + shape.selector, column + shape.selector + 1
+    return column, column + 2
+
+
+def given_columns(p: Product, cta) -> np.ndarray:
+    """Where the given elements of a sparse A stand: int [128, k/2]."""
+    first, end = metadata_columns(p.shape, p.metadata)
+    codes = sparsity.tensor_codes(cta.tmem.cells[first:end])
+    kind = sparsity.granularity(p.shape.a, p.shape.kind in FP4)
+    sparsity.check(codes, kind, sparsity.OF_TCGEN05)
+    return sparsity.columns(codes, kind)
+
+
+def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
+    """A of one CTA by lanes, as it is meant."""
+    a = given_a(p, cta, plan)
+    if not p.shape.sparse:
+        return a
+    given = a[:-2].reshape(p.shape.given, 128).T  # 128 rows: lane and row are the same
+    return tensor_core.to_lanes(sparsity.expand(given, given_columns(p, cta)).view(np.float32), IDENTITY, 4)
+
+
+def given_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
+    """The elements of A that the operand holds. Tensor memory has them by lanes: each multiplies the row it stores."""
+    s = p.shape
+    if p.a is None:
+        return tensor_core.tensor_lanes(
+            cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4
+        )
+    what, rows = "operand A of tcgen05.mma", rows_of(p)
+    if s.kind in FP4:
+        values = tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.a, rows, s.given, what)
+        a = tensor_core.to_lanes(values, plan.lanes, 4)
+    else:
+        a = tensor_core.shared_lanes(
+            cta.shared, pg.SHARED_START, p.a, s.a_k_major, rows, s.given, s.a, plan.lanes, 4, what
+        )
+    if plan.copies:
+        by_lane = a[:-2].reshape(s.given, 128)
+        by_lane[:] = by_lane[:, plan.lanes[plan.rows]]
+    return a
+
+
+class Plan(NamedTuple):
+    """How the usual product is done: f32 sums of elements of 8 bits and more, without scale factors."""
+
+    a: tensor_core.Tile | None  # None: in tensor memory
+    b: tensor_core.Tile
+    lanes: LanePlan
+    quarters: np.ndarray  # of the lanes, without those whose output is disabled; [CTAs * 4, 3]
+    keep: float
+    whole: bool  # does A fill all lanes?
+
+
+def plan_of(p: Product) -> Plan | None:
+    """None for the other products."""
+    s = p.shape
+    if (
+        s.d != "f32"
+        or s.scale
+        or s.sparse
+        or p.zero_mask
+        or s.negate
+        or min(formats.BITS[s.a], formats.BITS[s.b]) < 8
+    ):
+        return None
+    lanes_of = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    members = 2 if p.pair else 1
+    quarters = np.tile(lanes_of.quarters, (members, 1))
+    if any(p.skipped):
+        quarters[:, 0] &= ~np.array(p.skipped, np.int64)
+    a = None
+    if p.a is not None:
+        a = tensor_core.tile(p.a, s.a_k_major, rows_of(p), s.k, s.a, lanes_of.lanes, True)
+    b = tensor_core.tile(p.b, s.b_k_major, s.n // members, s.k, s.b, np.arange(s.k), False)
+    whole = bool((lanes_of.rows >= 0).all())
+    return Plan(a, b, lanes_of, quarters, 2.0**-p.scale_exponent if p.add else 0.0, whole)
+
+
+def check_tiles(p: Product, cta) -> None:
+    """Do the operands lie within the CTA's shared memory?"""
+    s = p.shape
+    for name, descriptor, k_major, rows, element in (("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
+                                                     ("A", p.a, s.a_k_major, rows_of(p), s.a)):  # fmt: skip
+        if descriptor is not None:
+            what, per = f"operand {name} of tcgen05.mma", tensor_core.chunk_elements(element)
+            size = (rows, s.k // per) if k_major else (s.k, -(-rows // per))
+            swizzle.locate(cta.shared, pg.SHARED_START, descriptor, k_major, *size, what)
+
+
+def multiply(p: Product, plan: Plan, ctas: list) -> None:
+    """The product by its plan; its operands have been checked to lie in shared memory."""
+    s = p.shape
+    own = s.n // len(ctas)
+    b = np.empty(
+        (-(-own // 16) * 16 * len(ctas), s.k), np.uint32
+    )  # MN-major chunks may reach past the last row
+    for i, cta in enumerate(ctas):
+        plan.b.read(cta.shared, b[own * i :])
+    for i, cta in enumerate(ctas):
+        tmem = cta.tmem
+        if plan.a is None:
+            a = tensor_core.tensor_lanes(tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a)
+        else:
+            a = (np.empty if plan.whole else np.zeros)((s.k, 128), np.uint32)
+            plan.a.read(cta.shared, a)
+            if plan.lanes.copies:
+                a[:] = a[:, plan.lanes.lanes[plan.lanes.rows]]
+        multiply_into(tmem.address, 4 * p.column, plan.quarters[4 * i : 4 * i + 4], a, b, plan.keep)
+
+
+def perform(p: Product, ctas: list) -> None:
+    """The whole product: read the operands, multiply, update D in every CTA."""
+    s = p.shape
+    plan = plan_of(p)
+    if plan is not None:
+        for cta in ctas:
+            check_tiles(p, cta)
+        multiply(p, plan, ctas)
+        return
+    b_all = operand_b(p, ctas)
+    plan = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    for index, cta in enumerate(ctas):
+        cells = cta.tmem.cells
+        a, b = operand_a(p, cta, plan), b_all
+        quarters = plan.quarters
+        if any(p.skipped):
+            quarters = quarters.copy()
+            quarters[:, 0] &= ~np.array(p.skipped[4 * index : 4 * index + 4], np.int64)
+        if s.scale:
+            a, b = scale_operands(p, cells, a, b, plan)
+        aside = None
+        if s.sparse and not np.isfinite(b).all():
+            left = a if b.dtype == np.float64 else a[:-2].reshape(s.k, 128).view(np.float32)
+            b = b.copy()
+            aside = sparsity.set_aside(left.T, given_columns(p, cta), b)
+        if b.dtype == np.float64:
+            update(cells, b @ a, p, quarters)
+        elif s.d == "f32":
+            keep = 2.0**-p.scale_exponent if p.add else 0.0
+            multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
+        else:
+            product = np.empty((s.n * 4, 32), np.uint32)
+            multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
+            update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
+        if aside is not None:
+            update(cells, aside, p._replace(add=True, scale_exponent=0), quarters)
+
+
+def scale_operands(p: Product, cells: np.ndarray, a: np.ndarray, b: np.ndarray, plan: LanePlan):
+    """A by lanes and B [n, k] with their scale factors; float64 [k, 128] and [n, k] where float32 could overflow."""
+    s = p.shape
+    b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
+    a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
+    a_scales = np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows])  # [128, blocks]
+    values = tensor_core.scaled(a[:-2].reshape(s.k, 128).view(np.float32).T, a_scales)
+    b = tensor_core.scaled(b, b_scales)
+    if np.float64 in (values.dtype, b.dtype):
+        return values.astype(np.float64).T, b.astype(np.float64)
+    return tensor_core.to_lanes(values, IDENTITY, 4), b
+
+
+def update(cells: np.ndarray, product: np.ndarray, p: Product, quarters: np.ndarray) -> None:
+    """Put product [n, 128 lanes] into D where the fused kernel does not: f16 and s32, or float64 products."""
+    s = p.shape
+    for q, (mask, n, count) in enumerate(quarters.tolist()):
+        d = cells[p.column : p.column + count, 32 * q : 32 * q + 32]
+        fresh = product[n : n + count, 32 * q : 32 * q + 32]
+        fresh = tensor_core.accumulate(d, fresh, s.d, p.add, p.scale_exponent, s.saturate)
+        np.copyto(d, fresh, where=np.array([mask >> i & 1 for i in range(32)], bool))
