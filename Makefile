@@ -12,6 +12,9 @@ TESTS   ?= tests
 WORKERS ?= 2
 
 VENV    := .venv
+# Byte code is written, whatever the caller's environment says: without it every process compiles torch from its
+# sources, 3 seconds for each of the tests' many.
+export PYTHONDONTWRITEBYTECODE :=
 # make test-triton TRITON=3.7.1: the Hopper kernels and the emulator under another Triton, in an environment of its own.
 # vLLM 0.32 brings 3.7.1, SGLang 0.5.23 3.8.0; 3.6.0 is the oldest accepted.
 TRITON  ?= 3.6.0
