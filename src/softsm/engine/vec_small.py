@@ -18,38 +18,47 @@ from softsm.engine.vec_ops import (
 from softsm.engine.vec_types import sel
 
 
-def to_mini(x, mantissa, emin, top):
-    """|x| -> code of a small float format (round to nearest even, saturating at code `top`).
+def to_mini(x, mantissa, emin, top, random=None, bits=16):
+    """|x| -> code of a small float format, saturating at code `top`: to nearest even, or by random bits.
 
     In units of the last place at its exponent, |x| is rounded to an integer; the carry of a rounding up goes into the
-    exponent by itself."""
+    exponent by itself. Random bits are added to the fraction, and what they carry is the rounding."""
     u = smin(asI(x) & 0x7FFFFFFF, 0x7F7FFFFF)  # infinity saturates like the largest number
     e = smax((u >> 23) - 127, emin)
     units = asF(u) * asF((127 + mantissa - e) << 23)
-    code = ((e - emin) << mantissa) + toi(vrint(units))
-    return asU(smin(code, top))
+    if random is None:
+        whole = toi(vrint(units))
+    else:
+        whole = (toi(units * float(1 << bits)) + asI(random)) >> bits
+    return asU(smin(((e - emin) << mantissa) + whole, top))
 
 
-def to_e4m3(x):
-    code = sel(x == x, to_mini(x, 3, -6, 0x7E), 0x7F)
+def to_e4m3(x, random=None):
+    code = sel(x == x, to_mini(x, 3, -6, 0x7E, random), 0x7F)
     return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
 
 
-def to_e5m2(x):
-    code = sel(x == x, to_mini(x, 2, -14, 0x7B), 0x7F)
+def to_e5m2(x, random=None):
+    code = sel(x == x, to_mini(x, 2, -14, 0x7B, random), 0x7F)
     return code | sel(x == x, (asU(x) >> 24) & 0x80, 0)
 
 
-def to_e2m1(x):
-    return sel(x == x, to_mini(x, 1, 0, 7) | ((asU(x) >> 28) & 8), 7)
+def to_e2m1(x, random=None):
+    return sel(x == x, to_mini(x, 1, 0, 7, random) | ((asU(x) >> 28) & 8), 7)
 
 
-def to_e2m3(x):
-    return sel(x == x, to_mini(x, 3, 0, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+def to_e2m3(x, random=None):
+    return sel(x == x, to_mini(x, 3, 0, 0x1F, random) | ((asU(x) >> 26) & 0x20), 0x1F)
 
 
-def to_e3m2(x):
-    return sel(x == x, to_mini(x, 2, -2, 0x1F) | ((asU(x) >> 26) & 0x20), 0x1F)
+def to_e3m2(x, random=None):
+    return sel(x == x, to_mini(x, 2, -2, 0x1F, random) | ((asU(x) >> 26) & 0x20), 0x1F)
+
+
+def to_f16_random(x, random):
+    """By 13 random bits; beyond the largest number: infinity."""
+    code = to_mini(x, 10, -14, 0x7C00, random & 0x1FFF, 13)
+    return sel(x == x, code | ((asU(x) >> 16) & 0x8000), 0x7FFF)
 
 
 def from_e4m3(code):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from softsm.isa.floating import MODES, ROUNDINGS
 from softsm.isa.registry import MICROS, lowers, micro
-from softsm.isa.small_floats import SMALL, convert_small
+from softsm.isa.small_floats import FOUR, SMALL, convert_small
 from softsm.isa.typed import Modifiers, needs_target, operands, unary
 from softsm.ptx.ast import Imm
 
@@ -61,6 +61,7 @@ for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
     micro(f"finite.hi.{_t}", "u=u", f"sel((a & 0x7fff0000) == {_inf << 16}, a - 0x10000, a)")
 micro("finite.tf32", "u=u", "sel((a & 0x7fffffff) == 0x7f800000, a - 0x2000, a)")
 micro("relu.f32", "u=u", "sel((a > 0x7fffffff) & (a <= 0xff800000), tou(0), a)")
+micro("rs.f16", "u=fu", "to_f16_random(a, b)")
 micro("rs.bf16", "u=fu", "sel(a == a, (asU(a) + b) >> 16, 0x7fff)")  # carry of random bits into the kept ones
 
 INTEGERS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
@@ -261,11 +262,9 @@ def to_packed_halves(asm, ins, dtype, rounding, flags):
     ra, rb = asm.src(a, "f"), asm.src(b, "f")
     if rounding == "rs":
         needs_target(asm, ins, 100)
-        if t == "f16":
-            asm.refuse(ins, "stochastic rounding is done for .bf16x2 only")
         random = asm.src(bits[0], "u")
-        high = unary(asm, "rs.bf16", "u", ra, unary(asm, "hi16", "u", random))
-        low = unary(asm, "rs.bf16", "u", rb, unary(asm, "lo16", "u", random))
+        high = unary(asm, f"rs.{t}", "u", ra, unary(asm, "hi16", "u", random))
+        low = unary(asm, f"rs.{t}", "u", rb, unary(asm, "lo16", "u", random))
     elif rounding == "rn":
         chain = Chain(asm, ra, False)
         chain.then(f"cvt.rn.{dtype}.f32", rb)
@@ -332,7 +331,7 @@ def cvt(asm, ins):
     rounding = m.one_of("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "rna", "rs")
     flags = {name: m.flag(name) for name in ("ftz", "sat", "relu", "satfinite")}
     m.done()
-    if dtype in SMALL or stype in SMALL:
+    if dtype in SMALL or stype in SMALL or dtype in FOUR:
         return convert_small(asm, ins, dtype, stype, rounding, flags)
     if dtype in ("f16x2", "bf16x2") and stype == "f32" and not (flags["ftz"] or flags["sat"]):
         return to_packed_halves(asm, ins, dtype, rounding, flags)

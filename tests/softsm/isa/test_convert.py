@@ -288,6 +288,33 @@ def test_stochastic_rounding_of_sm_100():
                 lambda a, b, r: up(a, r >> 16) << 16 | up(b, r & 0xFFFF), target="sm_100a")], version="8.7")
 
 
+def test_stochastic_rounding_to_f16():
+    """13 random bits; a result between the largest number and 2**16 may carry to infinity, or stay."""
+    a, b = floats("f32", 2)
+    edge = [0x477FE001, 0x477FFFFF, 0xC77FF000, 0x47800000, 0x33800001, 0x387FFFFF, 0x36000000, 0x31000000]
+    a, b = edge + a.tolist(), b.tolist() + edge
+    random = [0x1FFF1FFF, 0, 0xE000E000, 0x10001000, *random_bits(32, len(a), 10)][: len(a)]
+
+    def half(x, r, limit):
+        if is_nan(F32, x):
+            return 0x7FFF
+        largest = Fraction(65504)
+        v = Fraction(1 << 17) if is_inf(F32, x) else abs(exact.value(F32, x))
+        low = exact.rounded(F16, min(v, largest), "rz")  # code of the neighbour towards zero
+        if v >= 1 << 16:
+            low = 0x7C00
+        else:
+            above = Fraction(1 << 16) if low == 0x7BFF else exact.value(F16, low + 1)
+            low += (v - exact.value(F16, low)) / (above - exact.value(F16, low)) + Fraction(r & 0x1FFF, 1 << 13) >= 1
+        low = min(low, 0x7BFF) if limit else low
+        return low | (0x8000 if x & F32.sign else 0)
+
+    cases = [Case(f"cvt.rs{flag}.f16x2.f32 {{d}}, {{a}}, {{b}}, {{r}};", "b32",
+                  lambda a, b, r, limit=limit: half(a, r >> 16, limit) << 16 | half(b, r & 0xFFFF, limit),
+                  target="sm_100a") for flag, limit in (("", False), (".satfinite", True))]  # fmt: skip
+    check({"a": ("b32", a), "b": ("b32", b), "r": ("b32", random)}, cases, version="8.7")
+
+
 # ---------------------------------------------------------------- cvt.pack, mov
 
 

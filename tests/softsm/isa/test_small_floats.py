@@ -39,7 +39,7 @@ def small_values(name):
 
 def to_small(name, x):
     """Nearest code, ties to the even one; beyond the largest: the largest."""
-    values, sign = small_values(name), {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 8}.get(name, 0x20)
+    values, sign = small_values(name), sign_of(name)
     if is_nan(F32, x):
         return 0x7F if name in ("e4m3", "e5m2") else len(values) - 1
     s = sign if x & F32.sign else 0
@@ -171,3 +171,55 @@ def test_exponents_of_sm_100():
           [Case("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255),
                 target="sm_100a")],
           version="8.6")
+
+
+# ---------------------------------------------------------------- stochastic rounding
+
+
+def stochastic(name, x, random):
+    """Away from zero where the place of |x| between its neighbours, plus random / 2**16, reaches 1."""
+    if is_nan(F32, x) or is_inf(F32, x):
+        return to_small(name, x)
+    values, v = small_values(name), abs(exact.value(F32, x))
+    i = bisect.bisect_right(values, v) - 1
+    if i + 1 < len(values) and (v - values[i]) / (values[i + 1] - values[i]) + Fraction(random, 1 << 16) >= 1:
+        i += 1
+    return i | (sign_of(name) if x & F32.sign else 0)
+
+
+def sign_of(name):
+    return {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 8}.get(name, 0x20)
+
+
+def reverse16(x):
+    return int(f"{x:016b}"[::-1], 2)
+
+
+def slices(name, word):
+    """Random bits of a, b, e and f. B200s read them so with e4m3x4 and e2m1x4."""
+    if name == "e2m1":  # bytes 3 and 1 for a and b, 2 and 0 for e and f
+        high, low = word >> 24 << 8 | word >> 8 & 0xFF, (word >> 16 & 0xFF) << 8 | word & 0xFF
+    else:
+        high, low = word >> 16, word & 0xFFFF
+    return reverse16(high), high, reverse16(low), low
+
+
+def test_four_stochastic_roundings():
+    inputs = small_inputs()
+    a = inputs["a"][1]
+    count = len(a)
+    names = {"a": a, "b": a[::-1], "e": a[7:] + a[:7], "f": a[count // 2 :] + a[: count // 2]}
+    words = [0, 0xFFFFFFFF, 0x80000001, 0xFFFF0000, 0x00FF00FF, *random_bits(32, count, 21)][:count]
+    cases = []
+    for t in ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"):
+        bits = 4 if t == "e2m1" else 8
+        for flag in ("", ".relu"):
+
+            def want(a, b, e, f, r, t=t, bits=bits, flag=flag):
+                values = [relu(F32, x) if flag else x for x in (a, b, e, f)]
+                codes = [stochastic(t, x, random) for x, random in zip(values, slices(t, r))]
+                return sum(code << bits * (3 - i) for i, code in enumerate(codes))
+
+            cases.append(Case(f"cvt.rs{flag}.satfinite.{t}x4.f32 {{d}}, {{{{{{a}}, {{b}}, {{e}}, {{f}}}}}}, {{r}};",
+                              "b16" if bits == 4 else "b32", want, target="sm_100a"))  # fmt: skip
+    check({**{k: ("b32", v) for k, v in names.items()}, "r": ("b32", words)}, cases, version="8.7")

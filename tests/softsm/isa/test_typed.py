@@ -51,6 +51,7 @@ REFUSED_MEMORY = [
     f"cp.async.bulk.tensor.1d.shared::cta.global.{TX}.multicast::cluster [%r1], [%rd1, {{%r2}}], [%r3], %h1;",
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s64 [%rd1], [%r1], 16;",
     f"red.async.relaxed.cluster.shared::cluster.{TX}.and.b64 [%r1], %rd1, [%r2];",
+    "cvt.rs.e2m1x4.f32 %h1, {%r1, %r2, %r3, %r1}, %r2;", "cvt.rn.satfinite.e4m3x4.f32 %r1, {%r1, %r2, %r3, %r1}, %r2;",
     "ld.shared.v4.b64 {%rd0, %rd1, %rd2, %rd3}, [%r1];", "ld.global.v2.b128 {%rd0, %rd1}, [%rd2];",
 ]
 
@@ -66,6 +67,7 @@ def test_what_does_not_exist_is_refused(instruction):
 @pytest.mark.parametrize("instruction", [
     "add.f32x2 %rd1, %rd2, %rd3;", "min.f32 %r1, %r2, %r3, %r1;", "cvt.rn.satfinite.e2m3x2.f32 %h1, %r1, %r2;",
     "cvt.rz.ue8m0x2.f32 %h1, %r1, %r2;", "add.f32.f16 %r1, %h1, %r2;", "cvt.rs.bf16x2.f32 %r1, %r2, %r3, %r1;",
+    "cvt.rs.satfinite.e4m3x4.f32 %r1, {%r1, %r2, %r3, %r1}, %r2;",
     f"cp.async.bulk.tensor.1d.shared::cluster.global.{TX}.cta_group::1 [%r1], [%rd1, {{%r2}}], [%r3];",
     "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r1, %r2, %r3, %r1, %r2}], [%r0];",
     "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd1], [%r1], 16, %h1;",
