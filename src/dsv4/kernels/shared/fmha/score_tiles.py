@@ -3,8 +3,60 @@
 Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
 """
 
-from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+
+
+@aggregate
+class Ring:
+    """Slots for chunks of 64 columns: a of Q or dO, b of K or V."""
+
+    a: Value
+    b: Value
+    ready: Value
+    free: Value
+
+
+@aggregate
+class Rows:
+    """Of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a pair."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    all: Value
+
+
+@aggregate
+class SlabSizes:
+    """Of one pair of sequence and KV head, its rows as far as the slab has them."""
+
+    rows: Value
+    row_begin: Value  # the slab's first
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value
+    right: Value
+    row_piece: Value  # chain.py's
+    key_piece: Value
+
+
+@aggregate
+class Tiles:
+    """Of the slab: of a pair's rows, of its keys, of all pairs."""
+
+    of_rows: Value
+    of_keys: Value
+    count: Value
+
+
+@aggregate
+class ScoreScales:
+    """What S is multiplied by before 2^S is taken; P and dS (at ds_ptr) before they are rounded, fp16 only."""
+
+    s: Value
+    p: Value
+    ds_ptr: Value
 
 
 @gluon.jit
@@ -14,7 +66,8 @@ def needed(row, key, sizes):
     chain.py multiplies pieces: `row_piece` rows with the keys that some of them see, `key_piece` keys with the rows
     that see some of them.
     """
-    rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece = sizes
+    row_begin, tokens, keys, group = sizes.row_begin, sizes.tokens, sizes.keys, sizes.group
+    left, right, row_piece, key_piece = sizes.left, sizes.right, sizes.row_piece, sizes.key_piece
     token = (row_begin + row) // group
     token_last = gl.minimum((row_begin + row + 127) // group, tokens - 1)
     first = first_key(token, tokens, keys, left)
@@ -31,13 +84,12 @@ def needed(row, key, sizes):
 
 
 @gluon.jit
-def locate(item, sizes, tiles):
+def locate(item, tiles):
     """(pair of sequence and KV head, first row, first key) of an item."""
-    row_tiles, key_tiles, items = tiles
-    line = item // key_tiles
-    pair = line // row_tiles
+    line = item // tiles.of_keys
+    pair = line // tiles.of_rows
     # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
-    return pair, (line - pair * row_tiles) * 128, (item + 5 * line) % key_tiles * 128
+    return pair, (line - pair * tiles.of_rows) * 128, (item + 5 * line) % tiles.of_keys * 128
 
 
 @gluon.jit
@@ -48,29 +100,28 @@ def advance(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def load_role(descriptors, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    q_desc, k_desc, dout_desc, v_desc = descriptors
-    a, b, ready, free = ring
-    BOX: gl.constexpr = q_desc.layout
-    row_begin = sizes[1]
+def load_role(operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    BOX: gl.constexpr = operands.q_desc.layout
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
-    for item in range(gl.program_id(0), tiles[2], gl.num_programs(0)):
-        pair, row, key = locate(item, sizes, tiles)
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, row, key = locate(item, tiles)
         some, read = needed(row, key, sizes)
         batch = (pair_begin + pair) // kv_heads
         head = (pair_begin + pair) % kv_heads
+        row = sizes.row_begin + row
         if some:
             for chunk in range(0, 2 * CHUNKS):
-                mbarrier.wait(free.index(slot), phase)
-                mbarrier.expect(ready.index(slot), 2 * 128 * 64 * 2)
-                rows_here = reinterpret(a.index(slot), [1, 1, 128, 64], BOX)
-                keys_here = reinterpret(b.index(slot), [1, 1, 128, 64], BOX)
+                mbarrier.wait(ring.free.index(slot), phase)
+                ready = ring.ready.index(slot)
+                mbarrier.expect(ready, 2 * 128 * 64 * 2)
+                rows_here = reinterpret(ring.a.index(slot), [1, 1, 128, 64], BOX)
+                keys_here = reinterpret(ring.b.index(slot), [1, 1, 128, 64], BOX)
                 if chunk < CHUNKS:
-                    tma_load(q_desc, [batch, head, row_begin + row, chunk * 64], ready.index(slot), rows_here)
-                    tma_load(k_desc, [batch, head, key, chunk * 64], ready.index(slot), keys_here)
+                    tma_load(operands.q_desc, [batch, head, row, chunk * 64], ready, rows_here)
+                    tma_load(operands.k_desc, [batch, head, key, chunk * 64], ready, keys_here)
                 else:
                     column = (chunk - CHUNKS) * 64
-                    tma_load(dout_desc, [batch, head, row_begin + row, column], ready.index(slot), rows_here)
-                    tma_load(v_desc, [batch, head, key, column], ready.index(slot), keys_here)
+                    tma_load(operands.dout_desc, [batch, head, row, column], ready, rows_here)
+                    tma_load(operands.v_desc, [batch, head, key, column], ready, keys_here)
                 slot, phase = advance(slot, phase, SLOTS)

@@ -44,6 +44,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -52,40 +54,61 @@ from dsv4.kernels.compat import (
     store_wait,
     tma_store,
 )
-from dsv4.kernels.shared.fmha.score_tiles import advance, load_role, locate, needed
+from dsv4.kernels.shared.fmha.backward_arguments import Operands
+from dsv4.kernels.shared.fmha.score_tiles import (
+    Ring,
+    Rows,
+    ScoreScales,
+    SlabSizes,
+    Tiles,
+    advance,
+    load_role,
+    locate,
+    needed,
+)
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+
+
+@aggregate
+class Stages:
+    """Of S and dP, two each."""
+
+    s: Value
+    dp: Value
+    s_ready: Value
+    s_free: Value
+    dp_ready: Value
+    dp_free: Value
 
 
 @gluon.jit
 def chunks(acc, ring, slot, phase, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
     """acc [128, 128] = the products of the next chunks, added up."""
-    a, b, ready, free = ring
     for chunk in range(0, CHUNKS):
-        mbarrier.wait(ready.index(slot), phase)
-        tcgen05_mma(a.index(slot), b.index(slot).permute((1, 0)), acc, use_acc=chunk > 0)
-        tcgen05_commit(free.index(slot))
+        mbarrier.wait(ring.ready.index(slot), phase)
+        tcgen05_mma(ring.a.index(slot), ring.b.index(slot).permute((1, 0)), acc, use_acc=chunk > 0)
+        tcgen05_commit(ring.free.index(slot))
         slot, phase = advance(slot, phase, SLOTS)
     return slot, phase
 
 
 @gluon.jit
 def mma_role(ring, stages, sizes, tiles, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    s, dp, s_ready, s_free, dp_ready, dp_free = stages
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     count = gl.to_tensor(0)
-    for item in range(gl.program_id(0), tiles[2], gl.num_programs(0)):
-        pair, row, key = locate(item, sizes, tiles)
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, row, key = locate(item, tiles)
         some, read = needed(row, key, sizes)
         if some:
             i = count % 2
             before = (count // 2 + 1) % 2  # the first wait on an untouched barrier passes
-            mbarrier.wait(s_free.index(i), before)
-            slot, phase = chunks(s.index(i), ring, slot, phase, CHUNKS, SLOTS)
-            tcgen05_commit(s_ready.index(i))
-            mbarrier.wait(dp_free.index(i), before)
-            slot, phase = chunks(dp.index(i), ring, slot, phase, CHUNKS, SLOTS)
-            tcgen05_commit(dp_ready.index(i))
+            mbarrier.wait(stages.s_free.index(i), before)
+            slot, phase = chunks(stages.s.index(i), ring, slot, phase, CHUNKS, SLOTS)
+            tcgen05_commit(stages.s_ready.index(i))
+            mbarrier.wait(stages.dp_free.index(i), before)
+            slot, phase = chunks(stages.dp.index(i), ring, slot, phase, CHUNKS, SLOTS)
+            tcgen05_commit(stages.dp_ready.index(i))
             count += 1
 
 
@@ -100,34 +123,31 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(stages, out, outputs, stats, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
+def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
-    s, dp, s_ready, s_free, dp_ready, dp_free = stages
-    p_desc, ds_desc = outputs
-    lse2_ptr, delta_ptr, all_rows = stats
-    scale, p_scale, ds_scale_ptr = scales
-    rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece = sizes
+    rows, row_begin, tokens, keys = sizes.rows, sizes.row_begin, sizes.tokens, sizes.keys
+    group, left, right = sizes.group, sizes.left, sizes.right
     DTYPE: gl.constexpr = out.dtype
-    L: gl.constexpr = s.index(0).slice(0, 64).get_reg_layout()
+    L: gl.constexpr = stages.s.index(0).slice(0, 64).get_reg_layout()
     R: gl.constexpr = gl.SliceLayout(1, L)
     ds_scale = 1.0
     if SCALED:
-        ds_scale = gl.load(ds_scale_ptr)
+        ds_scale = gl.load(scales.ds_ptr)
     count = gl.to_tensor(0)
-    for item in range(gl.program_id(0), tiles[2], gl.num_programs(0)):
-        pair, first_row, key = locate(item, sizes, tiles)
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, first_row, key = locate(item, tiles)
         some, read = needed(first_row, key, sizes)
         mine = key + H * 64
         if some:
             i = count % 2
             phase = (count // 2) % 2
             row = first_row + gl.arange(0, 128, layout=R)
-            at = pair.to(gl.int64) * all_rows + row_begin + row
-            lse2 = gl.load(lse2_ptr + at, mask=row < rows, other=float("inf"))
-            delta = gl.load(delta_ptr + at, mask=row < rows, other=0.0)
-            mbarrier.wait(s_ready.index(i), phase)
-            p = gl.exp2(s.index(i).slice(H * 64, 64).load() * scale - lse2[:, None])
-            mbarrier.arrive(s_free.index(i), count=1)
+            at = pair.to(gl.int64) * terms.all + row_begin + row
+            lse2 = gl.load(terms.lse2_ptr + at, mask=row < rows, other=float("inf"))
+            delta = gl.load(terms.delta_ptr + at, mask=row < rows, other=0.0)
+            mbarrier.wait(stages.s_ready.index(i), phase)
+            p = gl.exp2(stages.s.index(i).slice(H * 64, 64).load() * scales.s - lse2[:, None])
+            mbarrier.arrive(stages.s_free.index(i), count=1)
             token = (row_begin + row) // group
             token_last = gl.minimum((row_begin + first_row + 127) // group, tokens - 1)
             whole_first = first_key(token_last, tokens, keys, left)
@@ -138,12 +158,12 @@ def score_role(stages, out, outputs, stats, sizes, tiles, scales, H: gl.constexp
                     column < end_key(token, tokens, keys, right)[:, None])  # fmt: skip
                 p = gl.where(seen, p, 0.0)
             if SCALED:
-                send((p * p_scale).to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
+                send((p * scales.p).to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
             else:
                 send(p.to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
-            mbarrier.wait(dp_ready.index(i), phase)
-            ds = p * (dp.index(i).slice(H * 64, 64).load() - delta[:, None])
-            mbarrier.arrive(dp_free.index(i), count=1)
+            mbarrier.wait(stages.dp_ready.index(i), phase)
+            ds = p * (stages.dp.index(i).slice(H * 64, 64).load() - delta[:, None])
+            mbarrier.arrive(stages.dp_free.index(i), count=1)
             if SCALED:
                 ds = ds * ds_scale
             send(ds.to(DTYPE), out.index(1), ds_desc, pair, first_row, mine)
@@ -191,16 +211,16 @@ def backward_scores(q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, lse2_ptr
         mbarrier.init(dp_free.index(i), count=2)
     row_tiles = (rows + 127) // 128
     key_tiles = (keys + 127) // 128
-    tiles = (row_tiles, key_tiles, row_tiles * key_tiles * pairs)
-    sizes = (rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
-    ring = (a, b, ready, free)
-    stages = (s, dp, s_ready, s_free, dp_ready, dp_free)
-    outputs = (p_desc, ds_desc)
-    stats = (lse2_ptr, delta_ptr, all_rows)
-    scales = (scale, p_scale, ds_scale_ptr)
+    tiles = Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+    sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    ring = Ring(a, b, ready, free)
+    stages = Stages(s, dp, s_ready, s_free, dp_ready, dp_free)
+    terms = Rows(lse2_ptr, delta_ptr, all_rows)
+    scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
-        (score_role, (stages, left_out, outputs, stats, sizes, tiles, scales, 0, SCALED)),
-        (score_role, (stages, right_out, outputs, stats, sizes, tiles, scales, 1, SCALED)),
+        (score_role, (stages, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED)),
+        (score_role, (stages, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED)),
         (mma_role, (ring, stages, sizes, tiles, CHUNKS, SLOTS)),
-        (load_role, ((q_desc, k_desc, dout_desc, v_desc), ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
+        (load_role, (operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
     ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

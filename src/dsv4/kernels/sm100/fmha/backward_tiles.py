@@ -57,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.shared.fmha.backward_arguments import Sizes
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
@@ -80,16 +81,6 @@ class Barriers:
     dp_ready: Value
     ds_ready: Value
     done: Value
-
-
-@aggregate
-class Sizes:
-    rows: Value  # packed query rows
-    tokens: Value
-    keys: Value
-    group: Value
-    left: Value
-    right: Value
 
 
 @aggregate

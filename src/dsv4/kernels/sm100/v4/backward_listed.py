@@ -61,6 +61,7 @@ from dsv4.kernels.compat import (
     tma_store,
 )
 from dsv4.kernels.shared.opaque import zero
+from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
 
 
@@ -92,10 +93,10 @@ class Barriers:
 
 
 @gluon.jit
-def mma_role(memory, barriers, blocks):
+def mma_role(memory, barriers, query):
     q, dout, kv, p16, ds16 = memory.q, memory.dout, memory.kv, memory.p16, memory.ds16
     mbarrier.wait(barriers.q_ready, 0)
-    for block in range(0, blocks):
+    for block in range(0, query.blocks):
         phase = block % 2
         mbarrier.wait(barriers.ready, phase)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
@@ -122,22 +123,23 @@ def mma_role(memory, barriers, blocks):
 
 
 @gluon.jit
-def score_role(memory, barriers, lse2_ptr, delta_ptr, scale2, scale, line, dq_desc, query, head, heads, blocks, width):
+def score_role(memory, barriers, terms, query, dq_desc):
+    """P and dS of every block; in the end dQ to memory."""
     p16, ds16, kv = memory.p16, memory.ds16, memory.kv
     L: gl.constexpr = memory.s.get_reg_layout()
-    row = head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    at = query.to(gl.int64) * heads + row
-    lse2 = gl.load(lse2_ptr + at, mask=row < heads, other=float("inf"))
-    delta = gl.load(delta_ptr + at, mask=row < heads, other=0.0)
-    for block in range(0, blocks):
+    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    at = query.number.to(gl.int64) * query.heads + row
+    lse2 = gl.load(terms.lse2_ptr + at, mask=row < query.heads, other=float("inf"))
+    delta = gl.load(terms.delta_ptr + at, mask=row < query.heads, other=0.0)
+    for block in range(0, query.blocks):
         phase = block % 2
-        there = numbers(line, block, width, gl.SliceLayout(0, L)) >= 0
+        there = numbers(query, block, gl.SliceLayout(0, L)) >= 0
         mbarrier.wait(barriers.s_ready, phase)
-        p = gl.where(there[None, :], gl.exp2(memory.s.load() * scale2 - lse2[:, None]), 0.0)
+        p = gl.where(there[None, :], gl.exp2(memory.s.load() * terms.scale2 - lse2[:, None]), 0.0)
         mbarrier.wait(barriers.used, phase ^ 1)  # the first wait on an untouched barrier passes
         p16.store(p.to(p16.dtype))
         mbarrier.wait(barriers.dp_ready, phase)
-        ds = p * (memory.dp.load() - delta[:, None]) * scale
+        ds = p * (memory.dp.load() - delta[:, None]) * terms.scale
         ds16.store(ds.to(ds16.dtype))
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(barriers.ds_ready, count=1)
@@ -148,27 +150,27 @@ def score_role(memory, barriers, lse2_ptr, delta_ptr, scale2, scale, line, dq_de
         panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
         for i in gl.static_range(4):
             x = gl.zeros([64, 64], gl.float32, LO)
-            if blocks > 0:  # else nobody ever wrote dQ
+            if query.blocks > 0:  # else nobody ever wrote dQ
                 x = memory.dq.slice(h * 256 + i * 64, 64).load()
             panels.index(i).store(x.to(kv.dtype))
     fence_async_shared()
     for h in gl.static_range(2):
         boxes = reinterpret(kv.index(h), [4, 1, 64, 64], BOX)
         for i in gl.static_range(4):
-            tma_store(dq_desc, [query, head, h * 256 + i * 64], boxes.index(i))
+            tma_store(dq_desc, [query.number, query.head, h * 256 + i * 64], boxes.index(i))
     store_wait(0)
 
 
 @gluon.jit
-def add_role(memory, barriers, line, target, target_step, blocks, width, ATOMIC: gl.constexpr):
+def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
     """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
     # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
-    for part in range(0, 2 * blocks):
+    for part in range(0, 2 * query.blocks):
         block = part // 2
         first = part % 2 * 256
-        rows = numbers(line, block, width, gl.SliceLayout(1, L))
+        rows = numbers(query, block, gl.SliceLayout(1, L))
         there = (rows >= 0)[:, None]
         mbarrier.wait(barriers.part_ready, part % 2)
         for c in gl.static_range(4):
@@ -177,11 +179,11 @@ def add_role(memory, barriers, line, target, target_step, blocks, width, ATOMIC:
                 mbarrier.arrive(barriers.part_free, count=1)
             column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
             if ATOMIC:
-                place = target + rows.to(gl.int64)[:, None] * 512 + column[None, :]
+                place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
                 gl.atomic_add(place, x, mask=there, sem="relaxed")
             else:  # in the order of Hopper's keep(), which fold_rows undoes
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
-                place = target + block * target_step + slot[:, None] * 512 + column[None, :]
+                place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
                 gl.store(place, x.to(gl.bfloat16), mask=there)
 
 
@@ -226,24 +228,23 @@ def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_pt
     mbarrier.init(part_ready, count=1)
     mbarrier.init(part_free, count=1)
     mbarrier.init(dq_done, count=1)
-    query = query_begin + gl.program_id(0)
+    number = query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64
-    blocks = gl.load(blocks_ptr + query)
-    line = rows_ptr + query.to(gl.int64) * width
-    target = target_ptr
-    target_step = 0
+    blocks = gl.load(blocks_ptr + number)
+    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
+    target = Target(target_ptr, 0)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        target += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
-        target_step = 64 * 512
+        target_ptr += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
+        target = Target(target_ptr, 64 * 512)
+    operands = Operands(q_desc, dout_desc, turned_desc)
+    pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
+    terms = Terms(lse2_ptr, delta_ptr, scale2, scale)
     memory = Memory(q, dout, kv, p16, ds16, s, dp, dq, dkv)
     barriers = Barriers(q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done)
-    pools = (window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     gl.warp_specialize([
-        (score_role, (memory, barriers, lse2_ptr, delta_ptr, scale2, scale, line, dq_desc, query, head, heads, blocks,
-                      width)),
-        (add_role, (memory, barriers, line, target, target_step, blocks, width, ATOMIC)),
-        (gather_role, ((q_desc, dout_desc, turned_desc), (q, dout, kv), (q_ready, ready, free), pools, line, query,
-                       head, blocks, width, TURNED)),
-        (mma_role, (memory, barriers, blocks)),
+        (score_role, (memory, barriers, terms, query, dq_desc)),
+        (add_role, (memory, barriers, target, query, ATOMIC)),
+        (gather_role, (operands, memory, barriers, pools, query, TURNED)),
+        (mma_role, (memory, barriers, query)),
     ], [4, 4, 1], [ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip

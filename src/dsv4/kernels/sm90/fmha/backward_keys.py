@@ -25,6 +25,8 @@ P is 0 there, because of lse2 or of the mask.
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -36,8 +38,25 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dsv4.kernels.shared.fmha.backward_arguments import Operands, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
+
+
+@aggregate
+class Memory:
+    k: Value
+    v: Value
+    q: Value
+    dout: Value
+    stat: Value
+
+
+@aggregate
+class Barriers:
+    kv_ready: Value
+    ready: Value
+    free: Value
 
 
 @gluon.constexpr_function
@@ -56,47 +75,43 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 @gluon.jit
 def rows_of(key, sizes):
     """[first, end) of the tiles of 64 packed rows that see some of 128 keys."""
-    rows, tokens, keys, group, left, right = sizes
-    first = gl.maximum(key - (keys - tokens) - right, 0)
-    end = gl.minimum(gl.minimum(key + 128, keys) - (keys - tokens) + left, tokens)
-    return first * group // 64 * 64, end * group
+    offset = sizes.keys - sizes.tokens
+    first = gl.maximum(key - offset - sizes.right, 0)
+    end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
+    return first * sizes.group // 64 * 64, end * sizes.group
 
 
 @gluon.jit
-def load_role(descriptors, smem, barriers, stats, where, key, sizes, D: gl.constexpr, SLOTS: gl.constexpr):
-    q_desc, k_desc, dout_desc, v_desc = descriptors
-    k, v, q, dout, stat = smem
-    kv_ready, ready, free = barriers
-    lse2_ptr, delta_ptr = stats
-    batch, head = where
-    rows = sizes[0]
+def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr):
+    batch, head = share.batch, share.head
     PANELS: gl.constexpr = D // 64
-    BOX: gl.constexpr = q_desc.layout
+    BOX: gl.constexpr = operands.q_desc.layout
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    mbarrier.expect(kv_ready, 2 * 128 * D * 2)
+    mbarrier.expect(barriers.kv_ready, 2 * 128 * D * 2)
     for half in gl.static_range(2):
-        k_panels = reinterpret(k.index(half), [PANELS, 1, 1, 64, 64], BOX)
-        v_panels = reinterpret(v.index(half), [PANELS, 1, 1, 64, 64], BOX)
+        k_panels = reinterpret(memory.k.index(half), [PANELS, 1, 1, 64, 64], BOX)
+        v_panels = reinterpret(memory.v.index(half), [PANELS, 1, 1, 64, 64], BOX)
         for panel in gl.static_range(PANELS):
-            place = [batch, head, key + half * 64, panel * 64]
-            tma_load(k_desc, place, kv_ready, k_panels.index(panel))
-            tma_load(v_desc, place, kv_ready, v_panels.index(panel))
-    first, end = rows_of(key, sizes)
+            place = [batch, head, share.own + half * 64, panel * 64]
+            tma_load(operands.k_desc, place, barriers.kv_ready, k_panels.index(panel))
+            tma_load(operands.v_desc, place, barriers.kv_ready, v_panels.index(panel))
+    first, end = rows_of(share.own, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
     for row in range(first, end, 64):
         number = row + gl.arange(0, 64, layout=ROW)
-        lse2 = gl.load(lse2_ptr + number, mask=number < rows, other=float("inf"))
-        delta = gl.load(delta_ptr + number, mask=number < rows, other=0.0)
-        mbarrier.wait(free.index(slot), phase)
-        stat.index(slot * 2).store(lse2)
-        stat.index(slot * 2 + 1).store(delta)
-        mbarrier.expect(ready.index(slot), 2 * 64 * D * 2)
-        q_panels = reinterpret(q.index(slot), [PANELS, 1, 1, 64, 64], BOX)
-        dout_panels = reinterpret(dout.index(slot), [PANELS, 1, 1, 64, 64], BOX)
+        lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
+        delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
+        mbarrier.wait(barriers.free.index(slot), phase)
+        memory.stat.index(slot * 2).store(lse2)
+        memory.stat.index(slot * 2 + 1).store(delta)
+        ready = barriers.ready.index(slot)
+        mbarrier.expect(ready, 2 * 64 * D * 2)
+        q_panels = reinterpret(memory.q.index(slot), [PANELS, 1, 1, 64, 64], BOX)
+        dout_panels = reinterpret(memory.dout.index(slot), [PANELS, 1, 1, 64, 64], BOX)
         for panel in gl.static_range(PANELS):
-            tma_load(q_desc, [batch, head, row, panel * 64], ready.index(slot), q_panels.index(panel))
-            tma_load(dout_desc, [batch, head, row, panel * 64], ready.index(slot), dout_panels.index(panel))
+            tma_load(operands.q_desc, [batch, head, row, panel * 64], ready, q_panels.index(panel))
+            tma_load(operands.dout_desc, [batch, head, row, panel * 64], ready, dout_panels.index(panel))
         slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -110,7 +125,7 @@ def scores(x, y, LS: gl.constexpr):
 @gluon.jit
 def visible(p, row, key, sizes, LS: gl.constexpr):
     """P^T [64 keys, 64 rows], 0 where the row does not see the key."""
-    rows, tokens, keys, group, left, right = sizes
+    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
     last = gl.minimum((row + 63) // group, tokens - 1)
     if (key < first_key(last, tokens, keys, left)) | (key + 64 > end_key(row // group, tokens, keys, right)):
         token = (row + gl.arange(0, 64, layout=gl.SliceLayout(0, LS))) // group
@@ -121,22 +136,20 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
 
 
 @gluon.jit
-def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales,
+def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales, ds_scale,
          W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
-    k, v, q, dout, stat = smem
-    kv_ready, ready, free = barriers
-    scale2, p_scale, ds_scale = scales
+    k, v, q, dout, stat = memory.k, memory.v, memory.q, memory.dout, memory.stat
     LS: gl.constexpr = accumulator(64)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     dp = scores(v.index(opaque + W), dout.index(slot), LS)
-    p = gl.exp2(s * scale2 - lse2[None, :])
+    p = gl.exp2(s * scales.s - lse2[None, :])
     p = visible(p, row, key, sizes, LS)
     if SCALED:
-        p16 = (p * p_scale).to(q.dtype)
+        p16 = (p * scales.p).to(q.dtype)
     else:
         p16 = p.to(q.dtype)
     dv = warpgroup_mma(gl.convert_layout(p16, LA), dout.index(slot), dv, is_async=True)
@@ -150,61 +163,56 @@ def step(s, dk, dv, smem, barriers, row, key, slot, phase, turn, sizes, scales,
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
     after, after_phase = next_slot(slot, phase, SLOTS)
     if MORE:
-        mbarrier.wait(ready.index(after), after_phase)
+        mbarrier.wait(barriers.ready.index(after), after_phase)
         s = scores(k.index(opaque + W), q.index(after), LS)
     NEWER: gl.constexpr = 1 if MORE else 0
     dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
-    mbarrier.arrive(free.index(slot), count=1)
+    mbarrier.arrive(barriers.free.index(slot), count=1)
     return s, dk, dv, after, after_phase
 
 
 @gluon.jit
-def send(x, tile, desc, batch, head, key, D: gl.constexpr):
-    """x [64, D] to memory by way of the tile."""
+def send(x, tile, desc, share, row, D: gl.constexpr):
+    """x [64, D] to rows from `row` on, by way of the tile."""
     tile.store(x.to(tile.dtype))
     fence_async_shared()
     BOX: gl.constexpr = desc.layout
     panels = reinterpret(tile, [D // 64, 1, 1, 64, 64], BOX)
     for panel in gl.static_range(D // 64):
-        tma_store(desc, [batch, head, key, panel * 64], panels.index(panel))
+        tma_store(desc, [share.batch, share.head, row, panel * 64], panels.index(panel))
     store_wait(0)
 
 
 @gluon.jit
-def gradient_role(smem, barriers, outputs, where, key, sizes, scales,
+def gradient_role(memory, barriers, dk_desc, dv_desc, share, sizes, scales,
                   W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
-    k, v, q, dout, stat = smem
-    kv_ready, ready, free = barriers
-    dk_desc, dv_desc = outputs
-    scale2, p_scale, scale, ds_scale_ptr = scales
-    batch, head = where
     LS: gl.constexpr = accumulator(64)
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
     if SCALED:
-        ds_scale = gl.load(ds_scale_ptr)
-    first, end = rows_of(key, sizes)
-    mine = key + 64 * W
-    factors = (scale2, p_scale, ds_scale)
-    mbarrier.wait(kv_ready, 0)
+        ds_scale = gl.load(scales.ds_ptr)
+    first, end = rows_of(share.own, sizes)
+    mine = share.own + 64 * W
+    mbarrier.wait(barriers.kv_ready, 0)
     if first < end:
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        mbarrier.wait(ready.index(0), 0)
-        s = scores(k.index(W), q.index(0), LS)
+        mbarrier.wait(barriers.ready.index(0), 0)
+        s = scores(memory.k.index(W), memory.q.index(0), LS)
         steps = (end - first + 63) // 64
         for turn in range(0, steps - 1):
-            s, dk, dv, slot, phase = step(s, dk, dv, smem, barriers, first + turn * 64, mine, slot, phase, turn,
-                                              sizes, factors, W, D, SLOTS, SCALED, True)  # fmt: skip
-        _, dk, dv, _, _ = step(s, dk, dv, smem, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
-                                  sizes, factors, W, D, SLOTS, SCALED, False)  # fmt: skip
+            s, dk, dv, slot, phase = step(s, dk, dv, memory, barriers, first + turn * 64, mine, slot, phase, turn,
+                                          sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
+        _, dk, dv, _, _ = step(s, dk, dv, memory, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
+                               sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+    scale = scales.gradient
     if SCALED:
-        dv = dv / p_scale
+        dv = dv / scales.p
         scale = scale / ds_scale
-    send(dv, v.index(W), dv_desc, batch, head, mine, D)
-    send(dk * scale, v.index(W), dk_desc, batch, head, mine, D)
+    send(dv, memory.v.index(W), dv_desc, share, mine, D)
+    send(dk * scale, memory.v.index(W), dk_desc, share, mine, D)
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
@@ -234,14 +242,15 @@ def backward_keys(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, lse2_ptr,
     tiles = (keys + 127) // 128
     pair = gl.program_id(0) // tiles
     key = (gl.program_id(0) - pair * tiles) * 128
-    where = (pair // kv_heads, pair % kv_heads)
-    sizes = (rows, tokens, keys, group, left, right)
-    smem = (k, v, q, dout, stat)
-    barriers = (kv_ready, ready, free)
-    stats = (lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows)
-    scales = (scale2, p_scale, scale, ds_scale_ptr)
+    share = Share(pair // kv_heads, pair % kv_heads, key)
+    sizes = Sizes(rows, tokens, keys, group, left, right)
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    memory = Memory(k, v, q, dout, stat)
+    barriers = Barriers(kv_ready, ready, free)
+    terms = Terms(lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows)
+    scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, 0, D, SLOTS, SCALED)),
-        (gradient_role, (smem, barriers, (dk_desc, dv_desc), where, key, sizes, scales, 1, D, SLOTS, SCALED)),
-        (load_role, ((q_desc, k_desc, dout_desc, v_desc), smem, barriers, stats, where, key, sizes, D, SLOTS)),
+        (gradient_role, (memory, barriers, dk_desc, dv_desc, share, sizes, scales, 0, D, SLOTS, SCALED)),
+        (gradient_role, (memory, barriers, dk_desc, dv_desc, share, sizes, scales, 1, D, SLOTS, SCALED)),
+        (load_role, (operands, memory, barriers, terms, share, sizes, D, SLOTS)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

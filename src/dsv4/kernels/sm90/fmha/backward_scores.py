@@ -34,20 +34,30 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared.fmha.score_tiles import advance, load_role, locate, needed
+from dsv4.kernels.shared.fmha.backward_arguments import Operands
+from dsv4.kernels.shared.fmha.score_tiles import (
+    Ring,
+    Rows,
+    ScoreScales,
+    SlabSizes,
+    Tiles,
+    advance,
+    load_role,
+    locate,
+    needed,
+)
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 
 
 @gluon.jit
 def chunks(acc, ring, slot, phase, last, begin, end, W: gl.constexpr, SLOTS: gl.constexpr):
     """acc [64, 128] += chunks begin .. end. The newest product is under way, its slot, `last`, not free; -1: none."""
-    a, b, ready, free = ring
     for chunk in range(begin, end):
-        mbarrier.wait(ready.index(slot), phase)
-        acc = warpgroup_mma(a.index(slot).slice(64 * W, 64, dim=0), b.index(slot).permute((1, 0)), acc,
+        mbarrier.wait(ring.ready.index(slot), phase)
+        acc = warpgroup_mma(ring.a.index(slot).slice(64 * W, 64, dim=0), ring.b.index(slot).permute((1, 0)), acc,
                             use_acc=chunk > 0, is_async=True)  # fmt: skip
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(free.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
+        mbarrier.arrive(ring.free.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
         last = slot
         slot, phase = advance(slot, phase, SLOTS)
     return acc, slot, phase, last
@@ -66,36 +76,34 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(ring, tile, outputs, stats, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
+def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
                SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
-    p_desc, ds_desc = outputs
-    lse2_ptr, delta_ptr, all_rows = stats
-    scale, p_scale, ds_scale_ptr = scales
-    rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece = sizes
-    a, b, ready, free = ring
+    """Rows 64 W .. 64 W + 63 of every tile."""
+    rows, row_begin, tokens, keys = sizes.rows, sizes.row_begin, sizes.tokens, sizes.keys
+    group, left, right = sizes.group, sizes.left, sizes.right
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     R: gl.constexpr = gl.SliceLayout(1, L)
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
     ds_scale = 1.0
     if SCALED:
-        ds_scale = gl.load(ds_scale_ptr)
+        ds_scale = gl.load(scales.ds_ptr)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), tiles[2], gl.num_programs(0)):
-        pair, tile_row, key = locate(item, sizes, tiles)
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, tile_row, key = locate(item, tiles)
         some, read = needed(tile_row, key, sizes)
         first_row = tile_row + 64 * W
         if some:
             row = first_row + gl.arange(0, 64, layout=R)
-            at = pair.to(gl.int64) * all_rows + row_begin + row
-            lse2 = gl.load(lse2_ptr + at, mask=row < rows, other=float("inf"))
-            delta = gl.load(delta_ptr + at, mask=row < rows, other=0.0)
+            at = pair.to(gl.int64) * terms.all + row_begin + row
+            lse2 = gl.load(terms.lse2_ptr + at, mask=row < rows, other=float("inf"))
+            delta = gl.load(terms.delta_ptr + at, mask=row < rows, other=0.0)
             s = gl.zeros([64, 128], gl.float32, L)
             s, slot, phase, last = chunks(s, ring, slot, phase, gl.to_tensor(-1), 0, CHUNKS, W, SLOTS)
             dp = gl.zeros([64, 128], gl.float32, L)
             dp, slot, phase, last = chunks(dp, ring, slot, phase, last, 0, EARLY, W, SLOTS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
-            p = gl.exp2(s * scale - lse2[:, None])
+            p = gl.exp2(s * scales.s - lse2[:, None])
             token = (row_begin + row) // group
             token_last = gl.minimum((row_begin + first_row + 63) // group, tokens - 1)
             whole_first = first_key(token_last, tokens, keys, left)
@@ -106,12 +114,12 @@ def score_role(ring, tile, outputs, stats, sizes, tiles, scales, W: gl.constexpr
                     column < end_key(token, tokens, keys, right)[:, None])  # fmt: skip
                 p = gl.where(seen, p, 0.0)
             if SCALED:
-                send((p * p_scale).to(tile.dtype), tile, p_desc, pair, first_row, key)
+                send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
             else:
                 send(p.to(tile.dtype), tile, p_desc, pair, first_row, key)
             dp, slot, phase, last = chunks(dp, ring, slot, phase, last, EARLY, CHUNKS, W, SLOTS)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-            mbarrier.arrive(free.index(last), count=1)
+            mbarrier.arrive(ring.free.index(last), count=1)
             ds = p * (dp - delta[:, None])
             if SCALED:
                 ds = ds * ds_scale
@@ -147,14 +155,14 @@ def backward_scores(q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, lse2_ptr
         mbarrier.init(free.index(i), count=2)
     row_tiles = (rows + 127) // 128
     key_tiles = (keys + 127) // 128
-    tiles = (row_tiles, key_tiles, row_tiles * key_tiles * pairs)
-    sizes = (rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
-    ring = (a, b, ready, free)
-    outputs = (p_desc, ds_desc)
-    stats = (lse2_ptr, delta_ptr, all_rows)
-    scales = (scale, p_scale, ds_scale_ptr)
+    tiles = Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+    sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    ring = Ring(a, b, ready, free)
+    terms = Rows(lse2_ptr, delta_ptr, all_rows)
+    scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
-        (score_role, (ring, left_tile, outputs, stats, sizes, tiles, scales, 0, CHUNKS, SLOTS, SCALED)),
-        (score_role, (ring, right_tile, outputs, stats, sizes, tiles, scales, 1, CHUNKS, SLOTS, SCALED)),
-        (load_role, ((q_desc, k_desc, dout_desc, v_desc), ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
+        (score_role, (ring, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SLOTS, SCALED)),
+        (score_role, (ring, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SLOTS, SCALED)),
+        (load_role, (operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
     ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip

@@ -30,6 +30,8 @@ A row number of -1 is filled with zeros, its P is 0, and nothing is added for it
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -41,10 +43,31 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared.opaque import zero
+from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+
+
+@aggregate
+class Memory:
+    q: Value
+    dout: Value
+    kv: Value
+    p16: Value
+    ds16: Value
+    p32: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    ready: Value
+    free: Value
+    p_ready: Value
+    ds_ready: Value
+    used: Value
 
 
 @gluon.jit
@@ -115,101 +138,93 @@ def keep(part, rows, target, first):
 
 
 @gluon.jit
-def gradients(dq, smem, scores, free, used, rows, target, step, H: gl.constexpr, ATOMIC: gl.constexpr):
-    """This half of dQ and of dKV of a block. target: (dkv, or where this block's contributions are stored)."""
-    q, dout, kv = smem
-    p16, ds16 = scores
-    opaque = zero(step)
-    dq = warpgroup_mma(ds16, kv.index(opaque + H), dq, is_async=True)
-    q_panels = reinterpret(q.index(H), [4, 64, 64], PANEL)
-    dout_panels = reinterpret(dout.index(H), [4, 64, 64], PANEL)
+def gradients(dq, memory, barriers, rows, target, block, H: gl.constexpr, ATOMIC: gl.constexpr):
+    """This half of dQ and of dKV of a block."""
+    p16, ds16 = memory.p16, memory.ds16
+    place = target.ptr + block * target.step
+    opaque = zero(block)
+    dq = warpgroup_mma(ds16, memory.kv.index(opaque + H), dq, is_async=True)
+    q_panels = reinterpret(memory.q.index(H), [4, 64, 64], PANEL)
+    dout_panels = reinterpret(memory.dout.index(H), [4, 64, 64], PANEL)
     for piece in gl.static_range(4):
         part = gl.zeros([64, 64], gl.float32, SCORES)
-        at = zero(step) + piece
+        at = zero(block) + piece
         part = warpgroup_mma(p16.permute((1, 0)), dout_panels.index(at), part, use_acc=False, is_async=True)
         part = warpgroup_mma(ds16.permute((1, 0)), q_panels.index(at), part, is_async=True)
         if piece == 0:
             dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
-            mbarrier.arrive(free, count=1)
+            mbarrier.arrive(barriers.free, count=1)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if piece == 3:
-            mbarrier.arrive(used, count=1)
+            mbarrier.arrive(barriers.used, count=1)
         if ATOMIC:
-            add(part, rows, target, H * 256 + piece * 64)
+            add(part, rows, place, H * 256 + piece * 64)
         else:
-            keep(part, rows, target, H * 256 + piece * 64)
+            keep(part, rows, place, H * 256 + piece * 64)
     return dq
 
 
 @gluon.jit
-def end(dq, kv, dq_desc, query, head, H: gl.constexpr):
+def end(dq, kv, dq_desc, query, H: gl.constexpr):
     """This half of dQ to memory, by way of its half of kv."""
     BOX: gl.constexpr = dq_desc.layout
     kv.index(H).store(dq.to(kv.dtype))
     fence_async_shared()
     panels = reinterpret(kv.index(H), [4, 1, 64, 64], BOX)
     for panel in gl.static_range(4):
-        tma_store(dq_desc, [query, head, H * 256 + panel * 64], panels.index(panel))
+        tma_store(dq_desc, [query.number, query.head, H * 256 + panel * 64], panels.index(panel))
     store_wait(0)
 
 
 @gluon.jit
-def left_role(smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks, width,
-              ATOMIC: gl.constexpr):  # fmt: skip
+def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr):
     """S, P; columns 0-255 of dQ and dKV."""
-    q_ready, ready, free, p_ready, ds_ready, used = barriers
-    lse2_ptr, delta_ptr, scale2, scale = stats
-    q, dout, kv = smem
-    p16, ds16 = scores
-    row = head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    lse2 = gl.load(lse2_ptr + query.to(gl.int64) * heads + row, mask=row < heads, other=float("inf"))
+    heads = query.heads
+    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    lse2 = gl.load(terms.lse2_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=float("inf"))
     dq = gl.zeros([64, 256], gl.float32, HALF)
-    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(barriers.q_ready, 0)
     phase = 0
-    for block in range(0, blocks):
-        there = numbers(line, block, width, gl.SliceLayout(0, SCORES)) >= 0
-        rows = numbers(line, block, width, gl.SliceLayout(1, SCORES))
-        mbarrier.wait(ready, phase)
+    for block in range(0, query.blocks):
+        there = numbers(query, block, gl.SliceLayout(0, SCORES)) >= 0
+        rows = numbers(query, block, gl.SliceLayout(1, SCORES))
+        mbarrier.wait(barriers.ready, phase)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
-        s = products(q, kv, block)
-        p = gl.where(there[None, :], gl.exp2(s * scale2 - lse2[:, None]), 0.0)
-        mbarrier.wait(used, phase ^ 1)
-        p32.store(p)
-        p16.store(p.to(p16.dtype))
+        s = products(memory.q, memory.kv, block)
+        p = gl.where(there[None, :], gl.exp2(s * terms.scale2 - lse2[:, None]), 0.0)
+        mbarrier.wait(barriers.used, phase ^ 1)
+        memory.p32.store(p)
+        memory.p16.store(p.to(memory.p16.dtype))
         fence_async_shared()
-        mbarrier.arrive(p_ready, count=1)
-        mbarrier.wait(ds_ready, phase)
-        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 0, ATOMIC)
+        mbarrier.arrive(barriers.p_ready, count=1)
+        mbarrier.wait(barriers.ds_ready, phase)
+        dq = gradients(dq, memory, barriers, rows, target, block, 0, ATOMIC)
         phase = phase ^ 1
-    end(dq, kv, dq_desc, query, head, 0)
+    end(dq, memory.kv, dq_desc, query, 0)
 
 
 @gluon.jit
-def right_role(smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks,
-               width, ATOMIC: gl.constexpr):  # fmt: skip
+def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr):
     """dP, dS; columns 256-511 of dQ and dKV."""
-    q_ready, ready, free, p_ready, ds_ready, used = barriers
-    lse2_ptr, delta_ptr, scale2, scale = stats
-    q, dout, kv = smem
-    p16, ds16 = scores
-    row = head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    delta = gl.load(delta_ptr + query.to(gl.int64) * heads + row, mask=row < heads, other=0.0)
+    heads = query.heads
+    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    delta = gl.load(terms.delta_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=0.0)
     dq = gl.zeros([64, 256], gl.float32, HALF)
-    mbarrier.wait(q_ready, 0)
+    mbarrier.wait(barriers.q_ready, 0)
     phase = 0
-    for block in range(0, blocks):
-        rows = numbers(line, block, width, gl.SliceLayout(1, SCORES))
-        mbarrier.wait(ready, phase)
+    for block in range(0, query.blocks):
+        rows = numbers(query, block, gl.SliceLayout(1, SCORES))
+        mbarrier.wait(barriers.ready, phase)
         fence_async_shared()
-        dp = products(dout, kv, block)
-        mbarrier.wait(p_ready, phase)
-        ds = p32.load(SCORES) * (dp - delta[:, None]) * scale
-        ds16.store(ds.to(ds16.dtype))
+        dp = products(memory.dout, memory.kv, block)
+        mbarrier.wait(barriers.p_ready, phase)
+        ds = memory.p32.load(SCORES) * (dp - delta[:, None]) * terms.scale
+        memory.ds16.store(ds.to(memory.ds16.dtype))
         fence_async_shared()
-        mbarrier.arrive(ds_ready, count=1)
-        dq = gradients(dq, smem, scores, free, used, rows, target + block * target_step, block, 1, ATOMIC)
+        mbarrier.arrive(barriers.ds_ready, count=1)
+        dq = gradients(dq, memory, barriers, rows, target, block, 1, ATOMIC)
         phase = phase ^ 1
-    end(dq, kv, dq_desc, query, head, 1)
+    end(dq, memory.kv, dq_desc, query, 1)
 
 
 @gluon.jit(do_not_specialize=[
@@ -246,26 +261,22 @@ def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_pt
     mbarrier.init(p_ready, count=1)
     mbarrier.init(ds_ready, count=1)
     mbarrier.init(used, count=2)
-    query = query_begin + gl.program_id(0)
+    number = query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64
-    blocks = gl.load(blocks_ptr + query)
-    line = rows_ptr + query.to(gl.int64) * width
-    target = target_ptr
-    target_step = 0
+    blocks = gl.load(blocks_ptr + number)
+    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
+    target = Target(target_ptr, 0)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        target += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
-        target_step = 64 * 512
-    smem = (q, dout, kv)
-    scores = (p16, ds16)
-    barriers = (q_ready, ready, free, p_ready, ds_ready, used)
-    stats = (lse2_ptr, delta_ptr, scale2, scale)
-    pools = (window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
+        target_ptr += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
+        target = Target(target_ptr, 64 * 512)
+    operands = Operands(q_desc, dout_desc, turned_desc)
+    pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
+    terms = Terms(lse2_ptr, delta_ptr, scale2, scale)
+    memory = Memory(q, dout, kv, p16, ds16, p32)
+    barriers = Barriers(q_ready, ready, free, p_ready, ds_ready, used)
     gl.warp_specialize([
-        (left_role, (smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads, blocks,
-                     width, ATOMIC)),
-        (right_role, (smem, scores, p32, barriers, stats, line, target, target_step, dq_desc, query, head, heads,
-                      blocks, width, ATOMIC)),
-        (gather_role, ((q_desc, dout_desc, turned_desc), smem, (q_ready, ready, free), pools, line, query, head, blocks,
-                       width, TURNED)),
+        (left_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC)),
+        (right_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC)),
+        (gather_role, (operands, memory, barriers, pools, query, TURNED)),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -1,0 +1,52 @@
+"""The arguments of FMHA's gradient kernels by group, as they hand them to their roles."""
+
+from dsv4.kernels.compat import Value, aggregate
+
+
+@aggregate
+class Operands:
+    """TMA descriptors."""
+
+    q_desc: Value
+    k_desc: Value
+    dout_desc: Value
+    v_desc: Value
+
+
+@aggregate
+class Sizes:
+    """Of one sequence and KV head."""
+
+    rows: Value  # packed query rows: tokens times group
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value  # of the window
+    right: Value
+
+
+@aggregate
+class Share:
+    """What one CTA has to do: 128 packed rows, or keys, of one sequence and KV head, from `own` on."""
+
+    batch: Value
+    head: Value
+    own: Value
+
+
+@aggregate
+class Terms:
+    """Of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+
+
+@aggregate
+class Scales:
+    """What S is multiplied by before 2^S is taken, P and dS before they are rounded (fp16 only), dQ and dK."""
+
+    s: Value
+    p: Value
+    gradient: Value
+    ds_ptr: Value  # fp32 [1]

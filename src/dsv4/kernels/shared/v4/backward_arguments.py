@@ -1,0 +1,54 @@
+"""The arguments of V4's gradient kernels by group, as they hand them to their roles."""
+
+from dsv4.kernels.compat import Value, aggregate
+
+
+@aggregate
+class Operands:
+    """TMA descriptors."""
+
+    q_desc: Value
+    dout_desc: Value
+    turned_desc: Value  # the last columns of dO, turned as q was
+
+
+@aggregate
+class Pools:
+    """Strides in units of 8 elements."""
+
+    window_ptr: Value
+    window_rows: Value
+    window_stride: Value
+    window_blocks: Value  # of a list: the first name window rows, the others compressed ones
+    compressed_ptr: Value
+    compressed_stride: Value
+
+
+@aggregate
+class Query:
+    """What one CTA has to do: 64 heads of a query, from `head` on, with all rows that it lists."""
+
+    number: Value
+    head: Value
+    heads: Value  # in all
+    line: Value  # of row numbers: compressed rows after the window's, -1 = nothing there
+    width: Value  # its entries
+    blocks: Value  # of 64 entries that name something
+
+
+@aggregate
+class Terms:
+    """Of all (query, head): the exponent to subtract and delta. What S is multiplied by, in base 2, and dS."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    scale2: Value
+    scale: Value
+
+
+@aggregate
+class Target:
+    """Where dKV goes: fp32 rows to add to, or bf16 room for what this CTA contributes, `step` from block to block."""
+
+    ptr: Value
+    step: Value
