@@ -245,15 +245,15 @@ OPERATIONS = {
     for op in (
         Operation(
             "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, (4,), _outputs, _from_operator(problem.dense),
-            problem.check_values, same=KV,
+            problem.check_values, same=("same_kv", *KV),
         ),
         Operation(
             "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS), (3,),
-            _outputs, _from_operator(problem.varlen), problem.check_values, same=KV,
+            _outputs, _from_operator(problem.varlen), problem.check_values, same=("same_kv", *KV),
         ),
         Operation(
             "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, (4,), _outputs,
-            _from_operator(problem.paged), problem.check_values, same=PAGES,
+            _from_operator(problem.paged), problem.check_values, same=("same_kv", *PAGES),
         ),
     )
 }  # fmt: skip

@@ -47,7 +47,7 @@ class Operation:
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
     check_values: Callable[[Any], None]
     second: str = "lse"  # the optional output
-    same: tuple[str, str] | None = None  # arguments for which it counts whether they are the same memory
+    same: tuple[str, str, str] | None = None  # field of the problem: whether these two arguments are the same memory
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
 
     tensors_in: Callable[[dict[str, Any]], tuple] = field(init=False)  # those of the arguments that are tensors, ...
@@ -145,8 +145,9 @@ def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
 def _same(op: Operation, given: Given) -> bool:
     if op.same is None:
         return False
-    a, b = (given.arguments[name] for name in op.same)
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    _, first, second = op.same
+    a, b = given.arguments[first], given.arguments[second]
+    return b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
 def _problem(op: Operation, given: Given) -> Any:
@@ -157,7 +158,7 @@ def _problem(op: Operation, given: Given) -> Any:
     if given.capacities is not None:
         changes["num_splits"] = given.capacities[0]
     if op.same is not None:
-        changes["same_kv"] = _same(op, given)
+        changes[op.same[0]] = _same(op, given)
     return replace(problem, scratch=given.scratch, **changes)
 
 

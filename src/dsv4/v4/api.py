@@ -232,5 +232,6 @@ V4_ATTENTION = Operation(
     _outputs,
     _build,
     problem.check_values,
+    same=("same_pools", "window", "compressed"),
 )  # fmt: skip
 operators.define_operation(V4_ATTENTION, ARGUMENTS)

@@ -50,6 +50,7 @@ class V4Problem:
     deterministic: bool = False
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
+    same_pools: bool = False  # window and compressed rows lie in the same memory
 
     # The names below are those of FmhaProblem, so that a Plan fits both: N sequences of one query, one KV head.
     batch = property(lambda self: self.q.shape[0])

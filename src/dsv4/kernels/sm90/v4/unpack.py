@@ -5,6 +5,7 @@ longer in sum than the pool, it is converted once, here, and attention reads pla
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -62,20 +63,25 @@ def pays(p: V4Problem) -> bool:
 
 def unpacked(p: V4Problem, program: Program) -> V4Problem:
     """The problem with plain rows in place of FP8 rows, which the program makes first."""
-    plain = {where: _unpacked(pool, program) for where, pool in _pools(p).items()}
-    pools = {name: plain[_where(pool)] for name in ("window", "compressed")
-             if isinstance(pool := getattr(p, name), Fp8Cache)}  # fmt: skip
-    return replace(p, **pools)
+    plain: dict[str, Any] = {name: _unpacked(pool, program) for name, pool in _pools(p).items()}
+    if _one_pool(p):
+        plain["compressed"] = plain["window"]
+    return replace(p, **plain)
 
 
-def _pools(p: V4Problem) -> dict[tuple, Fp8Cache]:
-    """Each pool of FP8 rows once: the window and the compressed rows may lie in the same pages."""
-    return {_where(pool): pool for pool in (p.window, p.compressed) if isinstance(pool, Fp8Cache)}
+def _pools(p: V4Problem) -> dict[str, Fp8Cache]:
+    """Each pool of FP8 rows once."""
+    names = ("window",) if _one_pool(p) else ("window", "compressed")
+    return {name: pool for name in names if isinstance(pool := getattr(p, name), Fp8Cache)}
 
 
-def _where(cache: Fp8Cache) -> tuple:
-    slot = cache.storage
-    return slot.index, slot.offset, slot.shape, cache.rows_per_page, cache.page_stride
+def _one_pool(p: V4Problem) -> bool:
+    """Do window and compressed rows lie in the same pages?"""
+    a, b = p.window, p.compressed
+    return (
+        p.same_pools and isinstance(a, Fp8Cache) and isinstance(b, Fp8Cache)
+        and (a.rows_per_page, a.page_stride) == (b.rows_per_page, b.page_stride)
+    )  # fmt: skip
 
 
 def _unpacked(cache: Fp8Cache, program: Program):
