@@ -13,7 +13,7 @@ import numpy as np
 
 from softsm.clock import replay
 from softsm.clock.parameters import Gpu
-from softsm.clock.sass import Code
+from softsm.clock.sass import WARPGROUP_PRODUCTS, Code
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
@@ -56,7 +56,7 @@ _CONTROL = (
     "UTC",
     "UBLK",
     "UCGABAR",
-    "HGMMA",
+    *WARPGROUP_PRODUCTS,
     "LDC",
     "ULDC",
     "ELECT",
@@ -116,6 +116,7 @@ def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
         ("R2UR", "latency.r2ur"),
         ("LDC", "latency.ldc"),
         ("ULDC", "latency.ldc"),
+        ("LDL", "load.l1"),
         ("ATOMS", "latency.atoms"),
         ("HMMA", "latency.hmma"),
         ("VOTE", "latency.vote"),
@@ -152,7 +153,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
         latency[i] = latency_of(ins.opcode, gpu, name)
         op = ins.opcode
         heavy[i] = float(name in ("fma", "imad"))
-        if op.startswith("HGMMA"):
+        if op.startswith(WARPGROUP_PRODUCTS):
             kind[i] = replay.PRODUCT
             units[i], port[i] = product(op, ins.text)
             extra[i] = float("gsb0" in ins.text)
@@ -170,10 +171,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
             known = found.units / found.looks / max(1, min(shared_line[ins.line], 8)) if found and found.looks else 0
             units[i] = max(known if found and found.space == "shared" else 0, width)
             latency[i] = gpu["latency.lds"]
-        elif op.startswith("SHFL"):
-            kind[i] = replay.SHARED
-            units[i] = gpu["shfl.port"]
-            latency[i] = gpu["latency.shfl"]
         elif op.startswith(("LDG", "LD.", "ATOMG", "ATOM.")) and not op.startswith(("LDGSTS", "LDGDEPBAR")):
             kind[i] = replay.READ
             found = access.get(ins.line)

@@ -33,7 +33,7 @@ ANCHORS = {
     tr.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
     tr.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
-OTHERS = ("HGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
+OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
 ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
 
 
@@ -77,19 +77,29 @@ class Lowering:
             else:
                 left_out.append(number)
         whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
+        best = max(kept, key=lambda k: len(self.code.blocks[k]))
+        copies = [best]
         for number in left_out:
-            block = self.code.blocks[number]
+            block, other = self.code.blocks[number], self.code.blocks[best]
             lines = Counter(self.code.instructions[i].line for i in block)
-            best = max(kept, key=lambda k: len(self.code.blocks[k]))
-            other = self.code.blocks[best]
             shared = sum((Counter(self.code.instructions[i].line for i in other) & lines).values())
-            small, large = sorted((len(block), len(other)))
-            if shared >= 0.7 * small and small >= 6 and large / small >= 1.7:
-                turns = round(large / small)
-                longer, single = (other, block) if len(other) > len(block) else (block, other)
-                rest = [i for k in kept if k != best for i in self.code.blocks[k]]
-                return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
+            if shared >= 0.7 * min(len(block), len(other)) and min(len(block), len(other)) >= 6:
+                copies.append(number)
+        # ptxas unrolls by four and leaves copies for two turns and for one: the smallest is one turn.
+        blocks = sorted((self.code.blocks[k] for k in copies), key=len)
+        longer, single = blocks[-1], blocks[0]
+        if len(longer) >= 1.7 * len(single):
+            rest = [i for k in kept if k != best for i in self.code.blocks[k]]
+            turns = self._turns(longer, single)
+            return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
         return whole, 1, None
+
+    def _turns(self, longer: range, single: range) -> int:
+        """How many turns of a loop an unrolled copy makes: most of its instructions are there that often (counters and
+        branches, which the turns share, are not). By opcode, since ptxas gives products of later turns other lines."""
+        many, one = (Counter(self.code.instructions[i].opcode for i in block) for block in (longer, single))
+        ratios = [many[op] / n for op, n in one.items() if op in many for _ in range(n)]
+        return max(2, round(float(np.median(ratios))))
 
     def _anchors(self, home: int, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
         """Where each event of a run through a block goes -> (instructions, positions)."""

@@ -13,11 +13,12 @@ from softsm.clock import replay
 from softsm.clock.lower import Lowering, Streams
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
-from softsm.clock.trace import ClusterTrace, LaunchTrace
+from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
 from softsm.errors import SoftsmError
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
+BATCH = 16  # rows that a warp waits for together, at least
 QUEUE = 3  # CTAs in a row that the replay looks at
 
 
@@ -139,6 +140,7 @@ class Model:
         self.occupancy = occupancy(trace, self.code)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share())
         self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
+        self.turns = self._turns()
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
@@ -187,6 +189,9 @@ class Model:
             cold=g["code.cold"],
             fma_delay=g["fma.delay"],
             sm_byte=1 / g["sm.rate"],
+            product_wait=g["product.wait"],
+            product_wide=g["product.wide"],
+            cp_port=g["cp.port"],
         )
         return np.array([named[n] for n in replay.NAMES], np.float64)
 
@@ -201,6 +206,8 @@ class Model:
             cost.append(per)
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
             far = min(1.0, s.device * self.together(s, active))
+            if s.random:  # a wait is for many rows: the slowest counts
+                far = 1 - (1 - s.device) ** BATCH
             ways = ("load", "tma", "queue")
             delay.append([clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways])
         write = active * clock / g["hbm.write"]
@@ -220,20 +227,37 @@ class Model:
                 out[i] = self.gpu[key] if key in self.gpu.values else 1.0
         return out
 
-    @staticmethod
-    def together(s: Source, active: int) -> float:
-        """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together."""
-        return 1.0 if s.random or not s.size else max(1.0, min(s.asked / s.size, active))
+    def together(self, s: Source, active: int) -> float:
+        """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
+        grid of one side nothing is known of the neighbours, so sharers are spread over all waves, and over the turns
+        of CTAs that loop over tiles."""
+        if s.random or not s.size:
+            return 1.0
+        sharers = s.asked / s.size
+        slots = self.sms // self.cluster * self.occupancy
+        if self.trace.grid[1] == self.trace.grid[2] == 1:
+            sharers /= max(1.0, self.trace.total / slots) * self.turns
+        return max(1.0, min(sharers, active))
+
+    def _turns(self) -> int:
+        """How often a CTA comes back to its rarest store: the tiles of one that loops over them."""
+        stores = {self.trace.blocks.of(line) for line, a in self.trace.access.items() if a.space == "store"}
+        turns = 1
+        for w in self.trace.clusters[0].warps:
+            visits = Counter(b for b in w.blocks if b in stores)
+            bulk = Counter(e[0] for e in w.events if e[1] == STORE)
+            for found in (visits, bulk):
+                if found:
+                    turns = max(turns, min(found.values()))
+        return turns
 
     def l2_share(self, s: Source, active: int) -> float:
-        """Bytes/ns into one multiprocessor. Lines that several ask for at about the same time are read once."""
+        """Bytes/ns into one multiprocessor. A line that several ask for within its flight is read once: all of them in
+        step (benchmarks/microbench) is the upper bound, of 64 that are not the L2 answers one in 2.8."""
         g = self.gpu
         alone = g["l2.rate"] / active
-        together = self.together(s, active)
-        steps = [np.log2(x) for x in (1, 2, 4, 16)]
-        merged = max(g["l2.merged"], alone)
-        rates = [alone, max(alone, min(1.86 * alone, merged)), max(alone, min(2.3 * alone, merged)), merged]
-        return float(np.interp(np.log2(together), steps, rates))
+        served = 1 + (self.together(s, active) - 1) * g["l2.coincide"]
+        return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0) -> Run:
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other."""
@@ -377,7 +401,7 @@ class Model:
     def _clock(self, r: Prediction) -> float:
         """Busy tensor cores lower the clock, within microseconds."""
         top, low = self.gpu.clock, self.gpu["clock.loaded"]
-        return top - (top - low) * min(1.0, r.busy["tensor core"] / 0.75)
+        return top - (top - low) * min(1.0, r.busy["tensor core"] / self.gpu["clock.full"])
 
     def _heaviest(self) -> int:
         return max(range(len(self.streams)), key=lambda n: sum(len(a) for a in self.streams[n].instructions))
@@ -473,7 +497,7 @@ class Model:
             "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
             "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
         }
-        body = max(cycles * us + g["cta.start"], roofline["device memory"])
+        body = max(cycles * us + g["cta.start"], *roofline.values())  # nothing is faster than what it must do
         busy["L2"] = roofline["L2"] / body
         busy["device memory"] = roofline["device memory"] / body
         share = {k: v / body for k, v in roofline.items()}

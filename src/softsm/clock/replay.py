@@ -48,6 +48,9 @@ NAMES = (
     "cold",
     "fma_delay",
     "sm_byte",
+    "product_wait",
+    "product_wide",
+    "cp_port",
 )
 P = {name: i for i, name in enumerate(NAMES)}
 RING = 64
@@ -356,7 +359,7 @@ def _simulate(
                 tensor_free[sm] = fin
                 busy[16] += m
                 busy[19] += c
-                g_comp[g, n % RING] = fin + p[0]
+                g_comp[g, n % RING] = fin + p[0] + (p[29] if c > 64.0 else 0.0)
                 g_reg[g] = n + 1
                 if log.shape[0] > n_log:
                     log[n_log, 0], log[n_log, 1], log[n_log, 2], log[n_log, 3] = w, pos, s0, fin
@@ -376,6 +379,8 @@ def _simulate(
             u = units[i]
             tm_free[sm] = max(t, tm_free[sm]) + u / p[13]
             busy[20] += u / p[13]
+        elif k == 5:
+            w_next = t + 1.0 + p[28]
         elif k == 8:
             w_next = t + p[22]
         for r in range(write_at[i], write_at[i + 1]):
@@ -467,8 +472,9 @@ def _simulate(
                     x = max(t, mem_free[sm])
                     mem_free[sm] = x + size * cost[c]
                     busy[17] += size
-                    port_free[sm] = max(port_free[sm], t) + size / 128.0
-                    busy[16] += size / 128.0
+                    if p[30] > 0:
+                        port_free[sm] = max(port_free[sm], t) + size / 128.0 * p[30]
+                        busy[16] += size / 128.0 * p[30]
                     w_cp_last[w] = max(w_cp_last[w], max(t + delay[c, 0] + size * p[27], mem_free[sm] + delay[c, 2]))
                 continue
             elif ek == 9:

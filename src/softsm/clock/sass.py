@@ -52,6 +52,7 @@ _NO_RESULT = (
     "UCGABAR",
     "R2P",
 )
+WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 ENDS = ("BRA", "BRX", "EXIT", "RET", "CALL", "BREAK", "JMP")
 
 
@@ -162,11 +163,11 @@ def registers_of(opcode: str, operands: str) -> tuple[tuple[int, ...], tuple[int
             at = _BASE[kind] + int(number)
             width = 2 if wide else 1
             if kind == "R" and "[" not in part:
-                width = _width(opcode, False) if n == len(parts) - 1 or opcode.startswith("HGMMA") else 1
-            if opcode.startswith("HGMMA") and (kind != "R" or n != 1):
+                width = _width(opcode, False) if n == len(parts) - 1 or opcode.startswith(WARPGROUP_PRODUCTS) else 1
+            if opcode.startswith(WARPGROUP_PRODUCTS) and (kind != "R" or n != 1):
                 continue  # descriptors are written long before, the accumulator belongs to the tensor core
             reads += range(at, at + width)
-    if opcode.startswith("HGMMA"):
+    if opcode.startswith(WARPGROUP_PRODUCTS):
         writes = []
     return tuple(dict.fromkeys(x for x in writes if x < REGISTERS)), tuple(
         dict.fromkeys(x for x in reads if x < REGISTERS)
@@ -186,7 +187,7 @@ def _split(operands: str) -> list[str]:
 
 def _width(opcode: str, result: bool) -> int:
     """Registers of a result, or of the data of a store."""
-    if opcode.startswith("HGMMA"):
+    if opcode.startswith(WARPGROUP_PRODUCTS):
         return 4
     if not result and not opcode.startswith("ST"):
         return 1

@@ -8,6 +8,7 @@ notice: an arrival, a wait, a copy, a product, a barrier. Times come later (cloc
 from __future__ import annotations
 
 import bisect
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
@@ -56,20 +57,33 @@ class Blocks:
     starts: list[int]  # first record of each
     of_line: dict[int, int]  # PTX line -> block
     lines: list[int]  # sorted keys of of_line
+    labels: list[int] = field(default_factory=list)  # lines of the PTX where a label stands
 
     def at(self, pc: int) -> int:
         return bisect.bisect_right(self.starts, pc) - 1
 
     def of(self, line: int) -> int:
-        """The block of a PTX line, or of the nearest line before it."""
+        """The block of a PTX line; of one that the emulator has no record of (wgmma.fence), that of the nearest line
+        before it, or behind it if a label stands between: ptxas gives products the line of their fence."""
         found = self.of_line.get(line)
         if found is None:
             i = bisect.bisect_right(self.lines, line) - 1
-            found = self.of_line[self.lines[max(i, 0)]]
+            before = self.lines[max(i, 0)]
+            k = bisect.bisect_right(self.labels, line) - 1
+            if k >= 0 and self.labels[k] > before and i + 1 < len(self.lines):
+                before = self.lines[i + 1]
+            found = self.of_line[before]
         return found
 
 
-def blocks_of(program, macro_at) -> Blocks:
+_LABEL = re.compile(r"^\s*[$%\w]+:")
+
+
+def labels_of(source: str) -> list[int]:
+    return [n for n, text in enumerate(source.splitlines(), 1) if _LABEL.match(text)]
+
+
+def blocks_of(program, macro_at, source: str) -> Blocks:
     code = program.code
     leaders = {0}
     branches = [(i, int(code[i, 5])) for i in range(len(code)) if code[i, 0] == pg.OP_BRA]
@@ -89,7 +103,7 @@ def blocks_of(program, macro_at) -> Blocks:
     of_line: dict[int, int] = {}
     for i, ins in enumerate(program.instructions):
         of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
-    return Blocks(starts, of_line, sorted(of_line))
+    return Blocks(starts, of_line, sorted(of_line), labels_of(source))
 
 
 @dataclass
@@ -216,7 +230,9 @@ class TracingMachine(Machine):
         self.ops: list = []
         self.passed = None
         self.barrier_type = traced_barrier(self)
-        self.blocks = self.kernel.__dict__.setdefault("_timing_blocks", None) or blocks_of(self.program, self.macro_at)
+        self.blocks = self.kernel.__dict__.get("_timing_blocks") or blocks_of(
+            self.program, self.macro_at, self.kernel.module.source
+        )
         self.kernel._timing_blocks = self.blocks
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}

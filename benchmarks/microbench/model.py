@@ -1,0 +1,48 @@
+"""What softsm's timing model says of the microbenchmarks of products, beside what the H200 did: its parts are right
+only if it gives back the rows that its parameters come from. The others (copies, memory) need the whole GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from instructions import OPERATIONS
+from products import TILE, Products, beside
+
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "microbench-h200.json"
+FEW, MANY = 10, 30  # rounds: the difference has no beginning and no end
+
+
+def predicted(ptx: str, threads: int, n: int, m: int = 0):
+    import softsm
+
+    stamps = np.zeros(132 * 128, np.int64)
+    with softsm.timing("h200", clock=1.98) as timer:
+        softsm.load(ptx).launch(132, threads, [stamps, 0, n, m, b"\0" * 128], shared=TILE, sms=132)
+    return timer.predictions[0]
+
+
+def rows(only: str) -> Iterator[tuple[str, float, float]]:
+    """(name, measured, predicted), in cycles a product."""
+    measured = {r["name"]: r["value"] for r in json.loads(MEASURED.read_text())["rows"] if "value" in r}
+    bench = Products.__new__(Products)
+    for name, text, counts in bench.points():
+        if only in name:
+            few, many = (predicted(text, 128 * counts["groups"], n).cycles for n in (FEW, MANY))
+            yield name, measured[name], (many - few) / ((MANY - FEW) * counts["each"] * counts["groups"])
+    for op in bench.BESIDE:
+        for where in (False, True):
+            name = f"{op} beside N=128 {'RS' if where else 'SS'}"
+            if only in name:
+                m = 12 * 8 * 170 // (64 * OPERATIONS[op][2]) + 4  # the other work lasts longer than the products
+                log = predicted(beside(op, 128, where), 256, 12, m).run.log
+                ends = log[log[:, 4] == 20, 3]
+                yield name, measured[name], float((ends[-1] - ends[8]) / (len(ends) - 9))
+
+
+def table(only: str) -> str:
+    lines = [f"{'cycles a product':42s} {'H200':>8s} {'model':>8s}"]
+    lines += [f"{name:42s} {a:8.1f} {b:8.1f} {b / a - 1:+7.1%}" for name, a, b in rows(only)]
+    return "\n".join(lines)
