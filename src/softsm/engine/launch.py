@@ -87,6 +87,8 @@ def load(ptx: str, name: str | None = None) -> Kernel:
 
 
 class Kernel:
+    executed: int = 0  # warp instructions of all launches of this process so far
+
     def __init__(self, module: Module, function: Function, checking: bool = False):
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
@@ -180,6 +182,7 @@ class Kernel:
                     chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))
                 raise
             finally:
+                Kernel.executed += machine.steps
                 machine.close()
                 self.keep_few_files()
         return machine

@@ -1,4 +1,4 @@
-"""Autotuners while softsm is in use: choices of their own for each target, and every configuration timed once.
+"""Autotuners while softsm is in use: choices of their own for each target, and every configuration run once.
 
 Triton keeps an autotuner's choices by the kernel's arguments alone. What was fastest in softsm, or for another target,
 says nothing about a GPU, so the two attributes below stand in front of the instance's own as long as softsm is in use.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
+import pstats
 import re
-import time
 from collections import Counter
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -119,8 +120,8 @@ def test_calls_of_printf_and_assert():
     assert all(isinstance(c, Call) for c in calls) and not module.functions["vprintf"].defined
 
 
-def test_ten_thousand_instructions_in_half_a_second():
-    """The size of a compiled attention kernel. Time of this process, best of three: the machine may be busy."""
+def test_an_instruction_is_parsed_by_few_calls():
+    """The size of a compiled attention kernel. Counted, not timed: these are 0.2 s."""
     lines = []
     for i in range(5000):
         lines.append(f"\tfma.rn.f32 \t%f{i % 900}, %f{i * 7 % 900}, %f{i * 3 % 900}, 0f3F800000;")
@@ -128,9 +129,6 @@ def test_ten_thousand_instructions_in_half_a_second():
     head = ".version 8.6\n.target sm_90a\n.visible .entry k()\n{\n.reg .f32 %f<900>; .reg .b32 %r<800>;\n"
     debug = ".section .debug_info\n{\n" + ".b8 1 // some data\n" * 10_000 + "}\n"
     text = head + "\n".join(lines) + "\nret;\n}\n" + debug
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        parse(text)
-        times.append(time.process_time() - start)
-    assert min(times) < 0.5, times
+    profile = cProfile.Profile()
+    profile.runcall(parse, text)
+    assert pstats.Stats(profile).total_calls < 60 * len(lines)

@@ -197,6 +197,25 @@ def test_do_bench(launches):
     assert len(launches) == 2
 
 
+def test_autotuners_count_instructions():
+    """The same choice on every machine, however busy."""
+
+    @triton.autotune([triton.Config({"TURNS": n}) for n in (300, 20, 100)], key=["n"])
+    @triton.jit
+    def tuned(x, n, TURNS: tl.constexpr):
+        value = n
+        for _ in range(TURNS):
+            value = value * 3 + 1
+        tl.store(x, value)
+
+    x = torch.zeros(1, dtype=torch.int32)
+    with softsm.use("sm_90a"):
+        tuned[(1,)](x, 1)
+        times = [triton.testing.do_bench(lambda: tuned[(1,)](x, 1)) for _ in range(2)]
+    assert tuned.best_config.kwargs["TURNS"] == 20
+    assert times[0] == times[1] > 0
+
+
 def test_too_much_shared_memory_is_refused(launches):
     from triton.runtime.errors import OutOfResources
 
