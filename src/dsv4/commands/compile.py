@@ -37,7 +37,7 @@ def compile(  # noqa: A001 - the command's name
     sizes = sizes._replace(page_size=page_size, index_rows=index_rows)
     wanted = variants.wanted(kinds, dims, dtypes)
     if not wanted:
-        of_v4 = ", ".join(k for k in kinds if k in variants.OF_V4)
+        of_v4 = ", ".join(k for k in kinds if k in variants.ONLY_V4)
         raise typer.BadParameter(f"{of_v4}: accepted: with head dim 512 and bf16", param_hint="--kind")
     out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
     if not os.access(out, os.W_OK):

@@ -29,9 +29,12 @@ from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.problem import V4Problem
 
+from . import gradient_variants
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16
-KINDS = ("dense", "varlen", "paged", *OF_V4)
+ONLY_V4 = (*OF_V4, "v4-backward")
+KINDS = ("dense", "varlen", "paged", *OF_V4, "fmha-backward", "v4-backward")
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
 NAMED = ("window only", "list", "table")  # how compressed rows are named
 PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that blocks loop; one row per head; keys split
@@ -69,15 +72,17 @@ class Sizes(NamedTuple):
 def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
     """The parts of the work, each for one process: (kind, what of it)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
-    plain = [kind for kind in kinds if kind not in OF_V4]
+    plain = [kind for kind in kinds if kind not in ONLY_V4 and kind != "fmha-backward"]
     parts: list[tuple] = [(kind, d, dtype, phase) for d, dtype, kind, phase in
                           itertools.product(dims, dtypes, plain, PHASES)]  # fmt: skip
+    if "fmha-backward" in kinds:
+        parts += [("fmha-backward", *x) for x in itertools.product(dims, dtypes)]
     if 512 in dims and "bf16" in dtypes:
         if "v4" in kinds:
             parts += [("v4", *x) for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
         if "index" in kinds:
             parts += [("index", *x) for x in itertools.product((False, True), (1, 2, 4, 16))]
-        parts += [(kind,) for kind in ("compress", "model") if kind in kinds]
+        parts += [(kind,) for kind in ("compress", "model", "v4-backward") if kind in kinds]
     return parts
 
 
@@ -89,6 +94,10 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
         return compress_launches(sizes, arch)
     if kind == "model":
         return model_launches(sizes)
+    if kind == "fmha-backward":
+        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch)
+    if kind == "v4-backward":
+        return gradient_variants.v4_launches(sizes.heads, sizes.rope, arch)
     if kind == "v4":
         found: Iterable[Any] = v4_problems(*rest)
     elif kind == "index":

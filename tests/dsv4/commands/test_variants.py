@@ -48,10 +48,10 @@ def recording(arch):
     calls.forget()
 
 
-def written(kinds, arch):
+def written(kinds, arch, d=512, dtype="bf16"):
     return {
         name(arch, one.kernel, one.arguments, one.constants)
-        for part in variants.wanted(kinds, [512], ["bf16"])
+        for part in variants.wanted(kinds, [d], [dtype])
         for one in variants.launches(part, SIZES, arch)
     }
 
@@ -86,6 +86,42 @@ def test_index_calls_of_fp8_keys_are_written(arch, each, numbers):
     with recording(arch) as launched:
         dsv4.index_topk(q, cache, w, 8, **more, request_rows=True, backend="softsm")
     assert launched and not set(launched) - written(["index"], arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_fmha_are_written(arch, d, dtype):
+    """Odd sizes, groups, sinks, the gradient of the LSE, and sequences of a packed batch."""
+    draw = dict(dtype=variants.DTYPES[dtype], requires_grad=True)
+    q, k = torch.zeros(1, 131, 6, d, **draw), torch.zeros(1, 57, 2, d, **draw)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 100, 100, 131], [0, 3, 20, 57]))
+    sink = torch.zeros(6, requires_grad=True)
+    with recording(arch) as launched, torch.enable_grad():
+        for out, lse in (
+            dsv4.fmha(q, k, k * 1, window=(20, 3), sink=sink, return_lse=True, backend="softsm"),
+            dsv4.fmha_varlen(q[0], k[0], k[0] * 1, cu_q, cu_k, causal=True, return_lse=True, backend="softsm"),
+        ):
+            torch.autograd.grad([out, lse], [q, k], [torch.zeros_like(out), torch.zeros_like(lse)])
+    forward = written(["dense", "varlen"], arch, d, dtype)
+    gradients = set(launched) - forward
+    assert "backward_rows" in launched.values() and len(gradients) >= 2
+    assert not gradients - written(["fmha-backward"], arch, d, dtype), [launched[one] for one in gradients]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_v4_attention_are_written(arch, deterministic):
+    q, rows = (torch.zeros(n, dtype=torch.bfloat16, requires_grad=True) for n in ((3, 5, 512), (70, 512)))
+    numbers = torch.zeros(3, 7, dtype=torch.int32)
+    with recording(arch) as launched, torch.enable_grad():
+        for rope in (None, (torch.zeros(9, 64), torch.zeros(3, dtype=torch.int64))):
+            out = dsv4.v4_attention(q, rows, numbers, rows, numbers, inverse_rope=rope, deterministic=deterministic,
+                                    backend="softsm")  # fmt: skip
+            torch.autograd.grad(out, [q, rows], torch.zeros_like(out))
+    assert {"query_rows", "number_rows", "backward_listed"} <= set(launched.values())
+    missing = set(launched) - written(["v4", "v4-backward"], arch)
+    assert not missing, [launched[one] for one in missing]
 
 
 def test_a_config_without_the_sizes_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from dsv4.fmha.backward import FmhaBackward
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.backward_rows import backward_rows
 from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
+from dsv4.runtime import launch
 
 TILE = 128
 # P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
@@ -85,7 +86,9 @@ def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
     p = b.forward
     out, dout = (x if is_aligned(x) and x.stride(-1) == 1 else x.contiguous() for x in (p.out, b.dout))
     rows = p.batch * p.max_seqlen_q * p.q_heads
-    lse2, delta, plain = torch.empty(3, p.batch, p.kv_heads, p.max_seqlen_q * p.group, device=p.q.device).unbind(0)
+    # Of one tensor the second and third part would be aligned or not, and kernels compiled for either.
+    shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
+    lse2, delta, plain = (torch.empty(shape, device=p.q.device) for _ in range(3))
     sink = p.lse if p.sink is None else p.sink  # or unread
     dlse = p.lse if b.dlse is None else b.dlse
     arguments = [
@@ -93,7 +96,7 @@ def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out), *row_strides(dout),
         p.lse.stride(0), p.lse.stride(2), p.lse.stride(1), dlse.stride(0), dlse.stride(2), dlse.stride(1),
     ]  # fmt: skip
-    backward_rows[(-(-rows // 16),)](*arguments, D=p.head_dim, ROWS=16, num_warps=4)
+    launch.now(backward_rows, (-(-rows // 16),), *arguments, D=p.head_dim, ROWS=16, num_warps=4)
     return lse2, delta, plain
 
 

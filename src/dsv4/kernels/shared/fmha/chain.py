@@ -18,7 +18,7 @@ from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, TILE, descriptor, ds_scale
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
-from dsv4.runtime import dispatch
+from dsv4.runtime import dispatch, launch
 
 SLAB_BYTES = 1 << 30  # of P and dS together
 # Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At head dim 256 those
@@ -98,15 +98,15 @@ class Chain:
         pairs = slab.pairs.stop - slab.pairs.start
         items = pairs * -(-rows // TILE) * -(-self.keys // TILE)
         arguments = [
+            self.lse2.flatten(0, 1)[slab.pairs], self.delta.flatten(0, 1)[slab.pairs], self.ds_scale,
             *(descriptor(x, [1, 1, TILE, 64]) for x in (self.q, self.k, self.dout, self.v)),
             *(descriptor(x, self.stored) for x in (p_slab, ds_slab)),
-            self.lse2.flatten(0, 1)[slab.pairs], self.delta.flatten(0, 1)[slab.pairs], self.ds_scale,
             p.softmax_scale * LOG2E.value, FP16_P_SCALE, self.rows, rows, slab.rows.start, self.rows // p.group,
             self.keys, p.group, NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
             self._pieces(rows), self._pieces(self.keys), pairs, slab.pairs.start, self.heads,
         ]  # fmt: skip
         grid = (min(items, multiprocessors(self.q.device)),)
-        type(self).kernel[grid](*arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
+        launch.now(type(self).kernel, grid, *arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
 
     def _products(self, p_slab, ds_slab, n: int, heads: slice, rows: slice, dq, dk, dv, sums) -> None:
         """Everything of heads [h] of one sequence: p_slab, ds_slab [h, rows, padded keys]."""
@@ -167,6 +167,8 @@ class Chain:
 
 def multiprocessors(device: torch.device) -> int:
     """Of the GPU, or of the emulator."""
+    if device.type == "meta":  # only compiled
+        return dispatch.MULTIPROCESSORS
     target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
     return target.multiprocessors
 

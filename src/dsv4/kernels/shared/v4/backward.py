@@ -17,6 +17,7 @@ from dsv4.kernels.shared.fmha.backward import addressable, descriptor
 from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.v4.backward_rows import fold_rows, number_rows, query_rows
+from dsv4.runtime import launch
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.problem import V4Problem, requests_of
 
@@ -54,23 +55,24 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
     tiles = -(-p.q_heads // 64)
     panels = 0 if p.cos_sin is None else turned.shape[-1] // 64
 
-    def launch(target: Tensor, begin: int, count: int, atomic: bool) -> None:
-        kernel[(count, tiles)](
-            *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), rows, blocks, lse2, delta, window, compressed,
-            target, p.softmax_scale * LOG2E.value, p.softmax_scale, p.q_heads, width, caches.pool_size(p.window),
-            window.stride(0) // 8, window_blocks, compressed.stride(0) // 8, begin, count,
+    def listed(target: Tensor, begin: int, count: int, atomic: bool) -> None:
+        launch.now(
+            kernel, (count, tiles), rows, blocks, lse2, delta, window, compressed, target,
+            *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), p.softmax_scale * LOG2E.value,
+            p.softmax_scale, p.q_heads, width, caches.pool_size(p.window), window.stride(0) // 8, window_blocks,
+            compressed.stride(0) // 8, begin, count,
             ATOMIC=atomic, TURNED=panels, **registers, num_warps=4,
         )  # fmt: skip
 
     if not b.deterministic:
-        launch(sums, 0, p.batch, True)
+        listed(sums, 0, p.batch, True)
     else:
         padded = -(-width // 64) * 64
         some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
         parts = torch.empty(tiles * some * padded, 512, dtype=torch.bfloat16, device=p.q.device)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
-            launch(parts, begin, count, False)
+            listed(parts, begin, count, False)
             _fold(rows[begin : begin + count], parts, sums, tiles, padded)
     if b.dq is not None and not aligned:
         b.dq.copy_(dq)
@@ -86,7 +88,7 @@ def _fold(rows: Tensor, parts: Tensor, sums: Tensor, tiles: int, padded: int) ->
     named, order = rows.flatten().sort(stable=True)  # -1 first: no row's
     starts = torch.searchsorted(named, torch.arange(len(sums) + 1, dtype=torch.int32, device=rows.device)).int()
     places = place.flatten()[order].int()
-    fold_rows[(len(sums),)](parts, places, starts, sums, tiles, count * padded, SOME=16, num_warps=4)
+    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, SOME=16, num_warps=4)
 
 
 def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,7 +96,7 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     And the last columns of dO turned as q was, where the output was turned back; else anything."""
     p = b.forward
     out, dout = (addressable(x) for x in (p.out, b.dout))
-    lse2, delta, share = torch.empty(3, p.batch, p.q_heads, device=p.q.device).unbind(0)
+    lse2, delta, share = (torch.empty(p.batch, p.q_heads, device=p.q.device) for _ in range(3))
     turned, columns = dout, 0
     if p.cos_sin is not None:
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
@@ -103,8 +105,9 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         p.lse if x is None else x for x in (p.sink, b.dlse, p.cos_sin, p.positions)
     )
     positions = positions.contiguous()
-    query_rows[(p.batch, -(-p.q_heads // 16))](
-        out, dout, p.lse, dlse, sink, cos_sin, positions, lse2, delta, share, turned, p.q_heads,
+    launch.now(
+        query_rows, (p.batch, -(-p.q_heads // 16)), out, dout, p.lse, dlse, sink, cos_sin, positions, lse2, delta,
+        share, turned, p.q_heads,
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out)[1:], *row_strides(dout)[1:],
         *p.lse.stride(), *dlse.stride(), cos_sin.shape[0], cos_sin.shape[1], cos_sin.stride(0),
         D=512, ROWS=16, TURNED=columns, num_warps=4,
@@ -136,8 +139,8 @@ def _listed(p: V4Problem) -> tuple[Tensor, Tensor, int]:
     entries = compressed.shape[1]
     rows = torch.empty(p.batch, window_blocks * 64 + entries, dtype=torch.int32, device=p.q.device)
     blocks = torch.empty(p.batch, dtype=torch.int32, device=p.q.device)
-    number_rows[(p.batch,)](
-        p.window_indices, blocks if p.window_lengths is None else p.window_lengths, compressed,
+    launch.now(
+        number_rows, (p.batch,), p.window_indices, blocks if p.window_lengths is None else p.window_lengths, compressed,
         blocks if lengths is None else lengths, rows, blocks, p.window_indices.stride(0), p.window_indices.shape[1],
         window_blocks * 64, int(p.window_lengths is not None), caches.pool_size(p.window), compressed.stride(0),
         entries, int(lengths is not None), size, CHUNK=256, num_warps=4,

@@ -16,6 +16,7 @@ from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.sm100.fmha.backward_scores import backward_scores
 from dsv4.kernels.sm100.fmha.backward_tiles import backward_tiles
+from dsv4.runtime import launch
 
 __all__ = ["backward", "supports"]
 
@@ -53,9 +54,9 @@ def tiles(
         if dk is None or dv is None:  # both come from one launch
             dk, dv = (k.new_empty(k.shape) if x is None else x for x in (dk, dv))
         grid = (-(-keys // 128), batch * heads)
-        backward_tiles[grid](*of_keys, *of_rows, *stats, dk, dv, *common, *dk.stride()[:3], *dv.stride()[:3],
-                             KEYS=True, **options)  # fmt: skip
+        launch.now(backward_tiles, grid, *stats, dk, dv, *of_keys, *of_rows, *common, *dk.stride()[:3],
+                   *dv.stride()[:3], KEYS=True, **options)  # fmt: skip
     if dq is not None:
         grid = (-(-rows // 128), batch * heads)
-        backward_tiles[grid](*of_rows, *of_keys, *stats, dq, dq, *common, *dq.stride()[:3], *dq.stride()[:3],
-                             KEYS=False, **options)  # fmt: skip
+        launch.now(backward_tiles, grid, *stats, dq, dq, *of_rows, *of_keys, *common, *dq.stride()[:3],
+                   *dq.stride()[:3], KEYS=False, **options)  # fmt: skip

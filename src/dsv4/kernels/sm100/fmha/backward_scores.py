@@ -179,7 +179,7 @@ def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
     "all_rows", "rows", "row_begin", "tokens", "keys", "group", "left", "right", "row_piece", "key_piece", "pairs",
     "pair_begin", "kv_heads", "scale", "p_scale",
 ])  # fmt: skip
-def backward_scores(q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, lse2_ptr, delta_ptr, ds_scale_ptr, scale,
+def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, scale,
                     p_scale, all_rows, rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece, pairs,
                     pair_begin, kv_heads,
                     D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, SCORE_REGS: gl.constexpr,

@@ -325,7 +325,7 @@ def streamed(own, sizes, KEYS: gl.constexpr):
     "scale", "factor", "p_scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "batch0", "head0",
     "stride0", "batch1", "head1", "stride1",
 ])  # fmt: skip
-def backward_tiles(x0_desc, x1_desc, y0_desc, y1_desc, lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, scale, factor,
+def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, x0_desc, x1_desc, y0_desc, y1_desc, scale, factor,
                    p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0, stride0, batch1, head1,
                    stride1, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr,
                    SCORE_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip

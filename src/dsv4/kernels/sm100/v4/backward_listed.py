@@ -191,9 +191,9 @@ def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
     "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
     "query_begin", "queries",
 ])  # fmt: skip
-def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr,
-                    compressed_ptr, target_ptr, scale2, scale, heads, width, window_rows, window_stride, window_blocks,
-                    compressed_stride, query_begin, queries,
+def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
+                    dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
+                    window_blocks, compressed_stride, query_begin, queries,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, ADD_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
                     MMA_REGS: gl.constexpr):  # fmt: skip
     """The arguments are those of the Hopper kernel of this name."""

@@ -28,6 +28,7 @@ from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.sm90.fmha.backward_dq import backward_dq
 from dsv4.kernels.sm90.fmha.backward_keys import backward_keys
 from dsv4.kernels.sm90.fmha.backward_scores import backward_scores
+from dsv4.runtime import launch
 
 __all__ = ["backward", "supports"]
 
@@ -77,16 +78,17 @@ class Tiled:
 
     def _keys(self, dk: Tensor, dv: Tensor) -> None:
         scale = self.p.softmax_scale
-        backward_keys[(-(-self.keys // TILE) * self.pairs,)](
-            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)), self.lse2,
-            self.delta, self.factor, scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes,
-            GRADIENT_REGS=240, **self.constants,
+        launch.now(
+            backward_keys, (-(-self.keys // TILE) * self.pairs,), self.lse2, self.delta, self.factor,
+            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)),
+            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, GRADIENT_REGS=240, **self.constants,
         )  # fmt: skip
 
     def _rows(self, dq: Tensor) -> None:
         operands = ((self.q, 64), (self.k, TILE), (self.dout, 64), (self.v, TILE), (dq, 64))
         scale = self.p.softmax_scale
-        backward_dq[(-(-self.rows // TILE) * self.pairs,)](
-            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), self.lse2, self.delta, self.factor,
-            scale * LOG2E.value, scale, *self.sizes, DQ_REGS=240, **self.constants,
+        launch.now(
+            backward_dq, (-(-self.rows // TILE) * self.pairs,), self.lse2, self.delta, self.factor,
+            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), scale * LOG2E.value, scale, *self.sizes,
+            DQ_REGS=240, **self.constants,
         )  # fmt: skip

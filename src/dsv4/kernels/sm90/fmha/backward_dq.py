@@ -169,7 +169,7 @@ def dq_role(memory, barriers, dq_desc, terms, share, sizes, scales,
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads"])
-def backward_dq(q_desc, k_desc, dout_desc, v_desc, dq_desc, lse2_ptr, delta_ptr, ds_scale_ptr, scale2, scale, rows,
+def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, scale2, scale, rows,
                 tokens, keys, group, left, right, kv_heads,
                 D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, DQ_REGS: gl.constexpr,
                 LOAD_REGS: gl.constexpr):  # fmt: skip

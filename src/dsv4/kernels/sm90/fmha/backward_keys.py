@@ -217,7 +217,7 @@ def gradient_role(memory, barriers, dk_desc, dv_desc, share, sizes, scales,
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
                               "kv_heads"])  # fmt: skip
-def backward_keys(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, lse2_ptr, delta_ptr, ds_scale_ptr, scale2, scale,
+def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, scale2, scale,
                   p_scale, rows, tokens, keys, group, left, right, kv_heads,
                   D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, GRADIENT_REGS: gl.constexpr,
                   LOAD_REGS: gl.constexpr):  # fmt: skip

@@ -231,9 +231,9 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
     "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
     "query_begin", "queries",
 ])  # fmt: skip
-def backward_listed(q_desc, dout_desc, turned_desc, dq_desc, rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr,
-                    compressed_ptr, target_ptr, scale2, scale, heads, width, window_rows, window_stride, window_blocks,
-                    compressed_stride, query_begin, queries,
+def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
+                    dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
+                    window_blocks, compressed_stride, query_begin, queries,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, RIGHT_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr):  # fmt: skip
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64

@@ -1,0 +1,53 @@
+"""Which launches `dsv4 compile` compiles for gradients. Nothing is computed: tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha import problem
+from dsv4.fmha.backward import FmhaBackward
+from dsv4.runtime import dispatch, launch
+from dsv4.runtime.program import Launch
+from dsv4.v4 import problem as v4_problem
+from dsv4.v4.backward import V4Backward
+
+
+def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
+    """Of fmha and fmha_varlen, whose sequences have the same kernels; whatever the mask, the sink or the group."""
+
+    def draw() -> Tensor:
+        return torch.empty(1, 256, 1, head_dim, dtype=dtype, device="meta")
+
+    p = problem.dense(draw(), draw(), draw())
+    p = replace(p, out=draw(), lse=torch.empty(p.lse_shape, device="meta"))
+    return _collected("fmha", FmhaBackward(p, draw(), None, draw(), draw(), draw()), arch)
+
+
+def v4_launches(heads: int, rope: int, arch: str) -> list[Launch]:
+    """Of v4_attention: added up in any order or always in the same one, rotated back or not, positions of 32 and 64
+    bits."""
+    found = []
+    for deterministic, positions in itertools.product((False, True), (None, torch.int32, torch.int64)):
+        q, rows = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((1, heads, 512), (64, 512)))
+        numbers = torch.empty(1, 64, dtype=torch.int32, device="meta")
+        turn = None
+        if positions is not None:
+            turn = torch.empty(16, rope, device="meta"), torch.empty(1, dtype=positions, device="meta")
+        p = v4_problem.build(q, rows, numbers, rows, numbers, inverse_rope=turn)
+        p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
+        made = (torch.empty_like(x) for x in (q, rows, rows))
+        found += _collected("v4", V4Backward(p, q, None, *made, deterministic=deterministic), arch)
+    return found
+
+
+def _collected(operation: str, request: Any, arch: str) -> list[Launch]:
+    package = dispatch.ARCHITECTURES[dispatch.compile_target(arch).capability][0]
+    with launch.collecting() as found:
+        importlib.import_module(f"dsv4.kernels.{package}.{operation}.backward").backward(request)
+    return found
