@@ -22,7 +22,7 @@ VENVT   := .venv-triton-$(TRITON)
 VENVGPU := .venv-gpu
 GPU     := $(shell nvidia-smi -L 2>/dev/null)
 HERE    := $(if $(GPU),$(VENVGPU),$(VENV))
-# make test-engines: real vLLM on this CPU (3.5 GB, about 8 minutes to install, as long again to run).
+# make test-engines: real vLLM and SGLang on this CPU (3.5 GB; on two cores 4 to 14 minutes to install, 30 or more to run).
 VENVE   := .venv-engines
 # Two distributions from one repository: softsm, and dsv4, which can do without it.
 PROJECTS := -e './packages/softsm[trace]' -e '.[dev,docs,hf,plot]'

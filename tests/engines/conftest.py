@@ -33,23 +33,40 @@ def serve(tmp_path_factory):
     """Run requests through vLLM in a process of its own -> its result."""
 
     def run(checkpoint, requests: dict, plugin: bool, parts: str = "") -> dict:
-        folder = tmp_path_factory.mktemp("engine")
-        (folder / "requests.json").write_text(json.dumps(requests))
-        environment = os.environ | {"DSV4_VLLM": "1" if plugin else "0", "DSV4_VLLM_PARTS": parts}
-        log = folder / "log"
-        with log.open("w") as to:
-            done = subprocess.run(
-                [sys.executable, HERE / "vllm_run.py", checkpoint, folder / "requests.json", folder / "result.json"],
-                env=environment, stdout=to, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        if done.returncode < 0:
-            name = signal.Signals(-done.returncode).name
-            pytest.fail(
-                f"vLLM was ended by {name} on {platform.machine()}, so the plug-in was not tested. SIGILL: its wheel "
-                f"has instructions that this CPU lacks; SIGKILL: memory.\n{log.read_text()[-3000:]}",
-                pytrace=False,
-            )
-        assert done.returncode == 0, log.read_text()[-6000:]
-        return json.loads((folder / "result.json").read_text()) | {"log": log.read_text()}
+        switches = {"DSV4_VLLM": str(int(plugin)), "DSV4_VLLM_PARTS": parts}
+        return in_a_process("vLLM", "vllm_run.py", tmp_path_factory.mktemp("engine"), checkpoint, requests, switches)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def serve_sglang(tmp_path_factory):
+    """Run requests through SGLang in processes of its own -> its result."""
+
+    def run(checkpoint, requests: dict, plugin: bool) -> dict:
+        folder, switches = tmp_path_factory.mktemp("engine"), {"DSV4_SGLANG": str(int(plugin))}
+        return in_a_process("SGLang", "sglang_run.py", folder, checkpoint, requests, switches)
+
+    return run
+
+
+def in_a_process(engine: str, script: str, folder: Path, checkpoint, requests: dict, switches: dict) -> dict:
+    """The script's result and the log; a failure shows the end of the log."""
+    (folder / "requests.json").write_text(json.dumps(requests))
+    log = folder / "log"
+    with log.open("w") as to:
+        done = subprocess.run(
+            [sys.executable, HERE / script, checkpoint, folder / "requests.json", folder / "result.json"],
+            env=os.environ | switches, stdout=to, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    said = log.read_text()
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        pytest.fail(
+            f"{engine} was ended by {name} on {platform.machine()}, so the plug-in was not tested. SIGILL: its wheel "
+            "has instructions that this CPU lacks; SIGKILL: memory, or a process of SGLang that failed.\n"
+            f"{said[-6000:]}",
+            pytrace=False,
+        )
+    assert done.returncode == 0, said[-6000:]
+    return json.loads((folder / "result.json").read_text()) | {"log": said}

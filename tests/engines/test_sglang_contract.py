@@ -1,9 +1,11 @@
 """SGLang's calls against dsv4's functions. SGLang has no CPU path for DeepSeek-V4, and its module needs FlashMLA's
-binary, so its source is read and not run: `pip install --no-deps sglang` is enough."""
+binary, so its source is read and not run: `pip install --no-deps sglang` is enough. What runs in SGLang on a CPU is in
+test_sglang_dense.py."""
 
 import ast
 import importlib.util
 import inspect
+import sys
 import types
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from engines_here import needs
 
 import dsv4
 from dsv4.integrations import flash_mla, sglang
+from dsv4.integrations.sglang import install, v4
 
 installed = needs("sglang")
 
@@ -32,15 +35,15 @@ def function(module: str, name: str) -> ast.FunctionDef:
 @installed
 @pytest.mark.parametrize("name", ["flash_mla_with_kvcache", "flash_mla_sparse_fwd"])
 def test_parameters_are_those_of_the_function_that_is_replaced(name):
-    theirs = function(sglang.INTERFACE, name).args
-    ours = inspect.signature(getattr(sglang, name)).parameters
+    theirs = function(install.INTERFACE, name).args
+    ours = inspect.signature(getattr(v4, name)).parameters
     assert list(ours) == [a.arg for a in theirs.args + theirs.kwonlyargs]
     assert [n for n, p in ours.items() if p.kind is p.KEYWORD_ONLY] == [a.arg for a in theirs.kwonlyargs]
 
 
 @installed
-@pytest.mark.parametrize("target", sglang.BYPASSES)
-def test_every_bypass_exists(target):
+@pytest.mark.parametrize("target", [*install.REPLACED, *install.BYPASSES])
+def test_every_hooked_function_exists(target):
     module, _, name = target.rpartition(".")
     function(module, name)
 
@@ -49,41 +52,112 @@ def test_every_bypass_exists(target):
 def test_the_backend_takes_the_functions_from_the_module_that_is_hooked():
     backend = ast.unparse(source("sglang.srt.layers.attention.deepseek_v4_backend"))
     assert "flash_mla_interface.flash_mla_with_kvcache, use_legacy=" in backend
-    assert f"from {sglang.INTERFACE} import flash_mla_sparse_fwd" in backend
+    assert f"from {install.INTERFACE} import flash_mla_sparse_fwd" in backend
 
 
-def hooked(monkeypatch, version: str) -> dict:
-    """register() with a registry that only notes."""
+@installed
+def test_the_backend_whose_start_checks_the_hooks_exists():
+    module, cls, name = install.V4_BACKEND.rsplit(".", 2)
+    (found,) = [x for x in ast.walk(source(module)) if isinstance(x, ast.ClassDef) and x.name == cls]
+    assert name in [x.name for x in found.body if isinstance(x, ast.FunctionDef)]
+
+
+@installed
+def test_the_names_that_the_dense_backend_is_added_to_exist():
+    choices = ast.unparse(source("sglang.srt.arg_groups.choices"))
+    assert "add_attention_backend_choices = ATTENTION_BACKEND_CHOICES.extend" in choices
+    for model in ("Gemma4", "GptOssForCausalLM"):  # lists that name backends, where dsv4_dense passes as triton
+        assert model in ast.unparse(source("sglang.srt.arg_groups.model_hook"))
+    assert "attention_backends_of(resolved_view(server_args))" in ast.unparse(
+        source("sglang.srt.arg_groups.model_hook")
+    )
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """register() with a SGLang of stubs that only note -> what was noted."""
     noted: dict = {}
-    registry = types.ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = types.SimpleNamespace(register=lambda target, f, kind: noted.update({target: f}))
-    registry.HookType = types.SimpleNamespace(REPLACE="replace")
-    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", registry)
-    monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
-    sglang.register()
-    return noted
+
+    def stub(name: str, **contents) -> None:
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    names: list[str] = ["triton"]
+    stub(
+        "sglang.srt.plugins.hook_registry",
+        HookRegistry=types.SimpleNamespace(register=lambda t, f, kind: noted.update({t: f}), _patched=set()),
+        HookType=types.SimpleNamespace(REPLACE="replace", BEFORE="before"),
+    )
+    stub(
+        "sglang.srt.arg_groups",
+        choices=types.SimpleNamespace(ATTENTION_BACKEND_CHOICES=names, add_attention_backend_choices=names.extend),
+        model_hook=types.SimpleNamespace(attention_backends_of=lambda x: (x, x)),
+    )
+    stub(
+        "sglang.srt.layers.attention.attention_registry",
+        register_attention_backend=lambda name: lambda f: noted.update({name: f}),
+    )
+
+    def register(version: str = sglang.TESTED) -> dict:
+        monkeypatch.setattr(sglang.metadata, "version", lambda name: version)
+        sglang.register()
+        return noted
+
+    return register
 
 
-def test_off_it_hooks_nothing(monkeypatch):
+def test_off_it_hooks_nothing(monkeypatch, hooked):
     monkeypatch.delenv("DSV4_SGLANG", raising=False)
-    assert hooked(monkeypatch, sglang.TESTED) == {}
+    assert hooked() == {}
 
 
-def test_on_it_replaces_two_functions_and_refuses_the_bypasses(monkeypatch):
+def test_on_it_replaces_two_functions_and_refuses_the_bypasses(monkeypatch, hooked):
     monkeypatch.setenv("DSV4_SGLANG", "1")
-    noted = hooked(monkeypatch, sglang.TESTED)
-    assert noted[f"{sglang.INTERFACE}.flash_mla_with_kvcache"] is sglang.flash_mla_with_kvcache
-    assert noted[f"{sglang.INTERFACE}.flash_mla_sparse_fwd"] is sglang.flash_mla_sparse_fwd
-    for target in sglang.BYPASSES:
+    noted = hooked()
+    assert noted[f"{install.INTERFACE}.flash_mla_with_kvcache"] is v4.flash_mla_with_kvcache
+    assert noted[f"{install.INTERFACE}.flash_mla_sparse_fwd"] is v4.flash_mla_sparse_fwd
+    for target in install.BYPASSES:
         with pytest.raises(RuntimeError, match="DSV4_SGLANG=1, but SGLang uses a kernel of its own"):
             noted[target]()
 
 
-def test_another_version_ends_the_process(monkeypatch):
+def test_a_hook_that_sglang_did_not_apply_stops_a_v4_backend(monkeypatch, hooked):
+    """SGLang logs a target that it cannot import, and continues."""
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    check = hooked()[install.V4_BACKEND]
+    patched = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched
+    patched |= {*install.REPLACED, *install.BYPASSES}
+    check()
+    patched.remove(f"{install.INTERFACE}.flash_mla_sparse_fwd")
+    with pytest.raises(RuntimeError, match="did not apply the hooks on .*flash_mla_sparse_fwd; its log says why"):
+        check()
+
+
+def test_the_dense_name_is_known_and_passes_lists_where_triton_passes(monkeypatch, hooked):
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    assert sglang.BACKEND in hooked()
+    there = sys.modules["sglang.srt.arg_groups"]
+    assert there.choices.ATTENTION_BACKEND_CHOICES == ["triton", sglang.BACKEND]
+    hooked()  # twice is once
+    assert there.choices.ATTENTION_BACKEND_CHOICES == ["triton", sglang.BACKEND]
+    assert there.model_hook.attention_backends_of(sglang.BACKEND) == ("triton", "triton")
+    assert there.model_hook.attention_backends_of("fa3") == ("fa3", "fa3")
+
+
+def test_an_error_ends_the_process(monkeypatch, hooked):
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    monkeypatch.delitem(sys.modules, "sglang.srt.arg_groups")
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", None)  # an ImportError
+    with pytest.raises(SystemExit, match="DSV4_SGLANG=0 gives SGLang's own attention"):
+        hooked()
+
+
+def test_another_version_ends_the_process(monkeypatch, hooked):
     """SGLang swallows exceptions of a plug-in, and SystemExit is none."""
     monkeypatch.setenv("DSV4_SGLANG", "1")
     with pytest.raises(SystemExit, match="got SGLang 0.6.0; accepted: 0.5.23"):
-        hooked(monkeypatch, "0.6.0")
+        hooked("0.6.0")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +166,7 @@ def test_another_version_ends_the_process(monkeypatch):
 def test_rows_of_other_models_are_refused_by_name(options, name):
     q, pages = torch.zeros(1, 1, 2, 512, dtype=torch.bfloat16), torch.zeros(1, 64, 1, 584, dtype=torch.uint8)
     with pytest.raises(ValueError, match=name):
-        sglang.flash_mla_with_kvcache(q, pages, None, None, 512, None, is_fp8_kvcache=True, **options)
+        v4.flash_mla_with_kvcache(q, pages, None, None, 512, None, is_fp8_kvcache=True, **options)
 
 
 def test_a_decode_and_a_prefill_as_sglang_calls_them():
@@ -105,14 +179,14 @@ def test_a_decode_and_a_prefill_as_sglang_calls_them():
     indices[0, 0, :40], indices[1, 0, :1] = torch.arange(40, dtype=torch.int32), 300
     lengths, sink = torch.tensor([40, 1, 1], dtype=torch.int32), torch.zeros(8)
     sglang.calls.clear()
-    out = sglang.flash_mla_with_kvcache(
+    out = v4.flash_mla_with_kvcache(
         q=q, k_cache=pages, head_dim_v=512, block_table=None, cache_seqlens=None, tile_scheduler_metadata=object(),
         softmax_scale=512**-0.5, is_fp8_kvcache=True, indices=indices, topk_length=lengths, attn_sink=sink,
         extra_k_cache=None, extra_indices_in_kvcache=None, extra_topk_length=None,
     )[0]  # fmt: skip
     assert not out[2].any()  # its one entry is -1
     kv = dsv4.Fp8Cache.from_pages(pages).unpack().bfloat16().view(-1, 1, 512)
-    again = sglang.flash_mla_sparse_fwd(
+    again = v4.flash_mla_sparse_fwd(
         q=q[:, 0], kv=kv, indices=indices, sm_scale=512**-0.5, d_v=512, attn_sink=sink, topk_length=lengths
     )[0]
     wanted = flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 512**-0.5, 512, sink, lengths)[0]

@@ -57,6 +57,11 @@ def test_tokens_and_cached_pages_are_those_of_vllms_own_backend(run, name):
     assert with_dsv4["cached"] == without["cached"]
 
 
+def test_a_request_does_not_say_one_token_again_and_again(run):
+    """Tokens that depend on nothing would agree anyhow."""
+    assert max(len(set(tokens)) for tokens in run(plugin=True)["batches"]["eight"]["tokens"]) > 2
+
+
 @pytest.mark.parametrize("name", ["eight", "long", "again"])
 def test_tokens_are_the_same_without_prefix_caching(run, name):
     cached, not_cached = run(plugin=True)["batches"][name], run(plugin=True, cached=False)["batches"][name]

@@ -1,6 +1,6 @@
 """Tiny random checkpoints on disk, as the engines load them, and what transformers says of a prompt in fp32.
 
-    python tiny_checkpoints.py deepseek_v4|gemma4 DIR
+    python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512 DIR
 """
 
 import json
@@ -38,6 +38,7 @@ NAMES = [
     (r"shared_experts\.gate_proj", "shared_experts.w1"), (r"shared_experts\.up_proj", "shared_experts.w3"),
     (r"shared_experts\.down_proj", "shared_experts.w2"),
 ]  # fmt: skip
+LOUD = 30.0
 FP32 = re.compile(r"hc_|ape$|sink|gate\.bias$")
 
 
@@ -82,20 +83,56 @@ def deepseek_v4(folder: Path) -> torch.nn.Module:
     return model
 
 
-def gemma4(folder: Path) -> torch.nn.Module:
+def gemma3(folder: Path) -> torch.nn.Module:
+    """Two layers of head dim 512, with a window of 32 and without -> the model in fp32."""
+    from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=512, query_pre_attn_scalar=512, sliding_window=32, vocab_size=VOCABULARY,
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=4096, initializer_range=0.2,
+        attn_implementation="eager", bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    model = loud_layers(Gemma3ForCausalLM(config).float().eval())
+    model.save_pretrained(folder)
+    return model
+
+
+def gemma4_512(folder: Path) -> torch.nn.Module:
+    """The same with head dim 512 in both layers, and one more name in the configuration: SGLang 0.5.23 reads no
+    configuration of text alone with two head dims that transformers 5.19 has written."""
+    model = gemma4(folder, window_head_dim=512)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"swa_num_key_value_heads": config["num_key_value_heads"]}))
+    return model
+
+
+def gemma4(folder: Path, window_head_dim: int = 64) -> torch.nn.Module:
     """Two layers, head dim 64 with a window of 32 and head dim 512 without -> the model in fp32."""
     from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
 
     torch.manual_seed(0)
     config = Gemma4TextConfig(
         num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, global_head_dim=512, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+        head_dim=window_head_dim, global_head_dim=512, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
         vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8,
         num_kv_shared_layers=0, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
         bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
-    model = Gemma4ForCausalLM(config).float().eval()
+    model = loud_layers(Gemma4ForCausalLM(config).float().eval())
     model.save_pretrained(folder)
+    return model
+
+
+def loud_layers(model: torch.nn.Module) -> torch.nn.Module:
+    """With tied embeddings a random model says its last token again and again, unless its layers drown it out."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if re.search(r"post_(attention|feedforward)_layernorm", name):
+                p.fill_(LOUD)
     return model
 
 
@@ -110,14 +147,25 @@ def logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
     return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
+def greedy(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
+    """The most likely next tokens, one after the other."""
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[-tokens:]
+
+
 def main(kind: str, directory: str, tokens: int = 300) -> None:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    model = {"deepseek_v4": deepseek_v4, "gemma4": gemma4}[kind](folder)
+    kinds = {"deepseek_v4": deepseek_v4, "gemma3": gemma3, "gemma4": gemma4, "gemma4_512": gemma4_512}
+    model = kinds[kind](folder)
     ids = prompt(tokens)
-    exact = logprobs(model, ids)
+    exact, tokens = logprobs(model, ids), greedy(model, ids, 6)
     rounded = logprobs(model.bfloat16(), ids)
-    (folder / "transformers.json").write_text(json.dumps(dict(prompt=ids, fp32=exact, bf16=rounded)))
+    said = dict(prompt=ids, fp32=exact, bf16=rounded, tokens=tokens)
+    (folder / "transformers.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

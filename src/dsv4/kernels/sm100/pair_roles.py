@@ -35,7 +35,8 @@ A barrier of the pair is the first CTA's: both arrive there, and it alone waits.
 barrier        arrives            count   waits             means
 job_ready      load               1       all others        the number of blocks of the next item is in job
 job_free       all others         3       load              job has been read
-q_ready        bytes, of the pair 1       scores            Q of the item is in q
+q_ready        bytes or load,     1       scores            Q of the item is in q
+               of the pair
 q_free         commit of scores   1       load              the item's scores are complete
 k_ready[i]     bytes or load,     1       scores            slot i holds K
                of the pair

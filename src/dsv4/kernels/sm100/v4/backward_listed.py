@@ -28,7 +28,7 @@ barriers        8 each
 
 barrier     arrives             count       waits          means
 q_ready     gather: TMA bytes   1 + bytes   mma            Q and dO are there
-ready       gather: copies      threads     mma            the block is in kv
+ready       gather: copies      128         mma            the block is in kv
 free        commit of mma       1           gather         S, dP and dQ have used the block
 s_ready     commit of mma       1           scores         S is complete
 dp_ready    commit of mma       1           scores         dP is complete

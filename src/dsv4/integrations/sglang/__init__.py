@@ -1,0 +1,60 @@
+"""The plug-in for SGLang: DeepSeek-V4's sparse attention, and dense models with head dims up to 512, on dsv4.
+
+    pip install 'dsv4[sglang]'
+    DSV4_SGLANG=1 python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Flash --tp 8
+    DSV4_SGLANG=1 python -m sglang.launch_server --model-path google/gemma-4-31b-it --attention-backend dsv4_dense
+
+SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`register` in every process. Without
+``DSV4_SGLANG=1`` that does nothing but say so in the log. With it:
+
+* SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists, indexer,
+  compressor and schedule stay SGLang's;
+* ``--attention-backend dsv4_dense`` puts dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
+  for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
+
+SGLang logs errors of a plug-in and continues without it. An error in here is therefore no exception but the end of the
+process, with the reason. Hooks that SGLang could not apply, and kernels of SGLang that would bypass dsv4 (fused "mega"
+attention, FP8 queries in prefill), raise when a DeepSeek-V4 model reaches them.
+"""
+
+import logging
+import os
+from collections import Counter
+from importlib import metadata
+from typing import NoReturn
+
+SWITCH = "DSV4_SGLANG"
+TESTED = "0.5.23"
+BACKEND = "dsv4_dense"
+
+calls: Counter[str] = Counter()  # "decode", "prefill", "dense decode", "dense prefill": of this process
+logger = logging.getLogger("sglang.dsv4")
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes."""
+    said = os.environ.get(SWITCH) or "0"
+    if said not in ("0", "1"):
+        raise SystemExit(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
+    if said != "1":
+        logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
+        return
+    if (found := metadata.version("sglang")) != TESTED:
+        raise SystemExit(
+            f"dsv4: got SGLang {found}; accepted: {TESTED}, whose calls the plug-in knows. "
+            f"{SWITCH}=0 gives SGLang's own attention"
+        )
+    try:
+        from dsv4.integrations.sglang import install
+
+        install.everything()
+    except Exception as why:
+        raise SystemExit(f"dsv4: {why!r}. {SWITCH}=0 gives SGLang's own attention") from why
+    logger.warning(
+        "dsv4 is on: DeepSeek-V4 attention, decode and prefill; --attention-backend %s for dense models", BACKEND
+    )
+
+
+def refuse(what: str, got: object, accepted: str) -> NoReturn:
+    """A ValueError that also says how to get SGLang's own attention."""
+    raise ValueError(f"{what}: got {got}; accepted: {accepted}. {SWITCH}=0 gives SGLang's own attention")

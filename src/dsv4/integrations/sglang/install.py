@@ -1,0 +1,76 @@
+"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, and one name of a
+backend for dense models."""
+
+from typing import Any, NoReturn
+
+from dsv4.integrations.sglang import BACKEND, SWITCH, v4
+
+INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
+REPLACED = {
+    f"{INTERFACE}.flash_mla_with_kvcache": v4.flash_mla_with_kvcache,
+    f"{INTERFACE}.flash_mla_sparse_fwd": v4.flash_mla_sparse_fwd,
+}
+# reached in place of the two functions above, with other layouts of queries or results
+BYPASSES = {
+    f"{INTERFACE}.flash_mla_mega_prefill": "fused norm and RoPE around attention",
+    f"{INTERFACE}.flash_mla_mega_decode": "fused norm and RoPE around attention",
+    "sglang.kernels.ops.attention.sparse_mla_q8kv8_prefill_sm90.cast_q_fp8_for_q8kv8_prefill": "FP8 queries in prefill",
+}
+V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.__init__"
+
+
+def everything() -> None:
+    """Twice is once: SGLang calls a plug-in once in each process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function in REPLACED.items():
+        HookRegistry.register(target, function, HookType.REPLACE)
+    for target, what in BYPASSES.items():
+        HookRegistry.register(target, _refusing(what), HookType.REPLACE)
+    HookRegistry.register(V4_BACKEND, check_hooks, HookType.BEFORE)
+    dense_name()
+
+
+def check_hooks(*_: Any, **__: Any) -> None:
+    """SGLang logs a hook that it could not apply and continues: a DeepSeek-V4 backend must not."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if missing := [target for target in (*REPLACED, *BYPASSES) if target not in HookRegistry._patched]:
+        raise RuntimeError(
+            f"{SWITCH}=1, but SGLang did not apply the hooks on {', '.join(missing)}; its log says why. "
+            f"{SWITCH}=0 gives SGLang's own attention"
+        )
+
+
+def dense_name() -> None:
+    """--attention-backend dsv4_dense names the backend for dense models."""
+    from sglang.srt.arg_groups import choices, model_hook
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([BACKEND])
+        model_hook.attention_backends_of = _known_names(model_hook.attention_backends_of)
+
+    def create(runner: Any) -> Any:
+        from dsv4.integrations.sglang.dense import Backend
+
+        return Backend(runner)
+
+    register_attention_backend(BACKEND)(create)
+
+
+def _known_names(backends_of: Any) -> Any:
+    """Gemma 4 and gpt-oss check the name against lists of SGLang's own, which cannot be extended. dsv4 does what the
+    Triton backend does for them (any page size, two head dims, windows, sinks), so it passes where that one passes."""
+
+    def named(*arguments: Any) -> tuple[Any, ...]:
+        return tuple("triton" if name == BACKEND else name for name in backends_of(*arguments))
+
+    return named
+
+
+def _refusing(what: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: switch that off, or dsv4")
+
+    return refuse

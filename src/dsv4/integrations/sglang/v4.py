@@ -1,0 +1,63 @@
+"""SGLang's two FlashMLA functions for DeepSeek-V4, decode and prefill, on dsv4."""
+
+from typing import Any
+
+from torch import Tensor
+
+from dsv4.integrations import flash_mla
+from dsv4.integrations.sglang import calls
+from dsv4.runtime import checks
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    kv_format: str | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As SGLang's: DeepSeek-V4's rows of 584 bytes, others are refused by name."""
+    for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("kv_format", kv_format)):
+        if x is not None:
+            checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4")
+    if not use_legacy:
+        checks.fail("use_legacy", False, "True: the interleaved rows of DeepSeek-V4.1 are not read here")
+    calls["decode"] += 1
+    return flash_mla.flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal, is_fp8_kvcache, indices,
+        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+    )  # fmt: skip
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    *,
+    use_legacy: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """As SGLang's, which looks at the first result alone."""
+    calls["prefill"] += 1
+    if kv.ndim == 2:
+        kv = kv[:, None]
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
