@@ -18,7 +18,7 @@ barriers        8 each
 
 barrier    arrives             count       waits          means
 q_ready    gather: TMA bytes   1 + bytes   left, right    Q and dO are there
-ready      gather: copies      threads     left, right    the block is in kv
+ready      gather: copies      128         left, right    the block is in kv
 free       left, right         2           gather         S, dP and dQ have used the block
 p_ready    left                1           right          P32 and P16 are written
 ds_ready   right               1           left           dS16 is written
