@@ -15,7 +15,7 @@ from softsm.engine.interpreter import checking_module, spans_module
 
 REDUCTIONS = ("TMA reduction", "bulk reduction")
 COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
-READ, WROTE = 16, 32  # flags of a word
+READ, WROTE = 16, 32  # flags of `touched_since`
 
 
 class Touched(NamedTuple):
@@ -23,29 +23,15 @@ class Touched(NamedTuple):
 
     origins: list[int]
     shadows: list[np.ndarray]
-    elsewhere: list[np.ndarray]  # `since` of the processes that had a share of it, see engine/division.py
+    elsewhere: list[np.ndarray]  # `touched_since` of the processes that had a share of it, see engine/division.py
 
     def owners(self) -> list[np.ndarray]:
         """uint32, for each word: who has touched it."""
         return [shadow[sh.GLOBAL_RECORD - 1 :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
 
-    def since(self, owners: list[np.ndarray]) -> np.ndarray:
-        """uint8, for each word of the shadows, one after the other: 0 where the owners are those of before; else the
-        bytes written last (4 bits), READ and WROTE."""
-        flags = [np.zeros(0, np.uint8)]
-        for shadow, before in zip(self.shadows, owners):
-            records = shadow.reshape(-1, sh.GLOBAL_RECORD)
-            here = np.zeros(len(records), np.uint8)
-            new = np.flatnonzero(records[:, -1] != before)
-            touched = records[new]
-            wrote, read = (touched[:, 0] > 0) * (touched[:, 3] & 15), (touched[:, 4] > 0) * READ
-            here[new] = wrote | read | (touched[:, -1] & sh.WRITTEN > 0) * WROTE
-            flags.append(here)
-        return np.concatenate(flags)
-
     @staticmethod
     def meet(shares: list[np.ndarray]) -> bool:
-        """`since` of several processes: is there a word that one has written and another one touched?"""
+        """`touched_since` of several processes: is there a word that one has written and another one touched?"""
         touched = sum((flags != 0).astype(np.int32) for flags in shares)
         return any((touched[flags & WROTE != 0] > 1).any() for flags in shares)
 
@@ -72,6 +58,14 @@ class MemoryAccesses:
     def contended(self) -> bool:
         """Have two clusters touched a word of global memory that one of them wrote?"""
         return bool(self.races[sh.CONTENDED])
+
+    def touched_since(self, owners: list[np.ndarray]) -> np.ndarray:
+        """uint8, for each word of the shadows, one after the other: 0 where the owners are those of before; else the
+        bytes written last (4 bits), READ and WROTE."""
+        flags = [np.zeros(len(before), np.uint8) for before in owners]
+        for shadow, before, here in zip(self.touched.shadows, owners, flags):
+            self.spans.touched_words(shadow.ctypes.data, before.ctypes.data, len(before), here.ctypes.data)
+        return np.concatenate(flags) if flags else np.zeros(0, np.uint8)
 
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or

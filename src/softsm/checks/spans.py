@@ -29,6 +29,7 @@ from softsm.checks.shadow import (
     WAR,
     WAW,
     WHOLE_WARP,
+    WRITTEN,
 )
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import S_CLOCK, S_KNOWN
@@ -239,6 +240,21 @@ def tensor_mark(table, held, groups, low, high, write, me, kind):
             else:
                 store64(table + 8 * (at + 8192), load64(table + 8 * (at + 4096)))
                 store64(table + 8 * (at + 4096), np.uint64(me))
+
+
+@compiled("void(i8, i8, i8, i8)")
+def touched_words(shadow, owners, words, out):
+    """See MemoryAccesses.touched_since."""
+    for word in range(words):
+        at = shadow + word * 4 * GLOBAL_RECORD
+        owner = load32(at + 44)
+        if owner != load32(owners + 4 * word):
+            flags = i8(load32(at + 12)) & 15 if load32(at) else i8(0)
+            if load32(at + 16):
+                flags |= 16
+            if i8(owner) & WRITTEN:
+                flags |= 32
+            store8(out + word, np.uint8(flags))
 
 
 @compiled("void(i8, i8, i8, i8)")

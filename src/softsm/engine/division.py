@@ -197,7 +197,7 @@ class Division:
             max(machine.watch.longest, machine.watch.turns),
             before.changes(machine.global_memory.allocations),
             np.flatnonzero((machine.kernel.blocks.table[:, 0] != 0) & ~before.compiled).tolist(),
-            checker.memory.touched.since(before.owners) if checker is not None else None,
+            checker.memory.touched_since(before.owners) if checker is not None else None,
         )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ class Outcome(NamedTuple):
     longest: int  # turns without progress
     changes: list[Change]
     compiled: list[int]  # blocks
-    touched: np.ndarray | None  # see checks.accesses.Touched, when races are checked
+    touched: np.ndarray | None  # see MemoryAccesses.touched_since, when races are checked
 
 
 class Before:

@@ -215,6 +215,18 @@ def test_a_fault_is_a_finding_too(divided):
     assert report.codes() == ["out-of-bounds"] and divided == [(2, False)]
 
 
+def test_a_dependent_grid_knows_what_the_processes_before_it_touched(divided):
+    """Programmatic dependent launch without griddepcontrol.wait."""
+    reports = []
+    for processes in (1, 2):
+        with softsm.checking() as report:
+            launch(SUM, processes)
+            launch(SUM, processes, dependent=True)
+        reports.append(str(report))
+    assert reports[0] == reports[1] and "the grid before this one" in reports[0]
+    assert divided[0] == (2, True)
+
+
 def test_atomics_stay_in_one_process(divided):
     y = launch(COUNT, 2)[1]
     assert y[0] == (0x55555555 + CTAS * THREADS) and not divided
