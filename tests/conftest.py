@@ -1,4 +1,5 @@
-"""Shared by all tests: one thread per worker, compiled engines built before the workers start, seeds by test."""
+"""Shared by all tests: one thread per worker, compiled engines built before the workers start, seeds by test; and a
+line at the end that says what the run cost: kernels compiled by Triton, and processor time."""
 
 import contextlib
 import os
@@ -22,6 +23,48 @@ def pytest_configure(config: pytest.Config) -> None:
         # The workers are the parallelism; more threads than cores only get in each other's way.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
+    else:
+        config.pluginmanager.register(Cost(), "cost")
+
+
+COMPILED = {"kernels": 0, "seconds": 0.0}  # by Triton in this process, those in its cache left out
+
+
+def count_compilation(times: object, cache_hit: bool, **_: object) -> None:
+    if not cache_hit:
+        COMPILED["kernels"] += 1
+        COMPILED["seconds"] += times.total / 1e6  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Once the tests are collected, Triton is there if any of them needs it."""
+    result = yield
+    if "triton" in sys.modules:
+        from triton import knobs
+
+        knobs.compilation.listener = count_compilation
+    return result
+
+
+class Cost:
+    """Adds up what the workers, or this process, compiled. The processor time is that of all processes of the run."""
+
+    def __init__(self) -> None:
+        self.kernels, self.seconds = 0, 0.0
+
+    def add(self, compiled: dict) -> None:
+        self.kernels += compiled["kernels"]
+        self.seconds += compiled["seconds"]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        self.add(getattr(node, "workeroutput", {}).get("compiled", {"kernels": 0, "seconds": 0}))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        self.add(COMPILED)
+        compiled = f"{self.kernels} kernels compiled by Triton in {self.seconds:.0f} s"
+        terminalreporter.write_line(f"{compiled}; {sum(os.times()[:4]):.0f} s of processor time in all")
 
 
 NOTHING = """
@@ -98,7 +141,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run of GPU tests alone, all of them skipped, has shown nothing: it fails."""
+    """A worker says what it compiled. A run of GPU tests alone, all of them skipped, has shown nothing: it fails."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = COMPILED
     items = getattr(session, "items", [])
     if items and all(item.get_closest_marker("gpu") for item in items) and not GPU_TESTS_THAT_RAN:
         if not session.config.option.collectonly:

@@ -361,7 +361,7 @@ def main(rank, size, folder, failing=None):
     verdicts = {}
     for name in CHECKS:
         store = f"file://{folder}/{name}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
         try:
             assert rank or name != failing, "as asked"
             globals()[name](rank, size)

@@ -30,7 +30,7 @@ def run(size: int, folder: Path, *failing: str) -> list[dict[str, str]]:
     command = [sys.executable, "-W", "error::FutureWarning", str(WORKER), str(size), str(folder), *failing]
     ranks = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        said = ranks.communicate(timeout=200)[1][-2000:]
+        said = ranks.communicate(timeout=800)[1][-2000:]
     except subprocess.TimeoutExpired:
         said = "it did not end"
         os.killpg(ranks.pid, signal.SIGKILL)

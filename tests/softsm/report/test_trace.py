@@ -198,7 +198,7 @@ def browse(page, folder) -> dict:
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking " \
             "--disable-component-update --disable-sync --window-size=1360,2400 --virtual-time-budget=8000 --dump-dom"
     command = [chromium, *flags.split(), f"--user-data-dir={folder / 'profile'}", f"file://{driven}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=800).stdout
     found = re.search(r'<output id="said">(.*?)</output>', dom, re.S)
     assert found, dom[-2000:]
     return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
