@@ -24,9 +24,10 @@ def paged_wide(**more):
 
 
 def v4(**more):
-    q, rows = draw(1, 64, 512), draw(100, 512, seed=1)
+    q, rows, few = draw(1, 64, 512), draw(100, 512, seed=1), draw(20, 512, seed=2)
     lists = torch.randperm(100, generator=torch.Generator().manual_seed(3))[None, :90].int().contiguous()
-    return dsv4.v4_attention(q, rows, lists, sink=torch.zeros(64), return_lse=True, **more)
+    twenty = torch.arange(20, dtype=torch.int32)[None]
+    return dsv4.v4_attention(q, rows, lists, few, twenty, sink=torch.zeros(64), return_lse=True, **more)
 
 
 SLOW = pytest.mark.slow

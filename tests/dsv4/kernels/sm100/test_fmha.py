@@ -1,6 +1,6 @@
 """The Blackwell FMHA kernel, run by softsm: right under every order of completion, and no race found.
 
-Compiling a variant takes much longer than running it, so the quick tests share nine of them through Triton's disk
+Compiling a variant takes much longer than running it, so the quick tests share six of them through Triton's disk
 cache, and a lock keeps two workers from compiling the same one.
 """
 
@@ -41,14 +41,15 @@ BF16, FP16 = torch.bfloat16, torch.float16
 ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many rows, by TMA
 
 # (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
-# query tiles in flight (64, 128) and with one (256, 512): `make test` tries one head dim of each kind. At head dim 512
+# query tiles in flight (64, 128), which no call asks for, and with one (256, 512): `make test` tries head dim 512. Its
 # calls with many rows take another kernel, that of test_fmha_pair.py; among the seeds there are both.
 DIMS = (64, 128, 256, 512)
 VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
-SLOW = [(128, False), (256, False)]
+SLOW = [(64, False), (128, False), (256, False)]
 QUICK_PATHS = [pytest.param(*path, marks=[pytest.mark.slow] * (path in SLOW)) for path in PATHS]
-VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (128, BF16, True, CELLS)]
+VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (64, BF16, True, CELLS),
+             (128, BF16, True, CELLS)]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
 
 
@@ -171,12 +172,13 @@ def test_k_is_v(key: tuple, compiled) -> None:
 
 
 FEATURES = [case for case in suites.fmha() if variant(case) in VARIANTS]
-# A variant takes seconds to compile: fp16, which differs by one bit of a descriptor, is left to make test-slow.
-SLOW_VARIANT = (256, FP16, True, ROWS)
+# A variant takes seconds to compile: fp16, which differs by one bit of a descriptor, and pages at a second head dim
+# are left to make test-slow.
+SLOW_VARIANTS = [(256, FP16, True, ROWS), (512, BF16, False, 16), (128, BF16, True, CELLS)]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (variant(case) == SLOW_VARIANT)) for case in FEATURES],
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (variant(case) in SLOW_VARIANTS)) for case in FEATURES],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_features(case: Case, compiled) -> None:
@@ -193,16 +195,20 @@ def test_features_meet_every_way_to_read_keys() -> None:
     }
 
 
-@pytest.mark.parametrize("page", [1, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 20))])
-def test_pages_by_cp_async(page: int, compiled) -> None:
+@pytest.mark.parametrize(
+    ("d", "page"),
+    [(64, 1), (64, 12), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 3), (64, 20), (128, 1), (128, 12)))],
+)
+def test_pages_by_cp_async(d: int, page: int, compiled) -> None:
     """Page sizes that TMA boxes do not tile: shuffled pages, padding between them, NaN in every unused row."""
-    compiled((128, BF16, True, CELLS))
+    compiled((d, BF16, True, CELLS))
     with softsm.checking(order="latest") as report:
-        right(paged(Draw(page), 128, BF16, page=page, lengths=[page + 3, 150, 0], t=2, causal=True, page_pad=2))
+        right(paged(Draw(page), d, BF16, page=page, lengths=[page + 3, 150, 0], t=2, causal=True, page_pad=2))
     assert not report, str(report)
 
 
-@pytest.mark.parametrize("key", [(64, BF16, True, 16), (512, BF16, False, 16), (128, BF16, True, CELLS)], ids=str)
+@pytest.mark.parametrize("key", [(64, BF16, True, 16), (64, BF16, True, CELLS), *(
+    pytest.param(key, marks=pytest.mark.slow) for key in SLOW_VARIANTS[1:])], ids=str)  # fmt: skip
 def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatch) -> None:
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
     compiled(key)

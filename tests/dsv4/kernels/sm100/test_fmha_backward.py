@@ -17,18 +17,21 @@ def run(b):
 
 
 CASES = {
+    "full-hd64": dict(t=132, s=150, heads=(1, 1), d=64),
+    "causal-gqa-sink-dlse-hd64": dict(t=70, s=200, heads=(4, 2), d=64, causal=True, sink=True, dlse=True),
     "full-hd128": dict(t=130, s=150, heads=(1, 1), d=128),
     "causal-gqa-sink-dlse-fp16-hd64": dict(
         t=70, s=200, heads=(4, 2), d=64, dtype=FP16, causal=True, sink=True, dlse=True
     ),
     "window-hd128": dict(t=200, s=150, heads=(2, 1), d=128, window=(40, 3)),
-    "causal-hd512": dict(t=130, s=150, heads=(1, 1), d=512, causal=True),
+    "causal-hd512": dict(t=132, s=150, heads=(1, 1), d=512, causal=True),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "window-hd128" else name for name in CASES]
-)
+QUICK = ["full-hd64", "causal-gqa-sink-dlse-hd64", "causal-hd512"]  # head dim 64: the same two kernels for all tests
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in CASES])
 def test_gradients(name):
     b, want, low = request(**CASES[name])
     run(b)
@@ -86,11 +89,14 @@ def test_no_race_whenever_copies_and_products_complete(long, order):
     check(b, want, low)
 
 
-@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
-def test_no_race_between_the_tiles_of_a_multiprocessor(order, monkeypatch):
+@pytest.mark.parametrize(
+    "d, order",
+    [(512, "latest"), *(pytest.param(256, x, marks=pytest.mark.slow) for x in ("latest", "eager", "random"))],
+)
+def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
-    b, want, low = request(t=300, s=520, heads=(1, 1), d=256, causal=True)
+    b, want, low = request(t=300, s=520, heads=(1, 1), d=d, causal=True)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)
     assert "nothing found" in str(report), str(report)

@@ -21,11 +21,10 @@ CASES = {str(case): case for case in suites.fmha()}
 QUICK = [
     "fmha/causal-odd-gqa-d64-bf16",  # one consumer, packed heads, masks
     "fmha/t129-s257-d64-fp16",  # three consumers under Triton 3.6
-    "fmha/varlen-d128-bf16",  # two consumers, rows of neighbours zeroed
+    "fmha/varlen-d64-bf16",  # rows of neighbours zeroed
     "fmha/paged-d256-bf16",
     "fmha/paged-12-d64-fp16",  # pages that TMA boxes do not tile
     "fmha/window-sink-mqa-d512-bf16",
-    "fmha/paged-k-is-v-d512-bf16",
 ]
 
 
@@ -42,7 +41,7 @@ def test_the_other_cases(name):
     assert result.ok, result.why()
 
 
-@pytest.mark.parametrize("head_dim, same_kv", [(512, True), pytest.param(128, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim, same_kv", [(128, False), pytest.param(512, True, marks=pytest.mark.slow)])
 def test_split_keys_are_merged_in_order(head_dim, same_kv):
     """Three splits of two tiles, the last without keys, NaN in the buffers; twice the same bits."""
     q = torch.randn(1, 1, 8, head_dim).bfloat16()
@@ -157,7 +156,9 @@ def test_any_sign_of_the_scale_without_a_copy(scale):
 
 
 def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
-    """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table."""
+    """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table.
+
+    Clones, because Triton compiles a variant more for a pointer into the middle of a tensor."""
     monkeypatch.setattr(splits, "DETERMINISTIC_KEYS", 128)
     q, sink = torch.randn(2, 1, 2, 128).bfloat16(), torch.randn(2)
     k, v = (torch.randn(24, 16, 1, 128).bfloat16() for _ in "kv")
@@ -165,9 +166,10 @@ def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
     lengths = torch.tensor([190, 40], dtype=torch.int32)
 
     def run(rows: slice, table):
+        own, length = table[rows].clone(), lengths[rows].clone()
         with softsm.use("sm_90a"):
-            return dsv4.fmha_paged(q[rows], k, v, table[rows], lengths[rows], sink=sink, deterministic=True,
-                                   return_lse=True, backend="softsm")  # fmt: skip
+            return dsv4.fmha_paged(q[rows], k, v, own, length, sink=sink, deterministic=True, return_lse=True,
+                                   backend="softsm")  # fmt: skip
 
     both, both_lse = run(slice(0, 2), table)
     for n, pages in ((0, 12), (1, 3), (1, 12)):

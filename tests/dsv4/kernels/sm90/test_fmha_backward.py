@@ -18,14 +18,16 @@ def run(b):
 
 
 CASES = {
-    "full-hd512": dict(t=130, s=150, heads=(1, 1), d=512),
+    "full-hd512": dict(t=132, s=150, heads=(1, 1), d=512),
+    "causal-gqa-sink-dlse-hd64": dict(t=150, s=200, heads=(4, 2), d=64, causal=True, sink=True, dlse=True),
     "causal-gqa-sink-dlse-hd128": dict(t=150, s=200, heads=(4, 2), d=128, causal=True, sink=True, dlse=True),
     "window-fp16-hd64": dict(t=200, s=150, heads=(2, 1), d=64, dtype=FP16, window=(40, 3), batch=2),
     "causal-hd64": dict(t=150, s=300, heads=(2, 1), d=64, causal=True),
 }
+SLOW = ["causal-gqa-sink-dlse-hd128"]  # two kernels more, which take 9 seconds to compile
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_gradients(name):
     b, want, low = request(**CASES[name])
     run(b)
@@ -91,7 +93,7 @@ ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager",
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("d, t, s", [
-    (64, 500, 150), (64, 150, 1000), (256, 300, 520),
+    (64, 500, 150), (64, 152, 1000), (256, 300, 520),
     *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, 500, 150), (128, 150, 1000))),
 ])  # fmt: skip
 def test_no_race_whenever_copies_and_products_complete(order, d, t, s, monkeypatch):

@@ -16,6 +16,7 @@ def run(b):
         backward.backward(b)
 
 
+@pytest.mark.slow
 def test_window_alone():
     b, want, low = request(3, 64, (90, 70))
     run(b)

@@ -37,7 +37,13 @@ def test_deterministic_calls_do_not_depend_on_how_many_queries_there_are():
     assert "v4_unpack" not in launches(256, 64, 64, deterministic=True)
 
 
-@pytest.mark.parametrize(("page", "stride"), [(16, None), (2, 1176), (5, 2925)], ids=["by 16 bytes", "by 8", "by 1"])
+@pytest.mark.parametrize(
+    ("page", "stride"),
+    [
+        pytest.param(16, None, id="by 16 bytes"),
+        *(pytest.param(*x, id=n, marks=pytest.mark.slow) for x, n in (((2, 1176), "by 8"), ((5, 2925), "by 1"))),
+    ],
+)
 def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
     """Scales from 2^-12 to 2^12, rows that are not there, a last page in part; two pools in one call."""
     torch.manual_seed(3)
