@@ -50,8 +50,13 @@ def check_fused_attention(dtype, D, causal):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype, D", [(torch.float16, 64), (torch.bfloat16, 128)])
+@pytest.mark.parametrize(
+    "dtype, D, causal",
+    [
+        (torch.float16, 64, True), (torch.bfloat16, 128, False),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((torch.float16, 64, False), (torch.bfloat16, 128, True))),
+    ],
+)  # fmt: skip
 def test_fused_attention(sm, dtype, D, causal):
     check_fused_attention(dtype, D, causal)
 

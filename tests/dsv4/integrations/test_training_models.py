@@ -62,6 +62,7 @@ def test_deepseek_v4():
     same_training(model, ids, "dsv4", 0.005)
 
 
+@pytest.mark.slow
 def test_head_dim_512():
     """Gemma 4: windows at head dim 64 and full attention at head dim 512."""
     dense.register()

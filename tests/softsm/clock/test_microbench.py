@@ -9,6 +9,7 @@ import pytest
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "microbench"
 
 
+@pytest.mark.slow
 def test_a_group_is_assembled_and_runs_in_softsm() -> None:
     command = [sys.executable, str(FOLDER), "--check", "--groups", "clock"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)

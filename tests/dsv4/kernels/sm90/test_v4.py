@@ -133,7 +133,8 @@ def test_the_suite(case):
     assert result.ok, result.why()
 
 
-@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+@pytest.mark.slow  # a variant of its own; which calls take it is tested below
+@pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order):
     """Six queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs.
     Positions are of int64 here."""
