@@ -76,6 +76,21 @@ def test_advice_for_a_race_between_ctas_is_no_barrier(cluster, advice):
     assert between and all(advice in d.fix and "put a barrier," not in d.fix for d in between), str(report)
 
 
+def test_a_race_within_and_between_ctas_is_reported_as_one_between_them():
+    """Warps of one CTA meet first, then those of another at the same line: no barrier of a CTA cures both."""
+    number = "mov.u32 %r40, %ctaid.x;\nshl.b32 %r40, %r40, 8;\nadd.u32 %r40, %r40, %r1;\n"
+    kernel = plain(number + t.out("%r40", "%rd2", "0"))
+    report = findings(kernel, ARGS, grid=2, strict=False)
+    assert report.codes() == ["race"] and "two launches" in next(iter(report)).fix, str(report)
+
+
+def test_advice_for_warps_in_one_store_is_no_barrier_between_them():
+    """Two warps write different values to one address by the same instruction."""
+    report = findings(plain("mov.u32 %r40, a;\nst.shared.u32 [%r40], %r1;\n"), ARGS, strict=False)
+    assert report.codes() == ["race"]
+    assert all("use an atomic" in d.fix and "put a barrier," not in d.fix for d in report), str(report)
+
+
 def test_a_named_barrier_orders_its_arrivals_before_its_waits():
     """Warps 0 and 1 produce and arrive; warps 2 and 3 wait. Two barriers of 64 threads do not order them."""
 

@@ -14,6 +14,10 @@ BETWEEN_LANES = (
 ONE_INSTRUCTION = (
     "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"
 )
+BETWEEN_WARPS = (
+    "the two are warps in one store, which no barrier can part: use an atomic, or let each thread write its own "
+    "address (if they are in different turns of a loop, put a barrier at its end)"
+)
 BETWEEN_CTAS = (
     "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
     "scope, or split the work into two launches"
@@ -80,6 +84,8 @@ class Findings:
             fix = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
             fix = fix or self.across(w, them)
+            if not fix and kind == sh.WAW and op is None and agent < sh.ASYNC and pc == other_pc:
+                fix = BETWEEN_WARPS
             found = self.race(this, other, f"{memory} memory", other_op, fix)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
@@ -155,6 +161,8 @@ class Findings:
                 f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this "
                 "access"
             )
+            if other_op.signals:
+                fix += "; a wait for the parity of an earlier phase of its mbarrier is not enough"
         elif this.who.startswith("warp"):
             fix = "put a barrier, or an mbarrier arrive and wait, between the two"
         else:
@@ -169,6 +177,8 @@ class Findings:
         ins = program.instructions[w.pc if pc is None else pc]
         if op is not None and pc is None:
             ins = op.instruction or ins
+        if op is not None and ins.line != op.line:  # a wgmma is issued with its group; name the product
+            ins = next((x for x in program.instructions if x.line == op.line), ins)
         loc = ins.loc
         function = (function_at(loc.file, loc.line) or loc.function) if loc else ""
         source = f"{loc.file}:{loc.line}" + (f" in {function}" if function else "") if loc else ""

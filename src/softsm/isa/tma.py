@@ -31,6 +31,8 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     rank, flags = int(mods[0][0]), mods[1:]
     spaces = [m for m in flags if m in ("global", "shared::cta", "shared::cluster", "L2")]
     flags = [m for m in flags if m not in spaces]
+    if wide := [m for m in flags if m.startswith("im2col::w")]:
+        asm.refuse(ins, f".{wide[0]} is not implemented: the PTX ISA says in figures alone where halo pixels lie")
     mode = next((m for m in flags if m in _LOAD_MODES + _STORE_MODES), "tile")
     if mode in _FOUR or "cta_group::1" in flags or "cta_group::2" in flags:
         needs_target(asm, ins, 100)

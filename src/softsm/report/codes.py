@@ -87,7 +87,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "out-of-bounds": (
         "An access outside the memory that the kernel was given.",
-        "Compare the address with the allocation named in the message.",
+        "Compare the offset with the allocation named in the message; a Triton load or store of the last block needs "
+        "a mask.",
     ),
     "misaligned": (
         "An address is not a multiple of what the access needs.",

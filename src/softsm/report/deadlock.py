@@ -4,39 +4,47 @@ from __future__ import annotations
 
 from softsm.memory.mbarrier import Mbarrier
 from softsm.report.arrivals import Arrival, arrivals, at_barrier, reached
-from softsm.report.diagnostics import Diagnostic
+from softsm.report.diagnostics import Diagnostic, brief
 from softsm.report.roles import role_of
 
 SHOWN = 40
 
 
 def describe(machine, why: str) -> str:
-    lines = [f"{why}. {len(machine.live)} CTAs are resident, {machine.left} clusters have not started."]
+    resident, left = len(machine.live), machine.left
+    started = f", {left} cluster{'s have' if left > 1 else ' has'} not started" if left else ""
+    lines = [f"{why}; {resident} CTA{'s are' if resident > 1 else ' is'} resident{started}"]
     alike: dict[tuple, list[int]] = {}  # what is the same for several warps of a CTA is said once
     for cta in machine.live:
         for w in cta.warps:
             for f in w.fragments:
                 ins = machine.program.instructions[f.pc]
                 if f.blocked is not None:
-                    state = f"waits for {f.blocked.text}"
+                    verb, what = "wait", f" for {f.blocked.text}"
                 elif f.parked:
-                    state = f"waits for lanes {f.parked & ~f.mask:#010x} of its own warp"
+                    verb, what = "wait", f" for lanes {f.parked & ~f.mask:#010x} of the same warp"
                 else:
-                    state = "polls"
+                    verb, what = "poll", ""
                 source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
-                key = (cta.ctaid, role_of(ins), f"{state} at PTX line {ins.line}{source}: {ins.text}")
+                key = (cta.ctaid, role_of(ins), verb, f"{what} at PTX line {ins.line}{source}: {brief(ins.text)}")
                 alike.setdefault(key, []).append(w.index)
-    for (ctaid, role, text), warps in list(alike.items())[:SHOWN]:
+    for (ctaid, role, verb, text), warps in list(alike.items())[:SHOWN]:
         numbers = list(dict.fromkeys(warps))
         who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
         who += f" ({role})" if role else ""
-        lines.append(f"  {who} of CTA {ctaid}: {text}")
+        lines.append(f"  {who} of CTA {ctaid} {verb}{'s' if len(numbers) == 1 else ''}{text}")
     if len(alike) > SHOWN:
         lines.append(f"  ... and {len(alike) - SHOWN} more")
     text = Text(machine)
-    found = cycle(machine, text)
+    found, barriers = cycle(machine, text)
     if found:
         lines += ["  they wait for each other:", *(f"    {line}" for line in found)]
+    fresh = [name(b) for b in barriers if isinstance(b, Mbarrier) and untouched(b)]
+    if fresh:
+        lines.append(
+            f"  nobody has arrived at {' and '.join(fresh)} since mbarrier.init: who waits for buffers that are free "
+            "from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
+        )
     lines += [f"  {line}" for line in missing(machine, text)]
     return "\n".join(lines)
 
@@ -88,12 +96,15 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
         found = []
         for cta in machine.live:
             for arrival in text.of(barrier, cta):
-                if barrier.pending and arrival.bytes:
+                if bool(barrier.pending) == arrival.bytes:  # what is missing: arrivals, or bytes
                     continue
                 able = [w for w in living if w.cta in (cta, *cta.cluster) and text.can_reach(w, arrival)]
                 role = role_of(arrival.instruction)
                 ours = [w for w in able if role and role_of(machine.program.instructions[w.fragments[0].pc]) == role]
                 found += [(w, arrival.instruction) for w in ours or able if not late or w in late]
+        if not barrier.pending:  # who waits for the bytes of this phase does not bring them
+            there = {w for w, other in awaited(machine).items() if other is barrier}
+            return [(w, ins) for w, ins in found if w not in there]
         return found or [(w, None) for w in late]
     if hasattr(barrier, "missing"):
         return [(w, None) for w in barrier.missing()]
@@ -103,8 +114,14 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
     return []
 
 
-def cycle(machine, text: Text) -> list[str]:
-    """Warps that wait for each other, as sentences; empty when nobody is left who could do what is missing."""
+def untouched(barrier: Mbarrier) -> bool:
+    """Has nobody arrived yet?"""
+    return barrier.phase == 0 and not any(e.what not in ("init", "increment") for e in barrier.history)
+
+
+def cycle(machine, text: Text) -> tuple[list[str], list]:
+    """Warps that wait for each other, as sentences, and their barriers; empty when nobody is left who could do what is
+    missing."""
     waits = awaited(machine)
     needs = {}
     for barrier in set(waits.values()):
@@ -116,8 +133,9 @@ def cycle(machine, text: Text) -> list[str]:
             w = next((x for x, _ in needs[waits[w]] if x is not w), None)
         if w in path:
             ring = path[path.index(w) :]
-            return [sentence(machine, a, b, waits[a], needs) for a, b in zip(ring, [*ring[1:], ring[0]])]
-    return []
+            lines = [sentence(machine, a, b, waits[a], needs) for a, b in zip(ring, [*ring[1:], ring[0]])]
+            return lines, list(dict.fromkeys(waits[a] for a in ring))
+    return [], []
 
 
 def sentence(machine, waiter, supplier, barrier, needs) -> str:
@@ -136,7 +154,7 @@ def missing(machine, text: Text) -> list[str]:
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             lines.append(f"arrivals at {name(barrier)}: {'; '.join(place(x) for x in found[:3])}{more}")
-        elif not any(e.what not in ("init", "increment") for e in barrier.history):
+        elif untouched(barrier):
             lines.append(f"arrivals at {name(barrier)}: none so far, and no instruction is known to arrive there")
     return lines[:SHOWN]
 
@@ -148,7 +166,7 @@ def called(machine, warp) -> str:
 
 def place(ins) -> str:
     source = f"{ins.loc.file}:{ins.loc.line}, " if ins.loc else ""
-    return f"{source}PTX line {ins.line}: {ins.text.rstrip(';')}"
+    return f"{source}PTX line {ins.line}: {brief(ins.text).rstrip(';')}"
 
 
 def name(barrier) -> str:

@@ -11,6 +11,7 @@ from softsm.report.codes import CODES, fix
 __all__ = ["CODES", "Diagnostic", "Party", "Report"]
 
 
+_LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # of more than six
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
@@ -30,8 +31,13 @@ class Party:
         return f"{ {'wrote': 'writes', 'read': 'reads'}.get(verb, verb)} {rest}"
 
     def __str__(self) -> str:
-        place = f"PTX line {self.ptx_line}: {self.instruction}" if self.ptx_line else ""
+        place = f"PTX line {self.ptx_line}: {brief(self.instruction)}" if self.ptx_line else ""
         return ", ".join(x for x in (self.who, self.what, place, self.source) if x)
+
+
+def brief(instruction: str) -> str:
+    """The text of an instruction with long lists of registers cut."""
+    return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Diagnostic:
         if not self.parties:
             return self.code, _NUMBERS.sub("#", self.message.split("\n")[0])
         return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
+
+    def apart(self) -> bool:
+        """Are the parties in different CTAs?"""
+        return len({p.who.partition(" of CTA ")[2].partition(")")[0] for p in self.parties}) > 1
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
@@ -70,12 +80,16 @@ class Report:
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX and
-        whoever came first."""
+        whoever came first. Only that the two are in different CTAs is said rather than that they are in one: then a
+        barrier is no cure."""
         key = diagnostic.key()
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         self.additions += 1
         if key in self._seen and diagnostic.parties:
-            self._seen[key][1].add(tuple(lines))
+            which, places = self._seen[key]
+            places.add(tuple(lines))
+            if diagnostic.apart() and not self.diagnostics[which].apart():
+                self.diagnostics[which] = diagnostic
             return
         self._seen[key] = len(self.diagnostics), {tuple(lines)}
         self.diagnostics.append(diagnostic)

@@ -448,11 +448,12 @@ def instruction_descriptor(raw: int, tile: Tile) -> RenderableType:
 
     if tile.kind not in idesc.K_OF_KIND:
         raise ValueError(f"kind: got {tile.kind!r}, accepted are {', '.join(idesc.K_OF_KIND)}")
+    sparse = bool(raw >> 2 & 1)
     try:
-        d = idesc.decode(raw, tile.kind, 1, False)
+        d = idesc.decode(raw, tile.kind, 1, False, sparse)
     except Fault as one:
         try:
-            d = idesc.decode(raw, tile.kind, 2, False)
+            d = idesc.decode(raw, tile.kind, 2, False, sparse)
         except Fault:
             return Text(str(one), style="bold red")
     table = Table(

@@ -27,6 +27,7 @@ def test_the_cycle_of_two_warps_is_named():
     assert "warp 0 of CTA (0, 0, 0) waits for warp 1 of CTA (0, 0, 0) at mbarrier pong" in text
     assert "phase 1 (parity 1)" in text and "missing 1 of 1 arrival(s)" in text
     assert "last: init 1" in text and "arrive 1 by warp 1" in text
+    assert "1 CTA is resident\n" in text and "since mbarrier.init" not in text
 
 
 def test_who_has_never_arrived_is_found_in_the_text():
@@ -43,6 +44,20 @@ def test_who_has_never_arrived_is_found_in_the_text():
     assert sorted(line.split(" of ")[0].strip() for line in ring) == ["warp 0", "warp 1"], text
     assert "to arrive in PTX line" in ring[0] and "mbarrier.arrive.shared::cta.b64 _, [%r42]" in text
     assert "arrivals at mbarrier done" in text
+    assert "nobody has arrived at mbarrier p" in text and "waits for parity 1 first" in text
+
+
+def test_bytes_that_never_arrive_are_no_cycle():
+    """In a loop, all warps wait for bytes that were announced and that nobody brings: none waits for another."""
+    expect = "mov.u32 %r40, ping;\n@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r40], 64;\n"
+    loop = "AGAIN:\n" + expect + t.wait("ping", 0) + "bra AGAIN;\n"
+    text = stuck("setp.eq.u32 %p1, %r0, 0;\n" + t.init("ping") + loop)
+    assert "missing 64 byte(s)" in text and "they wait for each other" not in text
+
+
+def test_warps_that_wait_alike_are_one_sentence():
+    text = stuck(t.init("ping") + t.wait("ping", 0))
+    assert "warps 0, 1 of CTA (0, 0, 0) wait for phase 0 (parity 0)" in text
 
 
 def test_registers_that_are_used_again_and_again_are_not_followed_along_every_way():

@@ -99,6 +99,8 @@ def test_instruction_descriptor() -> None:
 
     text = say("idesc", hex(idesc.encode("f16", 128, 256, "bf16", "bf16")))
     assert "bf16" in text and "256" in text
+    sparse = say("idesc", hex(idesc.encode("f16", 128, 256, "bf16", "bf16", sparse=True, selector=1)))
+    assert "sparse" in sparse and "True" in sparse and "32" in sparse
     assert "M = 16" in say("idesc", hex(idesc.encode("f16", 16, 256, "bf16", "bf16")))
 
 

@@ -119,3 +119,11 @@ def test_a_finding_comes_once_for_each_pair_of_source_lines():
     report.add(Diagnostic("race", "two accesses", (Party("warp 0", 13, "ld", "k.py:4", "reads 13"),)))
     assert len(report) == 2 and report.again() == {0: 2}
     assert "and 2 more between the same source lines" in str(report)
+
+
+def test_long_lists_of_registers_are_cut() -> None:
+    many = ", ".join(f"%r{i}" for i in range(32))
+    text = str(Party("warp 0", 7, f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{many}}}, [%r40];", "k.py:3", "reads"))
+    assert "b32 {%r0, ..., %r31}, [%r40];" in text
+    few = "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];"
+    assert few in str(Party("warp 0", 7, few))
