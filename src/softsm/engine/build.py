@@ -43,6 +43,14 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names
     return module
 
 
+def compiler(signature: str, called: bool = True):
+    """Numba with one explicit signature. `called`: from Python too, which takes wrappers that take time to compile."""
+    from numba import njit
+
+    return njit(signature, cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=not called,
+                no_cfunc_wrapper=True)
+
+
 def _home(value) -> str:
     """The module of a function, or the module itself."""
     return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")

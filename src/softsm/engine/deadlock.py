@@ -114,7 +114,7 @@ class DeadlockWatch:
         start, writes = f.pc, machine.writes
         warp.fragment = f
         for _ in range(4096):
-            status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, False)
+            status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, 0)
             machine.steps += steps
             if mask != f.mask:  # lanes exit: not here, where nobody looks after them
                 f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc

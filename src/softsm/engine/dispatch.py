@@ -13,13 +13,13 @@ function at the address `lane_operation`, so that one loop serves the plain and 
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import pathlib
 
 import numpy as np
 from llvmlite import ir
 
-from softsm.engine import native, selftest, vec
+from softsm.engine import build, native, selftest, vec
 from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
@@ -249,16 +249,13 @@ def loop_address() -> int:
     return native.functions("interpreter", text, build, ["run"])["run"]
 
 
+@functools.cache
+def entry():
+    """engine/entry.py, compiled."""
+    path = pathlib.Path(__file__).with_name("entry.py")
+    return build.load("entry", path.read_text(), compiled=build.compiler).enter
+
+
 def runner(lane_operation: int):
     """`run` as described above."""
-    native_run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 9)(loop_address())
-    cold = cold_operations().address
-    local = (ctypes.c_int64 * 4)()
-    where = ctypes.addressof(local)
-
-    def run(S, pc, mask, stop, quantum, multi):
-        status = native_run(lane_operation, cold, S, pc, mask, stop, quantum, multi, where)
-        pc, mask, lanes, steps = local
-        return status, pc, mask, lanes, steps
-
-    return run
+    return functools.partial(entry(), loop_address(), lane_operation, cold_operations().address)

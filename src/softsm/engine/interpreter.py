@@ -94,15 +94,7 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
 '''
 
 
-def _compiler(signature: str, called: bool = True):
-    """Numba with one explicit signature. `called`: from Python too, which takes wrappers that take time to compile."""
-    from numba import njit
-
-    return njit(signature, cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=not called,
-                no_cfunc_wrapper=True)
-
-
-_inner_compiler = functools.partial(_compiler, called=False)
+_inner_compiler = functools.partial(build.compiler, called=False)
 
 
 _NOTE_LOAD = '''        if op == u4({OP_LDG}) or op == u4({OP_LDS}) or op == u4({OP_LD}):
@@ -149,7 +141,7 @@ def checking_module():
     """checks/shadow.py, compiled."""
     path = _HERE.parent / "checks" / "shadow.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py")
-    return build.load("shadow", path.read_text(), depends, compiled=_inner_compiler, called=_compiler)
+    return build.load("shadow", path.read_text(), depends, compiled=_inner_compiler, called=build.compiler)
 
 
 @functools.cache
@@ -157,7 +149,7 @@ def spans_module():
     """checks/spans.py, compiled."""
     path = _HERE.parent / "checks" / "spans.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py")
-    return build.load("spans", path.read_text(), depends, compiled=_compiler, records=checking_module())
+    return build.load("spans", path.read_text(), depends, compiled=build.compiler, records=checking_module())
 
 
 @functools.cache

@@ -331,8 +331,8 @@ class Machine:
         self.current = warp
         while True:
             fragments = warp.fragments
-            multi = len(fragments) > 1
-            if len(fragments) != 1:
+            multi = 0 if len(fragments) == 1 else 1
+            if multi:
                 fragment, stop = self.choose(warp)
                 if fragment is None:
                     return

@@ -26,7 +26,7 @@ def kernels():
     names = {n: getattr(lanes, n) for n in ("known", "load8", "load64", "qget", "rget", "sget", "store8", "store64")}
     depends = (pathlib.Path(program.__file__),)
     text = pathlib.Path(__file__).read_text()
-    return build.load("copies", text, depends, compiled=interpreter._compiler, **names)
+    return build.load("copies", text, depends, compiled=build.compiler, **names)
 
 
 @compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")

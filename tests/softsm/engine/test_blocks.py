@@ -56,7 +56,7 @@ def run(made: pg.Program, code: np.ndarray, table: np.ndarray, files: tuple) -> 
     R, Q, P = files
     S = np.zeros(pg.S_FIELDS, np.int64)
     S[[pg.S_R, pg.S_Q, pg.S_P, pg.S_CODE, pg.S_BLOCKS]] = [x.ctypes.data for x in (R, Q, P, code, table)]
-    return dispatch.runner(0)(S.ctypes.data, 0, pg.ALL, 1 << 30, 1 << 20, False)
+    return dispatch.runner(0)(S.ctypes.data, 0, pg.ALL, 1 << 30, 1 << 20, 0)
 
 
 @pytest.mark.parametrize("part", range(6))

@@ -1,0 +1,33 @@
+"""From Python into the dispatch loop: one call of a compiled function that takes and returns numbers, which costs a
+microsecond; by ctypes it is four. Compiled by `dispatch.entry()`.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+
+
+@intrinsic
+def call(typingctx, loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
+    """The function `run` of engine/dispatch.py at the address `loop`, its results gathered."""
+
+    def codegen(context, builder, signature, args):
+        i64 = ir.IntType(64)
+        results = cgutils.alloca_once(builder, i64, size=4)
+        function = builder.inttoptr(args[0], ir.FunctionType(i64, [i64] * 9).as_pointer())
+        status = builder.call(function, [*args[1:], builder.ptrtoint(results, i64)])
+        others = [builder.load(builder.gep(results, [i64(k)])) for k in range(4)]
+        return context.make_tuple(builder, signature.return_type, [status, *others])
+
+    return types.UniTuple(types.int64, 5)(*[types.int64] * 9), codegen
+
+
+@compiled("UniTuple(i8, 5)(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def enter(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
+    """-> status, pc, mask, lanes, steps."""
+    return call(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi)
