@@ -20,14 +20,12 @@ def describe(machine, why: str) -> str:
             for f in w.fragments:
                 ins = machine.program.instructions[f.pc]
                 if f.blocked is not None:
-                    verb, what = "wait", f" for {f.blocked.text}"
+                    verb, what = "wait", f"\n      for {f.blocked.text}"
                 elif f.parked:
-                    verb, what = "wait", f" for lanes {f.parked & ~f.mask:#010x} of the same warp"
+                    verb, what = "wait", f"\n      for lanes {f.parked & ~f.mask:#010x} of the same warp"
                 else:
                     verb, what = "poll", ""
-                source = f" ({ins.loc.file}:{ins.loc.line})" if ins.loc else ""
-                key = (cta.ctaid, role_of(ins), verb, f"{what} at PTX line {ins.line}{source}: {brief(ins.text)}")
-                alike.setdefault(key, []).append(w.index)
+                alike.setdefault((cta.ctaid, role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
     for (ctaid, role, verb, text), warps in list(alike.items())[:SHOWN]:
         numbers = list(dict.fromkeys(warps))
         who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
@@ -45,7 +43,7 @@ def describe(machine, why: str) -> str:
             f"  nobody has arrived at {' and '.join(fresh)} since mbarrier.init: who waits for buffers that are free "
             "from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
         )
-    lines += [f"  {line}" for line in missing(machine, text)]
+    lines += [f"  {line}" for line in missing(machine, text, barriers)]
     return "\n".join(lines)
 
 
@@ -144,11 +142,12 @@ def sentence(machine, waiter, supplier, barrier, needs) -> str:
     return f"{called(machine, waiter)} waits for {called(machine, supplier)} at {name(barrier)}{arrives}"
 
 
-def missing(machine, text: Text) -> list[str]:
-    """For each mbarrier that somebody waits on: the code that should arrive, or that there is none."""
+def missing(machine, text: Text, named: list) -> list[str]:
+    """For each mbarrier that somebody waits on: the code that should arrive, or that there is none. `named`: barriers
+    of which the cycle has said it."""
     lines = []
     for barrier in dict.fromkeys(awaited(machine).values()):
-        if not isinstance(barrier, Mbarrier) or not barrier.pending:
+        if not isinstance(barrier, Mbarrier) or not barrier.pending or barrier in named:
             continue
         found = list(dict.fromkeys(a.instruction for cta in machine.live for a in text.of(barrier, cta) if not a.bytes))
         if found:

@@ -113,7 +113,8 @@ HIGH: ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra HIGH
 LOW: ld.volatile.global.u32 %r3, [%rd1+4]; setp.eq.u32 %p2, %r3, 0; @%p2 bra LOW; ret;"""
     with pytest.raises(Deadlock, match="only polls") as found:
         run(body)
-    assert str(found.value).count("polls at PTX line") == 2
+    assert "warps 0, 1 of CTA (0, 0, 0) poll at PTX line" in str(found.value)
+    assert "warp 0 of CTA (0, 0, 0) polls at PTX line" in str(found.value)
 
 
 def test_polling_is_a_deadlock_under_the_checkers_too():

@@ -57,7 +57,8 @@ def test_bytes_that_never_arrive_are_no_cycle():
 
 def test_warps_that_wait_alike_are_one_sentence():
     text = stuck(t.init("ping") + t.wait("ping", 0))
-    assert "warps 0, 1 of CTA (0, 0, 0) wait for phase 0 (parity 0)" in text
+    assert "warps 0, 1 of CTA (0, 0, 0) wait at PTX line" in text
+    assert "\n      for phase 0 (parity 0) of mbarrier ping" in text
 
 
 def test_registers_that_are_used_again_and_again_are_not_followed_along_every_way():
