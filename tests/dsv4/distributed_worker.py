@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  else each rank imports it, and sympy, with its first gradient
 from agreement import assert_agrees, assert_lse, assert_right, relative
 from dsink import assert_dsink
 
