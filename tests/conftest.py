@@ -4,6 +4,7 @@ line at the end that says what the run cost: kernels compiled by Triton, and pro
 import contextlib
 import os
 import random
+import secrets
 import subprocess
 import sys
 import zlib
@@ -114,12 +115,14 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws without a seed of its own depends on its name, not on the tests before it."""
+def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test draws without a seed of its own depends on its name, not on the tests before it, nor on luck: the
+    commands take a fresh seed from `secrets`."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+    monkeypatch.setattr(secrets, "randbits", random.Random(seed).getrandbits)
 
 
 @pytest.fixture(autouse=True)
