@@ -19,6 +19,7 @@ from softsm.engine.asynchrony import AsyncOp
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
 WORDS = sh.OPS // 32  # of a set of asynchronous operations
+SHEET = 32  # clocks that are made, and forget numbers, together
 
 
 class Order:
@@ -34,13 +35,18 @@ class Order:
         self.words = WORDS * (4 if strict else 2)
         self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
         self.newest = np.ones(1, np.int64)  # number of the next asynchronous operation
-        self.clocks: dict[int, np.ndarray] = {}  # all that live long and hold bits of operations
+        self.clocks: dict[int, tuple[np.ndarray, Sheet]] = {}  # all that live long and hold bits of operations
         self.addresses: dict[int, int] = {}  # and where they are
+        self.sheets: list[Sheet] = []  # of clocks; new ones are rows of the last
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
 
     def new_clock(self) -> np.ndarray:
-        clock = np.zeros(2 * self.slots + self.words, np.uint32)
-        self.clocks[id(clock)] = clock
+        if not self.sheets or self.sheets[-1].used == SHEET:
+            self.sheets.append(Sheet(2 * self.slots + self.words))
+        sheet = self.sheets[-1]
+        clock = sheet.rows[sheet.used]
+        sheet.used, sheet.live = sheet.used + 1, sheet.live + 1
+        self.clocks[id(clock)] = clock, sheet
         self.addresses[id(clock)] = clock.ctypes.data
         return clock
 
@@ -50,17 +56,22 @@ class Order:
 
     def join(self, target: np.ndarray, source: np.ndarray) -> None:
         where = self.addresses
-        a, b = where.get(id(target)) or target.ctypes.data, where.get(id(source)) or source.ctypes.data
+        a = where.get(id(target)) or target.__array_interface__["data"][0]
+        b = where.get(id(source)) or source.__array_interface__["data"][0]
         self.join_clocks(a, b, 2 * self.slots, self.words)
 
     def drop(self, clocks: list[np.ndarray]) -> None:
         """Clocks that nobody asks any more."""
         for clock in clocks:
-            self.clocks.pop(id(clock), None)
+            _, sheet = self.clocks.pop(id(clock), (None, None))
             self.addresses.pop(id(clock), None)
+            if sheet is not None:
+                sheet.live -= 1
+                if not sheet.live and sheet.used == SHEET:
+                    self.sheets.remove(sheet)
 
     def close(self) -> None:
-        self.clocks, self.addresses, self.locations = {}, {}, {}
+        self.clocks, self.addresses, self.locations, self.sheets = {}, {}, {}, []
         self.performing = None
 
     def number(self) -> int:
@@ -69,8 +80,8 @@ class Order:
         number = self.newest.item(0)
         self.newest[0] = number + 1
         if number % 32 == 0:
-            for clock in self.clocks.values():
-                clock[2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
+            for sheet in self.sheets:
+                sheet.rows[:, 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
         return number
 
     def tick(self, w) -> None:
@@ -206,6 +217,15 @@ class Order:
             return True
         bit = number % sh.OPS
         return bool(w.view.clock.item((section or self.known).start + bit // 32) >> bit % 32 & 1)
+
+
+class Sheet:
+    """Memory of SHEET clocks."""
+
+    __slots__ = ("live", "rows", "used")
+
+    def __init__(self, length: int):
+        self.rows, self.used, self.live = np.zeros((SHEET, length), np.uint32), 0, 0
 
 
 class SyncClock:

@@ -247,10 +247,23 @@ class Kernel:
         p = self.program
         R, Q, P = aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
         P[0] = pg.ALL
-        for bank, constants in ((R, p.constants_r), (Q, p.constants_q), (P, p.constants_p)):
-            for row, value in constants.items():
-                bank[row] = value
-        return R, Q, P, np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
+        for bank, (rows, values) in zip((R, Q, P), self.constant_rows):
+            bank[rows] = values
+        S, local = np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
+        S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
+        S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
+        S[pg.S_CODE], S[pg.S_POOL] = self.blocks.code.ctypes.data, p.pool.ctypes.data
+        S[pg.S_BLOCKS] = self.blocks.table.ctypes.data
+        return R, Q, P, S, local
+
+    @functools.cached_property
+    def constant_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(rows, values) of constants in the files R, Q and P."""
+        p = self.program
+        rows = [(np.array(list(c), np.int64), list(c.values())) for c in (p.constants_r, p.constants_q, p.constants_p)]
+        (r, of_r), (q, of_q), (predicates, of_p) = rows
+        return [(r, np.array(of_r, np.uint32)[:, None]), (q, np.array(of_q, np.uint64)[:, None]),
+                (predicates, np.array(of_p, np.uint32))]
 
     def keep_few_files(self) -> None:
         """Between launches: a process may hold hundreds of kernels, and a warp of a large one has half a megabyte."""
@@ -293,14 +306,10 @@ class Kernel:
             {"R": R, "Q": Q, "P": P}[bank][row] = special_value(machine, cta, index, name)
         if p.local_bytes:
             local[:] = 0xFF
-        S[:] = 0
+        S[pg.S_WRITES] = S[pg.S_HIT] = S[pg.S_RACES] = 0  # where the files are stays as `new_files` has it
         S[pg.S_ALIVE] = pg.ALL
         S[pg.S_SHARED], S[pg.S_SHARED_SIZE], S[pg.S_SHARED_BASE] = cta.shared_address, len(cta.shared), cta.shared_base
-        S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
         S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
-        S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
-        S[pg.S_CODE], S[pg.S_POOL] = self.blocks.code.ctypes.data, p.pool.ctypes.data
-        S[pg.S_BLOCKS] = self.blocks.table.ctypes.data
 
     def memory_event(self, machine: Machine, warp, fragment, status: int, lanes: int) -> None:
         from softsm.isa.memory import memory_event
