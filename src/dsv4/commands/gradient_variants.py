@@ -41,8 +41,9 @@ def v4_launches(heads: int, rope: int, arch: str) -> list[Launch]:
             turn = torch.empty(16, rope, device="meta"), torch.empty(1, dtype=positions, device="meta")
         p = v4_problem.build(q, rows, numbers, rows, numbers, inverse_rope=turn)
         p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
-        made = (torch.empty_like(x) for x in (q, rows, rows))
-        found += _collected("v4", V4Backward(p, q, None, *made, deterministic=deterministic), arch)
+        dq, d_window, d_compressed = (torch.empty_like(x) for x in (q, rows, rows))
+        request = V4Backward(p, q, None, dq, d_window, d_compressed, deterministic=deterministic)
+        found += _collected("v4", request, arch)
     return found
 
 
