@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import statistics
 import subprocess
 import sys
@@ -119,37 +120,54 @@ def compile_part(part: str, only: str) -> None:
             print(case.name, why)
 
 
-def predict(path: Path, only: str, arch: str, part: str) -> None:
-    """Without a GPU. Results are added to the file, so that a run may be cut short and taken up again."""
-    from timing_cases import CASES, SMS
+def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> None:
+    """Without a GPU. Results are added to the file, so that a run may be cut short and taken up again. Traces that are
+    kept make the next run with another model a matter of a second each."""
+    import timing_cases
 
     import softsm
+    from softsm.clock.parameters import GPUS
+    from softsm.clock.timer import Timer
 
+    timing_cases.SMS = int(GPUS[gpu]["sms"])
+    cases = timing_cases.CASES if gpu == "h200" else timing_cases.BLACKWELL
     k, n = map(int, part.split("/"))
     found: dict[str, dict] = json.loads(path.read_text())["cases"] if path.exists() else {}
-    for case in [c for c in CASES if only in c.name][k::n]:
+    for case in [c for c in cases if only in c.name][k::n]:
         if case.name in found:
             continue
         begin = time.time()
+        kept = traces / f"{gpu} {case.name.replace('/', ' ')}.pickle" if traces else None
         try:
-            with softsm.use(arch, sms=SMS), softsm.timing() as timer:
-                case.make("cpu")()
+            if kept is not None and kept.exists():
+                timer = Timer(gpu)
+                for trace in pickle.loads(kept.read_bytes()):
+                    timer.traced(trace)
+            else:
+                with softsm.use(GPUS[gpu].arch, sms=timing_cases.SMS), softsm.timing(gpu) as timer:
+                    case.make("cpu")()
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    kept.write_bytes(pickle.dumps([p.trace for p in timer.predictions]))
             found[case.name] = row(timer)
         except Exception as why:  # one case must not lose the others
             found[case.name] = {"error": f"{type(why).__name__}: {why}"[:300]}
         found[case.name]["seconds"] = round(time.time() - begin, 1)
         path.write_text(json.dumps({"cases": found}, indent=0) + "\n")
-        print(f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us", flush=True)
+        print(f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us {found[case.name].get('error', '')}", flush=True)
 
 
 def row(timer) -> dict:
+    """The launches of a case together; shares are of the longest."""
     heavy = max(timer.predictions, key=lambda p: p.body_us)
     return {
         "us": round(timer.us, 2),
         "kernels": len(timer.predictions),
+        "longest": heavy.kernel,
         "bound": heavy.bound,
         "cycles": round(sum(p.cycles for p in timer.predictions)),
         "mhz": round(heavy.clock * 1e3),
+        "busy": {k: round(float(v), 2) for k, v in heavy.busy.items() if v >= 0.005},
     }
 
 
@@ -215,13 +233,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--part", default="0/1", help="k/n: every n-th case from the k-th on, for --predict")
-    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--gpu", choices=("h200", "b200"), default="h200", help="for --predict")
+    parser.add_argument("--traces", type=Path, help="folder that keeps what --predict emulated")
     parser.add_argument("--table", type=Path, nargs=2, metavar=("MEASURED", "PREDICTED"))
     given = parser.parse_args()
     if given.table:
         print(table(*given.table))
     elif given.predict:
-        predict(given.json, given.only, given.arch, given.part)
+        predict(given.json, given.only, given.gpu, given.part, given.traces)
     elif given.compile:
         compile_part(given.compile, given.only)
     elif given.measure:

@@ -101,6 +101,30 @@ def index(requests: int, each: int, keys: int, topk: int = 512) -> Case:
     return Case(f"index {requests} x {each} x {keys}", "index", make)
 
 
+def backward(batch: int, heads: int, tokens: int, d: int, causal: bool = False) -> Case:
+    """Forward and backward pass, as a training step makes them; predictions are of all launches."""
+
+    def make(device: str) -> Call:
+        q, k, v = (values(batch, tokens, heads, d, device=device).requires_grad_() for _ in "qkv")
+        dout = values(batch, tokens, heads, d, device=device)
+        return lambda: dsv4.fmha(q, k, v, causal=causal, backend=backend(device)).backward(dout)
+
+    shape = f"{batch} x {heads} x {tokens}{' causal' if causal else ''}"
+    return Case(f"fmha forward and backward hd{d} {shape}", "fmha backward", make)
+
+
+def v4_backward(queries: int, heads: int, window: int, pool: int) -> Case:
+    def make(device: str) -> Call:
+        rows, q = values(pool, 512, device=device).requires_grad_(), values(queries, heads, 512, device=device)
+        sink = values(heads, device=device, dtype=torch.float32)
+        picks = torch.randint(0, pool, (queries, window), device=device, dtype=torch.int32)
+        dout = values(queries, heads, 512, device=device)
+        given = q.requires_grad_()
+        return lambda: dsv4.v4_attention(given, rows, picks, sink=sink, backend=backend(device)).backward(dout)
+
+    return Case(f"v4 forward and backward {queries} x {heads} x {window} of {pool}", "v4 backward", make)
+
+
 def compress(kind: str, tokens: int) -> Case:
     d, m, overlap = {"csa": (512, 4, True), "keys": (128, 4, True), "hca": (512, 128, False)}[kind]
 
@@ -243,3 +267,13 @@ ROWS = [
     rowwise("rms_norm", 16384, 4096, 4), rowwise("swiglu", 8192, 8192, 8), rowwise("swiglu", 8192, 8192, 16),
 ]  # fmt: skip
 CASES: list[Case] = [*PREFILL, *DECODE, *V4, *INDEX, *COMPRESS, *MATMUL, *ATTENTION, *ROWS]
+# One case or more for every sm_100a kernel of the library, then two that were published for a B200.
+BLACKWELL = [
+    *(fmha(4, 16, 16, 4096, 4096, d) for d in (64, 128, 256, 512)), fmha(4, 16, 16, 4096, 4096, 128, True),
+    fmha(128, 64, 1, 1, 4096, 512, same=True), fmha(64, 64, 8, 1, 8192, 128),
+    v4(4096, 64, 512, 0, False, 8192), v4(4096, 128, 1024, 0, False, 8192), v4(4096, 64, 128, 512, True),
+    v4(4096, 128, 128, 1024, True), v4(128, 64, 128, 512, True),
+    index(128, 1, 16384), index(1, 1024, 16384), compress("csa", 4096), compress("keys", 4096), compress("hca", 4096),
+    *(backward(4, 16, 4096, d) for d in (64, 128)), backward(1, 16, 2048, 512), v4_backward(1024, 64, 512, 8192),
+    attention(192, 4096, 128, 128, 64, 4, 3), matmul(8192, 8192, 8192, 128, 256, 64, 3, 8),
+]  # fmt: skip

@@ -63,12 +63,29 @@ class Lowering:
         self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
         self.variants: dict[tuple, tuple] = {}
 
+    def _tried_again(self, numbers: list[int]) -> set[int]:
+        """Blocks that only try a wait again, behind all other code. They have the line of the try_wait, the first try
+        often a neighbour's; the wait belongs to the first try, or it would come after what follows it."""
+        again = set()
+        for number in numbers:
+            opcodes = [self.code.instructions[i].opcode for i in self.code.blocks[number]]
+            if len(opcodes) <= 3 and opcodes[0].startswith("SYNCS.PHASECHK"):
+                again.add(number)
+        tries = sum(
+            self.code.instructions[i].opcode.startswith("SYNCS.PHASECHK")
+            for number in numbers
+            if number not in again
+            for i in self.code.blocks[number]
+        )
+        return again if tries >= len(again) else set()
+
     def _kept(self, numbers: list[int]) -> tuple[np.ndarray, int, np.ndarray | None]:
         """(instructions, turns of a loop they make up, those of one turn where the loop is unrolled)"""
         kept: list[int] = []
         seen: Counter = Counter()
         left_out: list[int] = []
-        for number in numbers:
+        again = self._tried_again(numbers)
+        for number in (n for n in numbers if n not in again):
             lines = Counter(self.code.instructions[i].line for i in self.code.blocks[number])
             new = sum(n for line, n in lines.items() if line not in seen)
             if not kept or new * 4 >= sum(lines.values()) or new >= 12:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from softsm.clock import replay
 from softsm.clock.model import Prediction
+from softsm.clock.path import critical_path
 from softsm.clock.validated import band, statement
 
 SHOWN = 6
@@ -99,6 +101,7 @@ def as_dict(p: Prediction) -> dict:
         "busy": {k: round(float(v), 3) for k, v in p.busy.items()},
         "roofline_us": {k: round(float(v), 2) for k, v in p.roofline.items()},
         "registers": p.registers, "spilled_bytes": p.spills, "stalls": [str(s) for s in stalls(p)],
+        "critical_path": [dataclasses.asdict(x) for x in critical_path(p)[1][:20]],
     }  # fmt: skip
 
 
@@ -116,7 +119,12 @@ def text(p: Prediction) -> str:
         f"  bound by {p.bound}; roofline {_round(p.roofline[limit], digits)} us ({limit}): "
         f"{p.body_us / max(p.roofline[limit], 1e-9):.2f}x above it",
     ]
-    return "\n".join([*lines, *(f"    {s}" for s in stalls(p))])
+    lines += [f"    {s}" for s in stalls(p)]
+    cycles, links = critical_path(p)
+    if links:
+        lines.append(f"  critical path of a CTA, {cycles:.0f} cycles:")
+        lines += [f"    {x.cycles / cycles:4.0%}  {x}" for x in links[:SHOWN]]
+    return "\n".join(lines)
 
 
 def _round(x: float, digits: int) -> str:

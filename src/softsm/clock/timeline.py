@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from softsm.clock import replay
 from softsm.clock.model import Prediction
+from softsm.clock.validated import statement
 from softsm.report.recording import Clock, Launch, Recorder, Track
 
 PRODUCT, COPY = 20, 21  # kinds of entries of the log beside the reasons of waits
@@ -14,6 +15,8 @@ def recorded(p: Prediction) -> Recorder:
     run, trace = p.run, p.trace
     assert run is not None and trace is not None
     out = Recorder()
+    out.unit = "ns"
+    out.model = f"Nanoseconds of one multiprocessor of a {p.gpu.name} at {p.clock:.2f} GHz, predicted. {statement(p.gpu)}"
     ns = 1 / p.clock
     launch = Launch(p.kernel, trace.arch, p.grid, trace.block, trace.cluster, trace.shared, "replayed", trace.source, 0,
                     round(float(run.end.max()) * ns))  # fmt: skip

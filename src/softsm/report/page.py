@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from softsm.report.diagnostics import Report
-from softsm.report.recording import COPY_LATENCY, COPY_RATE, MACS, Buffer, Recorder
+from softsm.report.recording import Buffer, Recorder
 from softsm.report.roles import source_lines
 
 PTX_AROUND = 3
@@ -47,9 +47,8 @@ def content(recorder: Recorder, report: Report, title: str, failure: str) -> dic
     return {
         "title": title,
         "failure": failure,
-        "model": f"1 tick = 1 warp instruction; a copy takes {COPY_LATENCY} ticks and bytes / {COPY_RATE}; a matrix "
-        f"product multiply-adds / {MACS['tcgen05.mma']} (wgmma {MACS['wgmma']}). Logical time: it shows who waits for "
-        "whom, not nanoseconds.",
+        "model": recorder.model,
+        "unit": recorder.unit,
         "kinds": KINDS,
         "launches": [launch_row(x) for x in recorder.launches],
         "tracks": [[t.launch, t.cta, recorder.track_name(t), t.kind] for t in tracks],

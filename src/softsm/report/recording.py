@@ -3,10 +3,10 @@
 A machine that records (report/recording_machine.py) is a subclass, chosen when a launch begins: a launch that is not
 recorded runs no other code. This file holds what is recorded.
 
-Time is logical. The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at
-once. One warp instruction takes one tick. A copy takes COPY_LATENCY ticks and its bytes / COPY_RATE on its engine, a
-matrix product its multiply-adds / the rate below; operations of one engine queue. A wait ends when the last of those
-it waits for has arrived. The picture shows who waits for whom; it does not predict the time on a GPU.
+The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at once. One warp
+instruction takes one cycle. Copies, matrix products and accesses of tensor memory take the cycles that the timing model
+has for them (clock/engines.py); operations of one engine queue. A wait ends when the last of those it waits for has
+arrived. The picture shows who waits for whom; how long a kernel takes is what clock/timeline.py draws, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from typing import NamedTuple
 
 from softsm.engine.asynchrony import AsyncOp
 
-COPY_LATENCY, COPY_RATE = 300, 64  # ticks, bytes a tick
-MACS = {"tcgen05.mma": 4096, "wgmma": 2048}  # multiply-adds of 16-bit elements a tick
-TENSOR_ACCESS = 16  # ticks of a tcgen05.ld or st, and one a column
 GAP = 200  # between launches
 MAX_SLICES = 200_000
 MAX_CTAS = 8  # of which slices are kept
@@ -64,7 +61,7 @@ class Barrier:
     bytes: int = 0
     arrivers: set = field(default_factory=set)  # tracks
     waiters: set = field(default_factory=set)
-    waited: int = 0  # ticks
+    waited: int = 0  # cycles
     time: int = 0  # of the latest arrival in this phase
     cause: int = -1  # slice of that arrival
     ended: int = 0  # when the phase before was over
@@ -123,6 +120,8 @@ class Clock:
 
 class Recorder:
     def __init__(self) -> None:
+        self.unit = "cycles"
+        self.model = ""  # what the times rest on, in words
         self.launches: list[Launch] = []
         self.slices: list[Slice] = []
         self.flows: list[tuple[int, int]] = []  # slice -> slice

@@ -13,6 +13,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 
+from softsm.clock.engines import MACS, engines_of
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.launch import options
 from softsm.engine.scheduler import Machine
@@ -20,14 +21,10 @@ from softsm.errors import Fault
 from softsm.memory import swizzle
 from softsm.memory.mbarrier import Mbarrier
 from softsm.report.recording import (
-    COPY_LATENCY,
-    COPY_RATE,
     ENGINES,
     GAP,
-    MACS,
     MAX_CTAS,
     MAX_SLICES,
-    TENSOR_ACCESS,
     Barrier,
     Buffer,
     Clock,
@@ -71,6 +68,8 @@ class RecordingMachine(Machine):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.recorder: Recorder = self.options.recorder
+        self.engines = engines_of(self.arch)
+        self.recorder.model = str(self.engines)
         self.performing: AsyncOp | None = None
         self.times: dict[int, tuple[int, int, AsyncOp]] = {}  # id(op) -> end, slice, op
         self.queues: dict[tuple[int, str], int] = {}
@@ -317,9 +316,8 @@ class RecordingMachine(Machine):
         clock.deeds.add("tmem" if op.kind in ("tcgen05.ld", "tcgen05.st") else op.kind)
         self.note_buffers(op)
         if op.kind in ("tcgen05.ld", "tcgen05.st"):
-            columns = sum(r[3] - r[2] for r in (*op.reads, *op.writes))
             self.close_run(clock)
-            end = clock.time + TENSOR_ACCESS + columns
+            end = clock.time + self.engines.tensor_latency + round(moved / (self.engines.tensor_rate or 1))
             self.draw(clock, op.kind, clock.time, end, "tmem", at=place(warp.instruction()), bytes=moved)
             self.note_tensor(op, clock.time, end)
             clock.time = end
@@ -333,7 +331,8 @@ class RecordingMachine(Machine):
         start = max(ready, self.queues.get(key, 0))
         busy = self.busy(op, clock, moved)
         self.queues[key] = start + busy
-        end = start + busy + (COPY_LATENCY if track.kind != "tensor core" else 0)
+        tail = self.engines.tails.get(op.kind.split(".")[0], 0)
+        end = start + busy + (self.engines.copy_latency if track.kind != "tensor core" else tail)
         self.close_run(clock)
         ins = warp.instruction()
         cause = self.draw(clock, f"issue {op.kind}", clock.time, clock.time + 1, "issue", at=place(ins))
@@ -365,13 +364,13 @@ class RecordingMachine(Machine):
         return track._replace(index=index)
 
     def busy(self, op: AsyncOp, clock: Clock, moved: int) -> int:
-        """Ticks during which the engine can take nothing else."""
+        """Cycles during which the engine can take nothing else."""
         if op.kind == "tcgen05.mma":
             return max(1, macs(op.warp.instruction().text, op.footprint) // MACS[op.kind])
         if op.kind == "wgmma":
             total, clock.macs = clock.macs, 0
             return max(1, total // MACS[op.kind])
-        return moved // COPY_RATE
+        return round(moved / self.engines.copy_rate)
 
     def note_tensor(self, op: AsyncOp, start: int, end: int) -> None:
         done = set()

@@ -1,7 +1,8 @@
 """A recording as a Perfetto trace: open it at ui.perfetto.dev. One process per CTA, one track per warp and engine.
 
 Arrows go from an arrival to the wait it ends, and from an instruction to the operation it starts. Counters: columns of
-tensor memory in use, bytes copied. Ticks are written as nanoseconds; see report/recording.py for what a tick is.
+tensor memory in use, bytes copied. Cycles of an emulated run are written as nanoseconds
+(report/recording.py); the times of a prediction are nanoseconds (clock/timeline.py).
 """
 
 from __future__ import annotations

@@ -100,6 +100,21 @@ def test_recording_changes_nothing_and_knows_what_happened(order: str) -> None:
     assert {k for *_, k in r.tensor} == {"tcgen05.st write", "tcgen05.ld read"}
 
 
+def test_engines_take_the_times_of_the_timing_model() -> None:
+    from softsm.clock.parameters import GPUS
+
+    with recording() as r:
+        launch()
+    b200 = GPUS["b200"]
+    (copy,) = [s for s in r.slices if s.kind == "copy"]
+    assert copy.end - copy.start == round(b200["tma.l2"] * b200.clock) + round(1024 / b200["sm.rate"])
+    accesses = [s for s in r.slices if s.kind == "tmem"]
+    assert accesses and all(
+        s.end - s.start == round(b200["tmem.latency"]) + round(s.details["bytes"] / b200["tmem.rate"]) for s in accesses
+    )
+    assert "Cycles of a B200" in r.model and r.unit == "cycles"
+
+
 def test_slices_of_a_track_do_not_overlap() -> None:
     with recording() as r:
         launch()
