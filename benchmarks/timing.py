@@ -154,7 +154,8 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
             found[case.name] = {"error": f"{type(why).__name__}: {why}"[:300]}
         found[case.name]["seconds"] = round(time.time() - begin, 1)
         path.write_text(json.dumps({"cases": found}, indent=0) + "\n")
-        print(f"{case.name:60s} {found[case.name].get('us', 0):10.1f} us {found[case.name].get('error', '')}", flush=True)
+        made = found[case.name]
+        print(f"{case.name:60s} {made.get('us', 0):10.1f} us {made.get('error', '')}", flush=True)
 
 
 def row(timer) -> dict:

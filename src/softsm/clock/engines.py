@@ -23,10 +23,11 @@ class Engines:
 
     def __str__(self) -> str:
         products = "tcgen05" if self.tensor_rate else "wgmma"
+        macs = MACS["tcgen05.mma" if self.tensor_rate else "wgmma"]
         return (
             f"Cycles of a {self.gpu}, by the parameters of `softsm time`: a warp instruction takes one, a copy "
             f"{self.copy_latency} and its bytes / {self.copy_rate:.0f}, a matrix product its multiply-adds / "
-            f"{MACS['tcgen05.mma' if products == 'tcgen05' else 'wgmma']}, and what waits for it {self.tails[products]} "
+            f"{macs}, and what waits for it {self.tails[products]} "
             "more. It shows who waits for whom; `softsm time` predicts how long."
         )
 

@@ -1,8 +1,8 @@
-"""The critical path of a replay: from the end back, what each role did until another let it go on, and by which barrier.
+"""The critical path of a replay: from the end back, what each role did until it let another go on.
 
 The log of a replay has every wait of a warp with the instruction that ended it. Walking back from the last warp: it ran
-since its last wait ended; that wait ended by an arrival of another warp, which ran until then, or by a copy or products,
-which were under way. What is on the path twice (steps of a loop) is added up.
+since its last wait ended; that wait ended by an arrival of another warp, which ran until then, or by a copy or
+products, which were under way. What is on the path twice (steps of a loop) is added up.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def recorded(p: Prediction) -> Recorder:
     assert run is not None and trace is not None
     out = Recorder()
     out.unit = "ns"
-    out.model = f"Nanoseconds of one multiprocessor of a {p.gpu.name} at {p.clock:.2f} GHz, predicted. {statement(p.gpu)}"
+    out.model = f"Nanoseconds of a multiprocessor of a {p.gpu.name} at {p.clock:.2f} GHz, predicted. {statement(p.gpu)}"
     ns = 1 / p.clock
     launch = Launch(p.kernel, trace.arch, p.grid, trace.block, trace.cluster, trace.shared, "replayed", trace.source, 0,
                     round(float(run.end.max()) * ns))  # fmt: skip
