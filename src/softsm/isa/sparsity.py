@@ -12,7 +12,8 @@ thread; with g = t/4 of thread t, and a sparsity selector s that says whose word
     8-bit elements  all threads: row g + 8*(t%2), chunks 0-7 (t%4 < 2) or 8-15; s = 0
 
 where K counts bytes of given elements; 32 bytes of 8-bit elements are the third case. Elements of B that meet no given
-element do not take part: a NaN there is not seen.
+element do not take part: a NaN there is not seen. Sparse products of wgmma and tcgen05 have not been compared with a
+GPU.
 """
 
 from __future__ import annotations
