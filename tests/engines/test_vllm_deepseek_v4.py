@@ -1,6 +1,6 @@
 """A tiny DeepSeek-V4 in vLLM on a CPU: scheduler, block tables, prefix cache, chunked prefill, metadata kernels and the
-attention layer are vLLM's. With the plug-in attention, indexer and the compressor's last step are dsv4's; without, they
-are torch's (vllm_cpu_operators)."""
+attention layer are vLLM's. With the plug-in attention, indexer, the compressor's last step and cache insertion are
+dsv4's; without, they are torch's (vllm_cpu_operators)."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ LONG = 2300  # more than 4 x 512: the indexer has to choose
 REPLACED = {
     "attention": ("flash_mla_with_kvcache_cpu",),
     "indexer": ("fp8_paged_mqa_logits_cpu", "topk_transform_512_cpu"),
+    "insertion": ("fused_qnorm_rope_kv_insert_cpu",),
     # and its first step, because vLLM's own kernel for it runs then, in softsm
     "compressor": ("save_partial_states_cpu", "compress_norm_rope_store_cpu", "compress_norm_rope_store_indexer_cpu"),
 }
@@ -32,7 +33,7 @@ def wanted(checkpoints):
 @pytest.fixture(scope="module")
 def run(checkpoints, serve, wanted):
     """(plug-in, prefix caching) -> the results, of an engine that is started once. All parts are dsv4's, but without
-    prefix caching the compressor."""
+    prefix caching the indexer alone."""
     folder, done = checkpoints("deepseek_v4")[0], {}
     many = [prompt(n, seed=n) for n in LENGTHS] + [wanted["prompt"]]
     long = [prompt(LONG, seed=2), many[1], many[2]]
@@ -51,7 +52,7 @@ def run(checkpoints, serve, wanted):
                 kv_cache_memory_bytes=1 << 25,  # small: the oracle unpacks all of it, call by call
             )  # fmt: skip
             asked = batches if cached else {name: batches[name] for name in UNCACHED}
-            parts = "indexer,compressor" if cached else "indexer"
+            parts = "indexer,compressor,insertion" if cached else "indexer"
             got = serve(folder, dict(engine=engine, batches=list(asked.values())), plugin, parts)
             done[plugin, cached] = got | {"batches": dict(zip(asked, got["batches"]))}
         return done[plugin, cached]
@@ -64,18 +65,20 @@ def test_every_attention_of_the_model_is_dsv4s(run):
     not cached take three steps, and then three more at least."""
     on = run(plugin=True)
     calls = {name: batch["calls"] for name, batch in on["batches"].items()}
-    assert calls["logprobs"] == {"prefill": 6, "compress": 6}  # a CSA layer compresses twice, an HCA layer once
+    # a CSA layer compresses twice, an HCA layer once
+    assert calls["logprobs"] == {"prefill": 6, "compress": 6, "insert": 6}
     assert calls["eight"]["prefill"] >= 9 and calls["eight"]["decode"] >= 9 and calls["eight"]["decode"] % 3 == 0
     assert calls["indexer"]["index prefill"] >= 1 and calls["indexer"]["index decode"] >= 2  # one CSA layer
     assert not any(name in on["operators"] for names in REPLACED.values() for name in names)
-    assert "dsv4 is on: DeepSeek-V4's attention, indexer, compressor" in on["log"] and "dsv4 on a CPU" in on["log"]
+    assert "dsv4 is on: DeepSeek-V4's attention, indexer, compressor, insertion" in on["log"]
+    assert "dsv4 on a CPU" in on["log"]
 
 
 def test_parts_that_are_not_named_stay_vllms(run):
     on = run(plugin=True, cached=False)
     assert not any(name in on["operators"] for part in ("attention", "indexer") for name in REPLACED[part])
-    assert all(on["operators"][name] > 0 for name in REPLACED["compressor"])
-    assert not any("compress" in batch["calls"] for batch in on["batches"].values())
+    assert all(on["operators"][name] > 0 for part in ("compressor", "insertion") for name in REPLACED[part])
+    assert not any(name in batch["calls"] for batch in on["batches"].values() for name in ("compress", "insert"))
 
 
 def test_without_the_plug_in_nothing_is_dsv4s(run):

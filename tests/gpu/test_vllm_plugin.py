@@ -4,8 +4,10 @@ import paged_states
 import pytest
 import torch
 
+from dsv4 import Fp8Cache
 from dsv4.compress.pages import compress_pages
 from dsv4.integrations.vllm import v4
+from dsv4.integrations.vllm.insertion import insert
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +62,33 @@ def test_prefill_from_a_workspace_looks_at_nothing_behind_the_lengths(heads):
     graph.replay()
     assert torch.equal(out, eager)
     torch.testing.assert_close(out.cpu(), wanted, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_queries_and_rows_on_their_way_to_attention(graph):
+    """As on a CPU: queries up to one bf16 step, rows up to one step of e4m3."""
+    q, kv = torch.randn(70, 8, 512).bfloat16(), torch.randn(70, 512).bfloat16()
+    positions, slots = torch.randint(0, 4096, (70,)), torch.randperm(640)[:64]
+    slots[5] = -1
+    angles = torch.arange(4096)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    pages = torch.zeros(10, 64, 584, dtype=torch.uint8)
+    wanted = insert(q, kv, positions, Fp8Cache.from_pages(pages), slots, cos_sin, 1e-6)
+
+    there = Fp8Cache.from_pages(torch.zeros_like(pages, device="cuda"))
+    moved = [x.cuda() for x in (q, kv, positions)], [x.cuda() for x in (slots, cos_sin)]
+    results = []
+
+    def call():
+        results.append(insert(*moved[0], there, *moved[1], 1e-6))
+
+    if graph:
+        kept = captured(call)
+        there.storage.zero_()
+        results[-1].zero_()
+        kept.replay()
+    else:
+        call()
+    torch.testing.assert_close(results[-1].cpu(), wanted, rtol=2**-7, atol=1e-5)
+    rows, expected = there.unpack().cpu().float(), Fp8Cache.from_pages(pages).unpack().float()
+    assert ((rows - expected).abs() <= expected.abs() * 2**-3 + expected.abs().max() / 448 * 2**-8).all()

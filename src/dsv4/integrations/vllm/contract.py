@@ -18,6 +18,7 @@ PARAMETERS = {
         "self", "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
     ),
     f"{FLASHMLA}.get_padded_num_q_heads": ("num_heads",),
+    f"{FLASHMLA}._fused_qnorm_rope_kv_insert": ("self", "q", "kv", "positions", "attn_metadata"),
     f"{INDEXER}.__init__": (
         "self", "k_cache", "quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len",
         "max_total_seq_len", "topk_indices_buffer", "skip_k_cache_insert", "use_fp4_cache", "compress_ratio",
@@ -64,7 +65,7 @@ PARAMETERS = {
 FIELDS = {
     "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWAMetadata": (
         "num_prefills", "num_decode_tokens", "is_valid_token", "token_to_req_indices", "decode_swa_indices",
-        "decode_swa_lens",
+        "decode_swa_lens", "slot_mapping",
     ),
     "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLAMetadata": (
         "block_table", "block_size", "c128a_global_decode_topk_indices", "c128a_decode_topk_lens",

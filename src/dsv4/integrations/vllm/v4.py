@@ -1,9 +1,9 @@
 """DeepSeek-V4's attention layer of vLLM with its attention on dsv4.
 
-vLLM's layer keeps projections, norms, RoPE, cache insertion, compressor and metadata. Decode reads the FP8 pages, for
+vLLM's layer keeps projections, norms and metadata. Decode reads the FP8 pages, for
 as many heads as the rank has. Prefill reads the bf16 workspace that vLLM unpacks pages to, through the name that vLLM
 calls FlashMLA's function by: on an H200 faster than reading the pages (benchmarks/vllm_replay.py).
-The indexer is in indexer.py, the compressor in compressor.py.
+The indexer is in indexer.py, the compressor in compressor.py, the way of queries and rows to attention in insertion.py.
 """
 
 import functools
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dsv4
 from dsv4.integrations.vllm import calls, logger, parts, refuse
+from dsv4.integrations.vllm.insertion import insert
 from dsv4.integrations.vllm.install import check_choice
 
 HEADS = 128  # of one rank, at most
@@ -29,6 +30,8 @@ class Forward:
     kv_cache: Tensor
     swa_cache_layer: Any
     topk_indices_buffer: Tensor | None
+    rotary_emb: Any
+    eps: float
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -63,6 +66,20 @@ class Forward:
                 compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None, output=output[n:],
                 attn_metadata=attn, swa_metadata=swa,
             )  # fmt: skip
+
+    def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
+        """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""
+        if "insertion" not in parts() or not isinstance(attn_metadata, dict):  # a profile run has no pages
+            theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
+            return theirs(q, kv, positions, attn_metadata)
+        pages = self.swa_cache_layer.kv_cache
+        if pages.dtype != torch.uint8:
+            refuse("--kv-cache-dtype", f"rows of {pages.dtype}", "fp8 (fp8_ds_mla), or no insertion in DSV4_VLLM_PARTS")
+        slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
+        calls["insert"] += 1
+        return insert(
+            q, kv, positions, dsv4.Fp8Cache.from_pages(pages), slots, self.rotary_emb.cos_sin_cache, self.eps
+        )
 
     def _slots(self, n: int, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
         """The indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
