@@ -9,7 +9,7 @@ lie anywhere. The sink enters once, in the last merge.
               (V4: rows are few; unshard them and call v4_attention with lists for the positions of the rank)
 
 Order of a cut sequence. "zigzag": 2 R pieces, rank r has pieces r and 2 R - 1 - r, so that with a causal mask all
-ranks have as much to do. "contiguous": R pieces, rank r has piece r.
+ranks have the same amount of work. "contiguous": R pieces, rank r has piece r.
 
 Bits and tolerances:
 
@@ -112,8 +112,8 @@ def merge(
 def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for rows of others.
 
-    Blocks of ``block`` rows go round the ranks: row r is rank ``r // block % size``'s row ``r // (block * size) * block
-    + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape; -1 stays -1.
+    Blocks of ``block`` rows are assigned round-robin: row r is, on rank ``r // block % size``, row
+    ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape; -1 stays -1.
     """
     rank, size = _place(group)
     _whole("indices", indices)
@@ -203,13 +203,13 @@ def prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """dsv4.fmha of a sequence cut over the ranks: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
 
-    All ranks have as many tokens, in the same order (see :func:`shard`). causal and window are those of the whole
-    sequence. method="ring": keys go round the ranks while the rank computes with those it has; it holds three shards
-    of keys at a time. "gather": all keys are brought together first, and each piece of queries is one fmha call. Where
-    k and v are one tensor it is sent once.
+    All ranks have the same number of tokens, cut in the same order (see :func:`shard`). causal and window are those of
+    the whole sequence. method="ring": keys travel around the ring while each rank computes with those it has; it holds
+    three shards of keys at a time. "gather": all keys are gathered first, and each piece of queries is one fmha call.
+    Where k and v are one tensor it is sent once.
 
     Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
-    all ranks. Of sink, which all ranks have, it gets the share that its queries have in it.
+    all ranks. Of sink, which all ranks have, it gets the part that comes from its own queries.
     """
     rank, size = _place(group)
     left, right = checks.window(window, checks.flag("causal", causal))

@@ -2,8 +2,9 @@
 
 The backward pass of a part of the keys needs nothing of the others but the out and the lse of the whole, which every
 rank has of its own queries; so the gradients of the parts add up. dQ stays on the rank of its queries. dK and dV are
-sums over the ranks, in fp32: by ring they travel with their keys, which go round a second time, and come home after as
-many steps as there are ranks; by gather every rank makes them for all keys, and each gets its own from all others.
+sums over the ranks, in fp32. With method="ring" they travel with their keys, around the ring a second time, and are
+home after as many steps as there are ranks. With "gather" every rank computes them for all keys, then the ranks
+exchange them.
 
 Every part's gradient is rounded to the dtype once, as the partials of the forward pass are. The sums are made in one
 order, so that they have the same bits on every run.

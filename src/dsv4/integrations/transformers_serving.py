@@ -5,13 +5,13 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dsv4_flash")
     model.generate_batch(...)
 
-Continuous batching takes attention by names with "flash" in them alone, and looks for their functions in packages and
-on the hub. :func:`register` answers for one name: with the calls of :mod:`dsv4.integrations.flash_attn`, in the place
+Continuous batching only accepts attention by a name with "flash" in it, and looks for its functions in packages and on
+the hub. :func:`register` adds one name, which stands for the functions of :mod:`dsv4.integrations.flash_attn` in place
 of flash-attn's. Pages, masks and schedule stay transformers'. Full and sliding layers, GQA, sinks (gpt-oss), head dims
 to 512, on every device that dsv4 has. Works with transformers 5.17 to 5.22.
 
 Not served there with any attention, by transformers' own choice: DeepSeek-V4, and models whose layers have different
-head dims (Gemma 4). ``transformers serve`` takes names from the hub alone: see ``dsv4 hub``.
+head dims (Gemma 4). ``transformers serve`` only takes names from the hub: see ``dsv4 hub``.
 """
 
 import functools

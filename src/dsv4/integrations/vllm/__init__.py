@@ -7,7 +7,7 @@ vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`
 ``DSV4_VLLM=1`` that does nothing but say so in the log. With it:
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has.
-  ``DSV4_VLLM_PARTS`` names what is replaced beside it, with commas between: ``indexer`` (:func:`dsv4.index_topk`),
+  ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
   ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, rows into the
   pages), the last two not measured yet. The default is the indexer;
 * ``--attention-backend DSV4`` is accepted, and puts dense models on :func:`dsv4.fmha_paged`. A dense model without it
@@ -24,7 +24,7 @@ from collections import Counter
 
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
-PARTS = ("indexer", "compressor", "insertion")  # that may be replaced beside the attention; the first is the default
+PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention; the first is the default
 BACKEND = "DSV4"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 
