@@ -113,7 +113,8 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for rows of others.
 
     Blocks of ``block`` rows are assigned round-robin: row r is, on rank ``r // block % size``, row
-    ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape; -1 stays -1.
+    ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape;
+    -1 stays -1.
     """
     rank, size = _place(group)
     _whole("indices", indices)
