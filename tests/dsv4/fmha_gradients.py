@@ -1,6 +1,7 @@
 """Requests for the gradients of fmha, with what the formulas say: for the tests of kernels, in softsm and on a GPU."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from dsink import assert_dsink
@@ -32,24 +33,32 @@ def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, ba
 
 
 def varlen_request(
-    starts_q=(0, 40, 40, 90), starts_k=(0, 60, 80, 220), heads=2, d=64, device="cpu"
-):
-    """Causal, with a sink; NaN in the keys of sequences without queries, five rows of nobody at the end."""
+    starts_q=(0, 40, 40, 90), starts_k=(0, 60, 80, 220), heads=2, d=64, device="cpu", kv_heads=None, dtype=BF16,
+    dlse=False, **options,
+):  # fmt: skip
+    """Causal unless a window is given, with a sink. NaN in what no gradient may depend on: keys of sequences without
+    queries, keys before the window of the first query, rows and keys of nobody at the end (five each)."""
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts_q, starts_k))
     rows, keys = starts_q[-1] + 5, starts_k[-1] + 5
-    q, dout = (draw(rows, heads, d, dtype=BF16, seed=n, device=device) for n in (0, 1))
-    k, v = (draw(keys, heads, d, dtype=BF16, seed=n, device=device) for n in (2, 3))
-    for n in range(len(starts_q) - 1):
-        if starts_q[n] == starts_q[n + 1]:
-            k[starts_k[n] : starts_k[n + 1]] = v[starts_k[n] : starts_k[n + 1]] = float("nan")
+    q, dout = (draw(rows, heads, d, dtype=dtype, seed=n, device=device) for n in (0, 1))
+    k, v = (draw(keys, kv_heads or heads, d, dtype=dtype, seed=n, device=device) for n in (2, 3))
+    options.setdefault("causal", "window" not in options)
+    left = -1 if options["causal"] else options["window"][0]
+    for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k)):
+        unseen = k1 - k0 if q0 == q1 else 0 if left < 0 else max(0, (k1 - k0) - (q1 - q0) - left)
+        k[k0 : k0 + unseen] = v[k0 : k0 + unseen] = float("nan")
     k[starts_k[-1] :] = v[starts_k[-1] :] = float("nan")
-    options = dict(causal=True, sink=draw(heads, dtype=torch.float32, seed=4, device=device))
+    options["sink"] = draw(heads, dtype=torch.float32, seed=4, device=device)
     out, lse = reference.fmha_varlen(q, k, v, cu_q, cu_k, **options)
-    p = replace(problem.varlen(q, k, v, cu_q, cu_k, **options), out=out.to(BF16), lse=lse.float())
+    p = replace(problem.varlen(q, k, v, cu_q, cu_k, **options), out=out.to(dtype), lse=lse.float())
     empty = [torch.full_like(x, float("nan")) for x in (q, k, v, options["sink"])]
-    b = FmhaBackward(p, dout, None, *empty)
-    want = reference_backward.fmha_varlen(q, k, v, cu_q, cu_k, dout, **options)
-    return b, want, reference_backward.fmha_varlen(q, k, v, cu_q, cu_k, dout, p_dtype=BF16, **options)
+    given = draw(rows, heads, dtype=torch.float32, seed=5, device=device) if dlse else None
+    q[starts_q[-1] :] = dout[starts_q[-1] :] = float("nan")
+    b = FmhaBackward(p, dout, given, *empty)
+    finite = [x.nan_to_num() for x in (q, k, v)], dout.nan_to_num()
+    want, low = (reference_backward.fmha_varlen(*finite[0], cu_q, cu_k, finite[1], given, p_dtype=x, **options)
+                 for x in (None, dtype))  # fmt: skip
+    return b, want, low
 
 
 def check(b, want, low):
@@ -66,4 +75,4 @@ def check(b, want, low):
         assert not got[dead].any(), f"d{name}: a gradient where there is none"
     if b.dsink is not None:
         lse, sink = (p.lse.transpose(1, 2) if p.kind == "dense" else p.lse), p.sink
-        assert_dsink(b.dsink, want.sink, p.out, b.dout, lse, sink)
+        assert_dsink(b.dsink, want.sink, p.out, b.dout.nan_to_num(), lse, sink)

@@ -1,6 +1,6 @@
 """For tests of kernels: how many multiprocessors a call sees, and which kernels it launches."""
 
-from dsv4.runtime import dispatch
+from dsv4.runtime import dispatch, launch
 from dsv4.runtime.launch import ReadyLaunch
 
 
@@ -20,4 +20,17 @@ def launched(monkeypatch) -> list[str]:
         run(self, memory)
 
     monkeypatch.setattr(ReadyLaunch, "run", noted)
+    return names
+
+
+def one_by_one(monkeypatch) -> list[str]:
+    """The same of those outside of prepared calls."""
+    names: list[str] = []
+    now = launch.now
+
+    def noted(kernel, *rest, **constants):
+        names.append(kernel.__name__)
+        now(kernel, *rest, **constants)
+
+    monkeypatch.setattr(launch, "now", noted)
     return names

@@ -19,14 +19,21 @@ from dsv4.v4.backward import V4Backward
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """Of fmha and fmha_varlen, whose sequences have the same kernels; whatever the mask, the sink or the group."""
+    """Of fmha and fmha_varlen, whatever the mask, the sink or the group; at head dims 256 and 512 they have the same
+    kernels."""
+    found = []
+    for varlen in (False, True) if head_dim <= 128 else (False,):
 
-    def draw() -> Tensor:
-        return torch.empty(1, 256, 1, head_dim, dtype=dtype, device="meta")
+        def draw(*sizes: int) -> Tensor:
+            return torch.empty(*sizes, 256, 1, head_dim, dtype=dtype, device="meta")
 
-    p = problem.dense(draw(), draw(), draw())
-    p = replace(p, out=draw(), lse=torch.empty(p.lse_shape, device="meta"))
-    return _collected("fmha", FmhaBackward(p, draw(), None, draw(), draw(), draw()), arch)
+        one = () if varlen else (1,)
+        starts = torch.empty(2, dtype=torch.int32, device="meta")
+        q, k, v = (draw(*one) for _ in range(3))
+        p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
+        p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
+        found += _collected("fmha", FmhaBackward(p, *(draw(*one), None), *(draw(*one) for _ in range(3))), arch)
+    return found
 
 
 def v4_launches(heads: int, rope: int, arch: str) -> list[Launch]:

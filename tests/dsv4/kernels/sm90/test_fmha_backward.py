@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import launches
 import pytest
 import torch
 from fmha_gradients import BF16, FP16, check, request, varlen_request
@@ -71,8 +72,34 @@ def test_only_what_is_wanted(d):
         check(b, want, low)
 
 
-def test_varlen_goes_sequence_by_sequence():
-    b, want, low = varlen_request()
+VARLEN = {
+    # Sequences without queries, without keys, of one token; more than 128 keys, so that a sequence has several tiles.
+    "causal": dict(starts_q=(0, 40, 40, 41, 90, 100), starts_k=(0, 60, 80, 81, 221, 221)),
+    "window-gqa-dlse": dict(starts_q=(0, 1, 60, 75), starts_k=(0, 130, 290, 300), heads=6, kv_heads=2, window=(30, 2),
+                            dlse=True),
+    "fp16-hd128": dict(dtype=FP16, d=128, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, order", [
+    ("causal", "latest"),
+    *(pytest.param(x, y, marks=pytest.mark.slow) for x in VARLEN for y in ("latest", "eager", "random")
+      if (x, y) != ("causal", "latest")),
+])  # fmt: skip
+def test_sequences_go_together(name, order, monkeypatch):
+    """One launch for dK and dV and one for dQ, whatever number of sequences there is."""
+    b, want, low = varlen_request(**VARLEN[name])
+    names = launches.one_by_one(monkeypatch)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    assert names == ["backward_rows", "backward_keys", "backward_dq"]
+    check(b, want, low)
+
+
+@pytest.mark.slow
+def test_chain_takes_sequences_one_by_one():
+    b, want, low = varlen_request(d=256)
     run(b)
     check(b, want, low)
 

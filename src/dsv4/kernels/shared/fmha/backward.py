@@ -1,11 +1,13 @@
 """Gradients of fmha: from a request to what the kernels of an architecture get. Shared by all architectures.
 
-A varlen batch goes sequence by sequence, which reads cu_seqlens on the host.
+A varlen batch goes to the kernels as it is where they take it (head dims 64 and 128), else sequence by sequence, which
+reads cu_seqlens on the host.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,36 @@ FP16_MOST = 2.0**14
 def supports(b: FmhaBackward) -> str | None:
     """None, or why no kernel can run the problem."""
     return "paged keys have no gradient" if b.forward.kind == "paged" else None
+
+
+class Sequences(NamedTuple):
+    """Of a varlen batch that goes to the kernels as a dense batch of one."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.cu_q) - 1
+
+
+def at_once(b: FmhaBackward, run: Callable[..., None]) -> None:
+    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv, sequences) for a batch of either kind; sequences is None for a
+    dense one. A gradient that run makes instead of filling the one it gets must be 0 in rows of no sequence."""
+    p = b.forward
+    if p.kind == "dense":
+        _dense(b, run, None)
+        return
+    for x in (b.dq, b.dk, b.dv):
+        if x is not None:
+            x.zero_()
+    one = replace(
+        p, kind="dense", q=p.q[None], k=p.k[None], v=p.v[None], out=p.out[None], lse=p.lse.T[None],
+        max_seqlen_q=p.q.shape[0], max_seqlen_k=p.k.shape[0], cu_seqlens_q=None, cu_seqlens_k=None,
+    )  # fmt: skip
+    dlse = None if b.dlse is None else b.dlse.T[None]
+    gradients = (None if x is None else x[None] for x in (b.dq, b.dk, b.dv))
+    _dense(FmhaBackward(one, b.dout[None], dlse, *gradients, b.dsink), run, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
 
 
 def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
@@ -56,12 +88,12 @@ def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
             b.dsink.add_(dsink)
 
 
-def _dense(b: FmhaBackward, run: Callable[..., None]) -> None:
-    p = b.forward
+def _dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | None) -> None:
+    p, varlen = b.forward, any(sequences)
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
-    unseen = 0 if p.left < 0 else min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
+    unseen = 0 if varlen or p.left < 0 else min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
     for x in (b.dk, b.dv):
         if x is not None:
             x[:, :unseen].zero_()
@@ -74,11 +106,16 @@ def _dense(b: FmhaBackward, run: Callable[..., None]) -> None:
         return
     q, dout = _packed(p.q, group), _packed(b.dout, group)
     k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
-    dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else torch.empty_like(q)
+    dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else made_like(q, varlen)
     dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
-    run(p, q, k, v, dout, lse2, delta, dq, dk, dv)
+    run(p, q, k, v, dout, lse2, delta, dq, dk, dv, *sequences)
     if b.dq is not None and group > 1:
         b.dq.copy_(dq.unflatten(2, (p.max_seqlen_q, group)).permute(0, 2, 1, 3, 4).flatten(2, 3))
+
+
+def made_like(x: Tensor, varlen: bool) -> Tensor:
+    """Room for a gradient; of a varlen batch the kernels write the rows of its sequences only."""
+    return torch.zeros_like(x) if varlen else torch.empty_like(x)
 
 
 def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,6 +163,8 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
     """For fp16: a power of two that brings |dS| <= 2 |dO| |v| near the top of its range. fp32 [1]."""
-    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() for x in (dout, v)]
+    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (dout, v))
+    # Rows of no sequence and keys that nobody sees may hold anything.
+    longest = [torch.where(norm.isfinite(), norm, 0).amax() for norm in norms]
     most = 2 * longest[0] * longest[1]
     return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)

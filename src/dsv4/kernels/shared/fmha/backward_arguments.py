@@ -32,6 +32,18 @@ class Share:
     batch: Value
     head: Value
     own: Value
+    first_row: Value  # of the sequence in the tensors: 0 in a dense batch
+    first_key: Value
+
+
+@aggregate
+class Result:
+    """A gradient; how far its heads and its rows are apart, in elements."""
+
+    desc: Value
+    ptr: Value
+    head: Value
+    row: Value
 
 
 @aggregate

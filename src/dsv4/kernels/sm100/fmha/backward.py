@@ -10,7 +10,15 @@ from torch import Tensor, float16
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, by_sequence, descriptor, ds_scale, supports
+from dsv4.kernels.shared.fmha.backward import (
+    FP16_P_SCALE,
+    Sequences,
+    at_once,
+    by_sequence,
+    descriptor,
+    ds_scale,
+    supports,
+)
 from dsv4.kernels.shared.fmha.chain import Chain
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
@@ -23,7 +31,10 @@ __all__ = ["backward", "supports"]
 
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
-    by_sequence(b, tiles if b.forward.head_dim <= 128 else chain)
+    if b.forward.head_dim <= 128:
+        at_once(b, tiles)
+    else:
+        by_sequence(b, chain)
 
 
 class BlackwellChain(Chain):
@@ -38,7 +49,7 @@ def chain(p: FmhaProblem, *tensors: Tensor) -> None:
 
 def tiles(
     p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, dq: Tensor | None,
-    dk: Tensor | None, dv: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, sequences: Sequences | None,
 ) -> None:  # fmt: skip
     """q, dout, dq [B, Hkv, R, D], R packed rows; k, v, dk, dv [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
     batch, heads, rows, d = q.shape
@@ -48,15 +59,18 @@ def tiles(
         p.softmax_scale * LOG2E.value, p.softmax_scale, FP16_P_SCALE, rows, rows // p.group, keys, p.group,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right, heads,
     ]  # fmt: skip
-    stats = [lse2, delta, ds_scale(dout, v) if fp16 else lse2]
-    options = dict(D=d, SCALED=fp16, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
+    terms = [lse2, delta, ds_scale(dout, v) if fp16 else lse2]
+    count, starts, of_each = 0, (lse2, lse2), lambda n: -(-n // 128)
+    if sequences is not None:
+        count, starts, of_each = sequences.count, sequences, lambda n: n // 128 + sequences.count  # as many as may be
+    options = dict(D=d, SCALED=fp16, VARLEN=sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
     if dk is not None or dv is not None:
         if dk is None or dv is None:  # both come from one launch
             dk, dv = (k.new_empty(k.shape) if x is None else x for x in (dk, dv))
-        grid = (-(-keys // 128), batch * heads)
-        launch.now(backward_tiles, grid, *stats, dk, dv, *of_keys, *of_rows, *common, *dk.stride()[:3],
-                   *dv.stride()[:3], KEYS=True, **options)  # fmt: skip
+        grid = (of_each(keys), batch * heads)
+        launch.now(backward_tiles, grid, *terms, dk, dv, *starts, *of_keys, *of_rows, *common, *dk.stride()[:3],
+                   *dv.stride()[:3], count, KEYS=True, **options)  # fmt: skip
     if dq is not None:
-        grid = (-(-rows // 128), batch * heads)
-        launch.now(backward_tiles, grid, *stats, dq, dq, *of_rows, *of_keys, *common, *dq.stride()[:3],
-                   *dq.stride()[:3], KEYS=False, **options)  # fmt: skip
+        grid = (of_each(rows), batch * heads)
+        launch.now(backward_tiles, grid, *terms, dq, dq, *starts, *of_rows, *of_keys, *common, *dq.stride()[:3],
+                   *dq.stride()[:3], count, KEYS=False, **options)  # fmt: skip

@@ -38,6 +38,7 @@ barrier         arrives             count       waits              means
 x_ready         TMA bytes           1           mma                X is there
 y_ready[i]      TMA bytes           1           mma                slot i is filled
 y_free[i]       commit of mma       1           load               the products that read slot i are complete
+landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                S is read; KEYS: P is stored
 dp_ready        commit of mma       1           left, right        dP is complete
@@ -46,7 +47,8 @@ done            commit of mma       1           left, right        the accumulat
 
 S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
 the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
-product; lse2 of rows past the end is +inf, which makes P 0.
+product; lse2 of rows past the end is +inf, which makes P 0. VARLEN: one batch of all sequences, whose ends TMA does not
+know; load zeroes what is not the sequence's.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -56,8 +58,19 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
 from dsv4.kernels.shared.fmha.backward_arguments import Sizes
+from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.kernels.shared.fmha.loads import zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
@@ -76,6 +89,7 @@ class Barriers:
     x_ready: Value
     y_ready: Value
     y_free: Value
+    landed: Value
     s_ready: Value
     p_ready: Value
     dp_ready: Value
@@ -92,6 +106,8 @@ class Share:
     own: Value
     first: Value
     tiles: Value
+    x_begin: Value  # first row of the sequence in X, in Y: 0 in a dense batch
+    y_begin: Value
 
 
 @aggregate
@@ -127,19 +143,64 @@ def rows_of(desc, tile, ready, share, row, D: gl.constexpr):
 
 
 @gluon.jit
-def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, D: gl.constexpr):
-    mbarrier.expect(barriers.x_ready, 2 * 128 * D * 2)
-    rows_of(x0_desc, memory.x.index(0), barriers.x_ready, share, share.own, D)
-    rows_of(x1_desc, memory.x.index(1), barriers.x_ready, share, share.own, D)
+def load_x(x0_desc, x1_desc, memory, ready, share, D: gl.constexpr):
+    mbarrier.expect(ready, 2 * 128 * D * 2)
+    rows_of(x0_desc, memory.x.index(0), ready, share, share.x_begin + share.own, D)
+    rows_of(x1_desc, memory.x.index(1), ready, share, share.x_begin + share.own, D)
+
+
+@gluon.jit
+def load_y(desc, tile, ready, barriers, landed_phase, share, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
+    """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (row < begin) | (row + 128 > end)
+    if foreign:
+        mbarrier.expect(barriers.landed, 128 * D * 2)
+        rows_of(desc, tile, barriers.landed, share, share.y_begin + row, D)
+        mbarrier.wait(barriers.landed, landed_phase)
+        zero_unseen(tile, row, begin, end, 128, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        mbarrier.expect(ready, 128 * D * 2)
+        rows_of(desc, tile, ready, share, share.y_begin + row, D)
+    return landed_phase
+
+
+@gluon.jit
+def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D: gl.constexpr, KEYS: gl.constexpr,
+              VARLEN: gl.constexpr):  # fmt: skip
+    landed_phase = gl.to_tensor(0)
+    # Of X and of Y: the rows of the sequence that meet any of the other.
+    x_seen = first_seen(sizes) if KEYS else 0
+    x_end = sizes.keys if KEYS else sizes.rows
+    y_seen = 0 if KEYS else first_seen(sizes)
+    y_end = sizes.rows if KEYS else sizes.keys
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (share.own < x_seen) | (share.own + 128 > x_end)
+    if foreign:
+        load_x(x0_desc, x1_desc, memory, barriers.landed, share, D)
+        mbarrier.wait(barriers.landed, landed_phase)
+        zero_unseen(memory.x.index(0), share.own, x_seen, x_end, 128, D)
+        zero_unseen(memory.x.index(1), share.own, x_seen, x_end, 128, D)
+        fence_async_shared()
+        mbarrier.arrive(barriers.x_ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_x(x0_desc, x1_desc, memory, barriers.x_ready, share, D)
     for j in range(0, share.tiles):
         phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
         slot = 2 * (j % 2)
+        row = share.first + j * 128
         mbarrier.wait(barriers.y_free.index(slot), phase)
-        mbarrier.expect(barriers.y_ready.index(slot), 128 * D * 2)
-        rows_of(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), share, share.first + j * 128, D)
+        landed_phase = load_y(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), barriers, landed_phase,
+                              share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
         mbarrier.wait(barriers.y_free.index(slot + 1), phase)
-        mbarrier.expect(barriers.y_ready.index(slot + 1), 128 * D * 2)
-        rows_of(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), share, share.first + j * 128, D)
+        landed_phase = load_y(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), barriers,
+                              landed_phase, share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
 
 
 @gluon.jit
@@ -323,14 +384,16 @@ def streamed(own, sizes, KEYS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[
     "scale", "factor", "p_scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "batch0", "head0",
-    "stride0", "batch1", "head1", "stride1",
+    "stride0", "batch1", "head1", "stride1", "sequences",
 ])  # fmt: skip
-def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, x0_desc, x1_desc, y0_desc, y1_desc, scale, factor,
-                   p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0, stride0, batch1, head1,
-                   stride1, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr,
-                   SCORE_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, cu_q_ptr, cu_k_ptr, x0_desc, x1_desc, y0_desc,
+                   y1_desc, scale, factor, p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0,
+                   stride0, batch1, head1, stride1, sequences, D: gl.constexpr, KEYS: gl.constexpr,
+                   SCALED: gl.constexpr, VARLEN: gl.constexpr, SCORE_REGS: gl.constexpr,
+                   WARP_REGS: gl.constexpr):  # fmt: skip
     """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). factor: what
-    dQ and dK are multiplied by; SCALED (fp16): P was multiplied by p_scale and dS by the number at ds_scale_ptr."""
+    dQ and dK are multiplied by; SCALED (fp16): P was multiplied by p_scale and dS by the number at ds_scale_ptr.
+    VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     OUTPUTS: gl.constexpr = 2 if KEYS else 1
@@ -347,6 +410,10 @@ def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, x0_desc, x1_de
     dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    landed = x_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
     for i in gl.static_range(4):
         mbarrier.init(y_ready.index(i), count=1)
         mbarrier.init(y_free.index(i), count=1)
@@ -362,8 +429,27 @@ def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, x0_desc, x1_de
     head = pair - batch * kv_heads
     own = gl.program_id(0) * 128
     sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    ptr0 += batch.to(gl.int64) * batch0 + head.to(gl.int64) * head0
+    ptr1 += batch.to(gl.int64) * batch1 + head.to(gl.int64) * head1
+    x_begin = 0
+    y_begin = 0
+    if VARLEN:
+        if KEYS:
+            seq, own = tile_of(gl.program_id(0), cu_k_ptr, sequences, 1)
+            y_begin, x_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, True)
+            lse2_ptr += y_begin
+            delta_ptr += y_begin
+        else:
+            seq, own = tile_of(gl.program_id(0), cu_q_ptr, sequences, group)
+            x_begin, y_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, False)
+            lse2_ptr += x_begin
+            delta_ptr += x_begin
+        ptr0 += x_begin.to(gl.int64) * stride0
+        ptr1 += x_begin.to(gl.int64) * stride1
     first, end = streamed(own, sizes, KEYS)
-    share = Share(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128)
+    share = Share(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
     ds_scale = 1.0
     factor0 = factor
     factor1 = 1.0
@@ -371,16 +457,13 @@ def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, x0_desc, x1_de
         ds_scale = gl.load(ds_scale_ptr)
         factor0 = factor / ds_scale
         factor1 = 1.0 / p_scale
-    numbers = Numbers(lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows, scale, p_scale,
-                      ds_scale)  # fmt: skip
-    ptr0 += batch.to(gl.int64) * batch0 + head.to(gl.int64) * head0
-    ptr1 += batch.to(gl.int64) * batch1 + head.to(gl.int64) * head1
+    numbers = Numbers(lse2_ptr, delta_ptr, scale, p_scale, ds_scale)
     result = Result(ptr0, ptr1, stride0, stride1, factor0, factor1)
     memory = Memory(x, y, s, dp, acc)
-    barriers = Barriers(x_ready, y_ready, y_free, s_ready, p_ready, dp_ready, ds_ready, done)
+    barriers = Barriers(x_ready, y_ready, y_free, landed, s_ready, p_ready, dp_ready, ds_ready, done)
     gl.warp_specialize([
         (score_role, (memory, barriers, share, sizes, numbers, result, 0, D, KEYS, SCALED)),
         (score_role, (memory, barriers, share, sizes, numbers, result, 1, D, KEYS, SCALED)),
         (mma_role, (memory, barriers, share, KEYS)),
-        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, D)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D, KEYS, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

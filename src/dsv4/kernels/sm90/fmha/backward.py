@@ -16,10 +16,13 @@ from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.shared.fmha.backward import (
     FP16_P_SCALE,
     TILE,
+    Sequences,
     addressable,
+    at_once,
     by_sequence,
     descriptor,
     ds_scale,
+    made_like,
     supports,
 )
 from dsv4.kernels.shared.fmha.chain import Chain
@@ -35,12 +38,19 @@ __all__ = ["backward", "supports"]
 
 def backward(b: FmhaBackward) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
-    way = Tiled if b.forward.head_dim <= 128 else HopperChain
+    if b.forward.head_dim <= 128:
+        at_once(b, tiled)
+    else:
+        by_sequence(b, chain)
 
-    def run(p: FmhaProblem, *tensors: Any) -> None:
-        way(p, *tensors[:6]).run(*tensors[6:])
 
-    by_sequence(b, run)
+def tiled(p: FmhaProblem, *given: Any) -> None:
+    *tensors, sequences = given
+    Tiled(p, *tensors[:6], sequences).run(*tensors[6:])
+
+
+def chain(p: FmhaProblem, *tensors: Any) -> None:
+    HopperChain(p, *tensors[:6]).run(*tensors[6:])
 
 
 class HopperChain(Chain):
@@ -52,7 +62,11 @@ class HopperChain(Chain):
 class Tiled:
     """Without scores in memory. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
 
-    def __init__(self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor):
+    def __init__(
+        self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
+        sequences: Sequences | None,
+    ):  # fmt: skip
+        self.sequences = sequences
         self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
         self.batch, self.heads, self.rows, self.width = q.shape
         self.keys, self.pairs = k.shape[2], q.shape[0] * q.shape[1]
@@ -62,11 +76,13 @@ class Tiled:
             self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
             NO_BOUND if p.right < 0 else p.right, self.heads,
         )  # fmt: skip
-        self.constants = dict(D=self.width, SLOTS=2, SCALED=self.fp16, LOAD_REGS=24, num_warps=4)
+        self.constants = dict(
+            D=self.width, SLOTS=2, SCALED=self.fp16, VARLEN=sequences is not None, num_warps=4
+        )
 
     def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""
-        made = [x if x is not None and addressable(x) is x else torch.empty_like(y)
+        made = [x if x is not None and addressable(x) is x else made_like(y, self.sequences is not None)
                 for x, y in ((dq, self.q), (dk, self.k), (dv, self.v))]  # fmt: skip
         if dk is not None or dv is not None:
             self._keys(made[1], made[2])
@@ -76,19 +92,33 @@ class Tiled:
             if x is not None and y is not x:
                 x.copy_(y)
 
+    def _tiles(self, rows: int) -> int:
+        """Of a pair; for sequences as many as there may be."""
+        return -(-rows // TILE) if self.sequences is None else rows // TILE + self.sequences.count
+
+    def _registers(self, of_keys: bool) -> tuple[int, int]:
+        """Of the gradient roles and of load, which needs more for sequences; at head dim 128 dK and dV leave none."""
+        return (240, 24) if self.sequences is None or of_keys and self.width == 128 else (232, 40)
+
+    def _starts(self) -> tuple[Tensor, Tensor, int]:
+        return (self.lse2, self.lse2, 0) if self.sequences is None else (*self.sequences, self.sequences.count)
+
     def _keys(self, dk: Tensor, dv: Tensor) -> None:
-        scale = self.p.softmax_scale
+        scale, (*starts, count) = self.p.softmax_scale, self._starts()
+        roles, load = self._registers(of_keys=True)
         launch.now(
-            backward_keys, (-(-self.keys // TILE) * self.pairs,), self.lse2, self.delta, self.factor,
-            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)),
-            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, GRADIENT_REGS=240, **self.constants,
+            backward_keys, (self._tiles(self.keys) * self.pairs,), self.lse2, self.delta, self.factor,
+            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)), dk, dv, *starts,
+            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, count, *dk.stride()[1:3], *dv.stride()[1:3],
+            GRADIENT_REGS=roles, LOAD_REGS=load, **self.constants,
         )  # fmt: skip
 
     def _rows(self, dq: Tensor) -> None:
         operands = ((self.q, 64), (self.k, TILE), (self.dout, 64), (self.v, TILE), (dq, 64))
-        scale = self.p.softmax_scale
+        scale, (*starts, count) = self.p.softmax_scale, self._starts()
+        roles, load = self._registers(of_keys=False)
         launch.now(
-            backward_dq, (-(-self.rows // TILE) * self.pairs,), self.lse2, self.delta, self.factor,
-            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), scale * LOG2E.value, scale, *self.sizes,
-            DQ_REGS=240, **self.constants,
+            backward_dq, (self._tiles(self.rows) * self.pairs,), self.lse2, self.delta, self.factor,
+            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), dq, *starts, scale * LOG2E.value, scale,
+            *self.sizes, count, *dq.stride()[1:3], DQ_REGS=roles, LOAD_REGS=load, **self.constants,
         )  # fmt: skip

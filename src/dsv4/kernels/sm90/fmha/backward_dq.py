@@ -17,23 +17,32 @@ barrier         arrives            count       waits          means
 q_ready         load: TMA bytes    1 + bytes   left, right    Q and dO are there
 ready[slot]     load: TMA bytes    1 + bytes   left, right    K and V are in the slot
 free[slot]      left, right        2           load           both have used it
+landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
 """
 
 from dsv4.kernels.compat import (
     Value,
     aggregate,
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    reinterpret,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared.fmha.backward_arguments import Operands, Scales, Share, Sizes, Terms
+from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.kernels.shared.fmha.loads import zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
-from dsv4.kernels.sm90.fmha.backward_keys import accumulator, next_slot, send
+from dsv4.kernels.sm90.fmha.backward_keys import (
+    accumulator,
+    clear_own,
+    finish,
+    load_own,
+    load_pair,
+    next_slot,
+)
 
 
 @aggregate
@@ -49,6 +58,7 @@ class Barriers:
     q_ready: Value
     ready: Value
     free: Value
+    landed: Value
 
 
 @gluon.jit
@@ -61,30 +71,40 @@ def keys_of(row, sizes):
 
 
 @gluon.jit
-def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr):
-    batch, head = share.batch, share.head
-    PANELS: gl.constexpr = D // 64
-    BOX: gl.constexpr = operands.q_desc.layout
-    mbarrier.expect(barriers.q_ready, 2 * 128 * D * 2)
-    for half in gl.static_range(2):
-        q_panels = reinterpret(memory.q.index(half), [PANELS, 1, 1, 64, 64], BOX)
-        dout_panels = reinterpret(memory.dout.index(half), [PANELS, 1, 1, 64, 64], BOX)
-        for panel in gl.static_range(PANELS):
-            place = [batch, head, share.own + half * 64, panel * 64]
-            tma_load(operands.q_desc, place, barriers.q_ready, q_panels.index(panel))
-            tma_load(operands.dout_desc, place, barriers.q_ready, dout_panels.index(panel))
+def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr):
+    landed_phase = gl.to_tensor(0)
+    past: gl.constexpr = False
+    if VARLEN:
+        past = share.own + 128 > sizes.rows
+    q_desc, dout_desc, q, dout = operands.q_desc, operands.dout_desc, memory.q, memory.dout
+    if past:
+        load_own(q_desc, dout_desc, q, dout, barriers.landed, share, share.first_row, D)
+        clear_own(q, dout, barriers.landed, barriers.q_ready, share, 0, sizes.rows, D)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_own(q_desc, dout_desc, q, dout, barriers.q_ready, share, share.first_row, D)
     first, end = keys_of(share.own, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
     for key in range(first, end, 128):
         mbarrier.wait(barriers.free.index(slot), phase)
-        ready = barriers.ready.index(slot)
-        mbarrier.expect(ready, 2 * 128 * D * 2)
-        k_panels = reinterpret(memory.k.index(slot), [PANELS, 1, 1, 128, 64], BOX)
-        v_panels = reinterpret(memory.v.index(slot), [PANELS, 1, 1, 128, 64], BOX)
-        for panel in gl.static_range(PANELS):
-            tma_load(operands.k_desc, [batch, head, key, panel * 64], ready, k_panels.index(panel))
-            tma_load(operands.v_desc, [batch, head, key, panel * 64], ready, v_panels.index(panel))
+        k, v, ready = memory.k.index(slot), memory.v.index(slot), barriers.ready.index(slot)
+        place = share.first_key + key
+        foreign: gl.constexpr = False
+        if VARLEN:
+            foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
+        if foreign:
+            mbarrier.expect(barriers.landed, 2 * 128 * D * 2)
+            load_pair(operands.k_desc, operands.v_desc, k, v, barriers.landed, share, place, D)
+            mbarrier.wait(barriers.landed, landed_phase)
+            zero_unseen(k, key, first_seen(sizes), sizes.keys, 128, D)
+            zero_unseen(v, key, first_seen(sizes), sizes.keys, 128, D)
+            fence_async_shared()  # generic stores -> tensor-core reads
+            mbarrier.arrive(ready, count=1)
+            landed_phase = landed_phase ^ 1
+        else:
+            mbarrier.expect(ready, 2 * 128 * D * 2)
+            load_pair(operands.k_desc, operands.v_desc, k, v, ready, share, place, D)
         slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -137,8 +157,8 @@ def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, size
 
 
 @gluon.jit
-def dq_role(memory, barriers, dq_desc, terms, share, sizes, scales,
-            W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+def dq_role(memory, barriers, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+            SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
     row = share.own + 64 * W
@@ -165,16 +185,17 @@ def dq_role(memory, barriers, dq_desc, terms, share, sizes, scales,
     scale = scales.gradient
     if SCALED:
         scale = scale / ds_scale
-    send(dq * scale, memory.q.index(W), dq_desc, share, row, D)
+    finish(dq * scale, memory.q.index(W), result, share, share.first_row, row, sizes.rows, D, VARLEN)
 
 
-@gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads"])
-def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, scale2, scale, rows,
-                tokens, keys, group, left, right, kv_heads,
-                D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, DQ_REGS: gl.constexpr,
-                LOAD_REGS: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads",
+                              "sequences", "dq_head", "dq_row"])  # fmt: skip
+def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dq_ptr, cu_q_ptr,
+                cu_k_ptr, scale2, scale, rows, tokens, keys, group, left, right, kv_heads, sequences, dq_head, dq_row,
+                D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
+                DQ_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
     """One program: 128 packed rows of a pair of sequence and KV head. lse2, delta [pairs, rows]; dq [batch, KV head,
-    packed row, column] like q."""
+    packed row, column] like q. VARLEN, cu_q, cu_k and strides as in backward_keys."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -185,22 +206,37 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    landed = q_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
     mbarrier.init(q_ready, count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     tiles = (rows + 127) // 128
+    if VARLEN:
+        tiles = rows // 128 + sequences
     pair = gl.program_id(0) // tiles
     row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
-    share = Share(pair // kv_heads, pair % kv_heads, row)
+    share = Share(pair // kv_heads, pair % kv_heads, row, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    if VARLEN:
+        seq, row = tile_of(row // 128, cu_q_ptr, sequences, group)
+        first_row, first_key, sizes = sizes_of(seq, row, sizes, cu_q_ptr, cu_k_ptr, False)
+        share = Share(0, pair, row, first_row, first_key)
+        lse2_ptr += first_row
+        delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(q, dout, k, v)
-    barriers = Barriers(q_ready, ready, free)
-    terms = Terms(lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows)
+    barriers = Barriers(q_ready, ready, free, landed)
+    terms = Terms(lse2_ptr, delta_ptr)
+    result = Result(dq_desc, dq_ptr, dq_head, dq_row)
     scales = Scales(scale2, 1.0, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (dq_role, (memory, barriers, dq_desc, terms, share, sizes, scales, 0, D, SLOTS, SCALED)),
-        (dq_role, (memory, barriers, dq_desc, terms, share, sizes, scales, 1, D, SLOTS, SCALED)),
-        (load_role, (operands, memory, barriers, share, sizes, D, SLOTS)),
+        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
+        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
+        (load_role, (operands, memory, barriers, share, sizes, D, SLOTS, VARLEN)),
     ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip

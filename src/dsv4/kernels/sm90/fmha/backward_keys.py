@@ -19,9 +19,11 @@ barrier       arrives            count       waits          means
 kv_ready      load: TMA bytes    1 + bytes   left, right    K and V are there
 ready[slot]   load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
 free[slot]    left, right        2           load           both have used it
+landed        TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
 
 Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
-P is 0 there, because of lse2 or of the mask.
+P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, whose ends TMA does not know; load
+zeroes what is not the sequence's, and the last tile of a sequence is stored row by row.
 """
 
 from dsv4.kernels.compat import (
@@ -38,7 +40,9 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared.fmha.backward_arguments import Operands, Scales, Share, Sizes, Terms
+from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.kernels.shared.fmha.loads import zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
@@ -57,6 +61,7 @@ class Barriers:
     kv_ready: Value
     ready: Value
     free: Value
+    landed: Value
 
 
 @gluon.constexpr_function
@@ -82,19 +87,50 @@ def rows_of(key, sizes):
 
 
 @gluon.jit
-def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr):
-    batch, head = share.batch, share.head
-    PANELS: gl.constexpr = D // 64
-    BOX: gl.constexpr = operands.q_desc.layout
-    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    mbarrier.expect(barriers.kv_ready, 2 * 128 * D * 2)
+def load_pair(x_desc, y_desc, x, y, ready, share, row, D: gl.constexpr):
+    """Rows from `row` on into tiles x and y, of 64 rows or of 128."""
+    BOX: gl.constexpr = x_desc.layout
+    x_panels = reinterpret(x, [D // 64, 1, 1, x.shape[0], 64], BOX)
+    y_panels = reinterpret(y, [D // 64, 1, 1, x.shape[0], 64], BOX)
+    for panel in gl.static_range(D // 64):
+        tma_load(x_desc, [share.batch, share.head, row, panel * 64], ready, x_panels.index(panel))
+        tma_load(y_desc, [share.batch, share.head, row, panel * 64], ready, y_panels.index(panel))
+
+
+@gluon.jit
+def load_own(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
+    """The 128 rows from `own` on of the sequence that begins at `first`, by halves."""
+    mbarrier.expect(ready, 2 * 128 * D * 2)
     for half in gl.static_range(2):
-        k_panels = reinterpret(memory.k.index(half), [PANELS, 1, 1, 64, 64], BOX)
-        v_panels = reinterpret(memory.v.index(half), [PANELS, 1, 1, 64, 64], BOX)
-        for panel in gl.static_range(PANELS):
-            place = [batch, head, share.own + half * 64, panel * 64]
-            tma_load(operands.k_desc, place, barriers.kv_ready, k_panels.index(panel))
-            tma_load(operands.v_desc, place, barriers.kv_ready, v_panels.index(panel))
+        load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, share, first + share.own + half * 64, D)
+
+
+@gluon.jit
+def clear_own(x, y, landed, ready, share, begin, end, D: gl.constexpr):
+    """When they have landed: 0 in rows outside of [begin, end) of the sequence."""
+    mbarrier.wait(landed, 0)
+    for half in gl.static_range(2):
+        zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
+        zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
+    fence_async_shared()  # generic stores -> tensor-core reads
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr,
+              VARLEN: gl.constexpr):  # fmt: skip
+    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    landed_phase = gl.to_tensor(0)
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (share.own < first_seen(sizes)) | (share.own + 128 > sizes.keys)
+    k_desc, v_desc, k, v = operands.k_desc, operands.v_desc, memory.k, memory.v
+    if foreign:
+        load_own(k_desc, v_desc, k, v, barriers.landed, share, share.first_key, D)
+        clear_own(k, v, barriers.landed, barriers.kv_ready, share, first_seen(sizes), sizes.keys, D)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_own(k_desc, v_desc, k, v, barriers.kv_ready, share, share.first_key, D)
     first, end = rows_of(share.own, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
@@ -105,13 +141,23 @@ def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, 
         mbarrier.wait(barriers.free.index(slot), phase)
         memory.stat.index(slot * 2).store(lse2)
         memory.stat.index(slot * 2 + 1).store(delta)
-        ready = barriers.ready.index(slot)
-        mbarrier.expect(ready, 2 * 64 * D * 2)
-        q_panels = reinterpret(memory.q.index(slot), [PANELS, 1, 1, 64, 64], BOX)
-        dout_panels = reinterpret(memory.dout.index(slot), [PANELS, 1, 1, 64, 64], BOX)
-        for panel in gl.static_range(PANELS):
-            tma_load(operands.q_desc, [batch, head, row, panel * 64], ready, q_panels.index(panel))
-            tma_load(operands.dout_desc, [batch, head, row, panel * 64], ready, dout_panels.index(panel))
+        q, dout, ready = memory.q.index(slot), memory.dout.index(slot), barriers.ready.index(slot)
+        place = share.first_row + row
+        past: gl.constexpr = False
+        if VARLEN:
+            past = row + 64 > sizes.rows
+        if past:
+            mbarrier.expect(barriers.landed, 2 * 64 * D * 2)
+            load_pair(operands.q_desc, operands.dout_desc, q, dout, barriers.landed, share, place, D)
+            mbarrier.wait(barriers.landed, landed_phase)
+            zero_unseen(q, row, 0, sizes.rows, 64, D)
+            zero_unseen(dout, row, 0, sizes.rows, 64, D)
+            fence_async_shared()
+            mbarrier.arrive(ready, count=1)
+            landed_phase = landed_phase ^ 1
+        else:
+            mbarrier.expect(ready, 2 * 64 * D * 2)
+            load_pair(operands.q_desc, operands.dout_desc, q, dout, ready, share, place, D)
         slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -172,6 +218,23 @@ def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales
 
 
 @gluon.jit
+def finish(x, tile, result, share, first, row, end, D: gl.constexpr, VARLEN: gl.constexpr):
+    """x [64, D] to rows from `row` on of a sequence that begins at `first` and has `end` rows."""
+    last: gl.constexpr = False
+    if VARLEN:
+        last = row + 64 > end
+    if last:
+        L: gl.constexpr = accumulator(D)
+        here = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+        offset = share.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row
+        place = result.ptr + offset[:, None] + column[None, :]
+        gl.store(place, x.to(tile.dtype), mask=(here < end)[:, None])
+    else:
+        send(x, tile, result.desc, share, first + row, D)
+
+
+@gluon.jit
 def send(x, tile, desc, share, row, D: gl.constexpr):
     """x [64, D] to rows from `row` on, by way of the tile."""
     tile.store(x.to(tile.dtype))
@@ -184,8 +247,8 @@ def send(x, tile, desc, share, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, barriers, dk_desc, dv_desc, share, sizes, scales,
-                  W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+                  SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     LS: gl.constexpr = accumulator(64)
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
@@ -211,18 +274,21 @@ def gradient_role(memory, barriers, dk_desc, dv_desc, share, sizes, scales,
     if SCALED:
         dv = dv / scales.p
         scale = scale / ds_scale
-    send(dv, memory.v.index(W), dv_desc, share, mine, D)
-    send(dk * scale, memory.v.index(W), dk_desc, share, mine, D)
+    tile = memory.v.index(W)
+    finish(dv, tile, dv_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
+    finish(dk * scale, tile, dk_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
-                              "kv_heads"])  # fmt: skip
-def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, scale2, scale,
-                  p_scale, rows, tokens, keys, group, left, right, kv_heads,
-                  D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, GRADIENT_REGS: gl.constexpr,
-                  LOAD_REGS: gl.constexpr):  # fmt: skip
+                              "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row"])  # fmt: skip
+def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dk_ptr,
+                  dv_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group, left, right, kv_heads,
+                  sequences, dk_head, dk_row, dv_head, dv_row,
+                  D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
+                  GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of a pair of sequence and KV head. lse2, delta [pairs, rows]. p_scale, ds_scale: what P and
-    dS are multiplied by in fp16."""
+    dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say.
+    dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -235,22 +301,38 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     kv_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    landed = kv_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
     mbarrier.init(kv_ready, count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     tiles = (keys + 127) // 128
+    if VARLEN:
+        tiles = keys // 128 + sequences
     pair = gl.program_id(0) // tiles
     key = (gl.program_id(0) - pair * tiles) * 128
-    share = Share(pair // kv_heads, pair % kv_heads, key)
+    share = Share(pair // kv_heads, pair % kv_heads, key, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    if VARLEN:
+        seq, key = tile_of(gl.program_id(0) - pair * tiles, cu_k_ptr, sequences, 1)
+        first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
+        share = Share(0, pair, key, first_row, first_key)
+        lse2_ptr += first_row
+        delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(k, v, q, dout, stat)
-    barriers = Barriers(kv_ready, ready, free)
-    terms = Terms(lse2_ptr + pair.to(gl.int64) * rows, delta_ptr + pair.to(gl.int64) * rows)
+    barriers = Barriers(kv_ready, ready, free, landed)
+    terms = Terms(lse2_ptr, delta_ptr)
+    dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
+    dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
     scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (memory, barriers, dk_desc, dv_desc, share, sizes, scales, 0, D, SLOTS, SCALED)),
-        (gradient_role, (memory, barriers, dk_desc, dv_desc, share, sizes, scales, 1, D, SLOTS, SCALED)),
-        (load_role, (operands, memory, barriers, terms, share, sizes, D, SLOTS)),
+        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
+        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
+        (load_role, (operands, memory, barriers, terms, share, sizes, D, SLOTS, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip
