@@ -193,7 +193,10 @@ def _traced(made) -> None:
         typer.echo(str(made.report))
     found = len(made.report) + (bool(made.failure) and not any(d.raised for d in made.report))
     launches = made.recorder.launches
-    typer.echo(f"{len(launches)} launch(es), {sum(x.steps for x in launches)} warp instructions, {found} diagnostic(s)")
+    from softsm.report.diagnostics import launches as counted
+
+    said = "1 finding" if found == 1 else f"{found} findings"
+    typer.echo(f"{counted(len(launches))}, {sum(x.steps for x in launches)} warp instructions, {said}")
     for path in made.files:
         typer.echo(f"wrote {path}")
     if len(made.files) == 1:

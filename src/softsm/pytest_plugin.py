@@ -69,5 +69,8 @@ def pytest_runtest_call(item: pytest.Item):
     with checks as report:
         result = yield
     if any(not d.raised for d in report):  # what was raised fails the test by itself, or was expected
-        pytest.fail(f"softsm found {len(report)} in {report.launches} launch(es)\n{report}", pytrace=False)
+        from softsm.report.diagnostics import launches
+
+        findings = "1 finding" if len(report) == 1 else f"{len(report)} findings"
+        pytest.fail(f"softsm: {findings} in {launches(report.launches)}\n{report}", pytrace=False)
     return result

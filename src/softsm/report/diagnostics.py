@@ -35,6 +35,10 @@ class Party:
         return ", ".join(x for x in (self.who, self.what, place, self.source) if x)
 
 
+def launches(count: int) -> str:
+    return f"{count} launch" if count == 1 else f"{count} launches"
+
+
 def brief(instruction: str) -> str:
     """The text of an instruction with long lists of registers cut."""
     return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)
@@ -112,7 +116,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.diagnostics:
-            return f"nothing found in {self.launches} launch(es)"
+            return f"nothing found in {launches(self.launches)}"
         again = self.again()
         return "\n".join(
             f"{d}\n  and {again[i]} more between the same source lines" if again.get(i) else str(d)

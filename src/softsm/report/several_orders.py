@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from softsm.checks.checking import checking
 from softsm.errors import SoftsmError
-from softsm.report.diagnostics import Diagnostic
+from softsm.report.diagnostics import Diagnostic, launches
 
 ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
 
@@ -89,7 +89,7 @@ class Summary:
         count = len(self.findings)
         found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
         level = "strict level" if self.strict else "default level"
-        lines.append(f"{found} in {self.launches} launch(es); {level}; orders {', '.join(self.orders)}")
+        lines.append(f"{found} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
         if not self.launches and not self.failures:
             lines.append("no kernel was launched")
         return "\n".join(lines)

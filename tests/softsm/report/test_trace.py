@@ -172,7 +172,7 @@ def test_command(tmp_path) -> None:
     file.write_text(PTX)
     done = CliRunner().invoke(app, ["trace", "-o", str(tmp_path / "out"), str(file), "u32[256]=random", "u32[128]=0"])
     assert done.exit_code == 0, done.output
-    assert "0 diagnostic(s)" in done.output and (tmp_path / "out" / "report.html").stat().st_size > 10_000
+    assert "0 findings" in done.output and (tmp_path / "out" / "report.html").stat().st_size > 10_000
     file.write_text(RACY)
     done = CliRunner().invoke(app, ["trace", "-o", str(tmp_path / "bad"), str(file), "u32[256]=random", "u32[128]=0"])
     assert done.exit_code == 1 and "wrote" in done.output
