@@ -28,7 +28,7 @@ def test_a_group_is_assembled_and_runs_in_softsm() -> None:
 )
 def test_the_model_gives_back_the_products_that_were_measured(name, why) -> None:
     command = [sys.executable, str(FOLDER), "--predict", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     row = done.stdout.splitlines()[1]
     assert row.startswith(name)
