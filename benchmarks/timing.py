@@ -3,6 +3,7 @@
     python benchmarks/timing.py --measure --json FILE     # on the GPU: the validation cases, with clocks
     python benchmarks/timing.py --predict --json FILE     # anywhere: the same cases in softsm
     python benchmarks/timing.py --table MEASURED PREDICTED
+    python benchmarks/timing.py --predict --gpu b200 --json FILE     # the sm_100a kernels; then --blackwell FILE
 
 Measured: median of CUDA-graph replays between events, the L2 emptied before each (as dsv4 bench does). The clock of the
 multiprocessors is read by a kernel that follows the replay on the same stream.
@@ -224,6 +225,27 @@ def table(measured: Path, predicted: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def blackwell(predicted: Path) -> str:
+    """Two digits: nothing here was run on silicon."""
+
+    def two(x: float) -> str:
+        return f"{float(f'{x:.2g}'):g}"
+
+    names = ("tensor core", "exp", "shared memory", "L2", "device memory")
+    lines = [
+        f"| problem | launches | longest | k cycles | us | band, us | {' | '.join(names)} | bound by |",
+        f"|---|---:|---|---:|---:|---:|{'---:|' * len(names)}---|",
+    ]
+    for name, r in json.loads(predicted.read_text())["cases"].items():
+        if "us" in r:
+            shares = " | ".join(f"{r['busy'].get(k, 0):.0%}" for k in names)
+            lines.append(
+                f"| {name} | {r['kernels']} | {r['longest']} | {two(r['cycles'] / 1e3)} | {two(r['us'])} "
+                f"| {two(r['us'] / 1.3)} to {two(r['us'] * 1.3)} | {shares} | {r['bound']} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
@@ -237,8 +259,11 @@ def main() -> int:
     parser.add_argument("--gpu", choices=("h200", "b200"), default="h200", help="for --predict")
     parser.add_argument("--traces", type=Path, help="folder that keeps what --predict emulated")
     parser.add_argument("--table", type=Path, nargs=2, metavar=("MEASURED", "PREDICTED"))
+    parser.add_argument("--blackwell", type=Path, metavar="PREDICTED", help="the table of a run with --gpu b200")
     given = parser.parse_args()
-    if given.table:
+    if given.blackwell:
+        print(blackwell(given.blackwell))
+    elif given.table:
         print(table(*given.table))
     elif given.predict:
         predict(given.json, given.only, given.gpu, given.part, given.traces)
