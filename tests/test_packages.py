@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"softsm": "packages/softsm", "dsv4": "."}
+# Byte code appears and is renamed while other workers import.
+IGNORED = shutil.ignore_patterns("*.egg-info", "__pycache__")
 NEEDED = [name for name in ("build", "twine", "setuptools") if importlib.util.find_spec(name) is None]
 
 
@@ -39,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in "LICENSE Makefile MANIFEST.in README.md pyproject.toml constraints.txt mkdocs.yml".split():
         shutil.copy(ROOT / name, tree)
     for name in ("src", "packages", "docs", "tests", "tutorials", "benchmarks"):  # a build leaves files beside sources
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=IGNORED)
     for project in PROJECTS.values():
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree / project, cwd=folder)
     return folder
