@@ -71,6 +71,7 @@ class Tiled:
         self.batch, self.heads, self.rows, self.width = q.shape
         self.keys, self.pairs = k.shape[2], q.shape[0] * q.shape[1]
         self.fp16 = q.dtype == torch.float16
+        self.q_box, self.dout_box = (descriptor(x, [1, 1, 64, 64]) for x in (q, dout))  # both kernels take them
         self.factor = ds_scale(dout, v) if self.fp16 else lse2  # or unread
         self.sizes = (
             self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
@@ -106,19 +107,20 @@ class Tiled:
     def _keys(self, dk: Tensor, dv: Tensor) -> None:
         scale, (*starts, count) = self.p.softmax_scale, self._starts()
         roles, load = self._registers(of_keys=True)
+        k, v, *outputs = (descriptor(x, [1, 1, 64, 64]) for x in (self.k, self.v, dk, dv))
         launch.now(
             backward_keys, (self._tiles(self.keys) * self.pairs,), self.lse2, self.delta, self.factor,
-            *(descriptor(x, [1, 1, 64, 64]) for x in (self.q, self.k, self.dout, self.v, dk, dv)), dk, dv, *starts,
+            self.q_box, k, self.dout_box, v, *outputs, dk, dv, *starts,
             scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, count, *dk.stride()[1:3], *dv.stride()[1:3],
             GRADIENT_REGS=roles, LOAD_REGS=load, **self.constants,
         )  # fmt: skip
 
     def _rows(self, dq: Tensor) -> None:
-        operands = ((self.q, 64), (self.k, TILE), (self.dout, 64), (self.v, TILE), (dq, 64))
         scale, (*starts, count) = self.p.softmax_scale, self._starts()
         roles, load = self._registers(of_keys=False)
+        k, v = (descriptor(x, [1, 1, TILE, 64]) for x in (self.k, self.v))
         launch.now(
             backward_dq, (self._tiles(self.rows) * self.pairs,), self.lse2, self.delta, self.factor,
-            *(descriptor(x, [1, 1, rows, 64]) for x, rows in operands), dq, *starts, scale * LOG2E.value, scale,
+            self.q_box, k, self.dout_box, v, descriptor(dq, [1, 1, 64, 64]), dq, *starts, scale * LOG2E.value, scale,
             *self.sizes, count, *dq.stride()[1:3], DQ_REGS=roles, LOAD_REGS=load, **self.constants,
         )  # fmt: skip
