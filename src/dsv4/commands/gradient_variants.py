@@ -32,7 +32,8 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
         q, k, v = (draw(*one) for _ in range(3))
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
         p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
-        found += _collected("fmha", FmhaBackward(p, *(draw(*one), None), *(draw(*one) for _ in range(3))), arch)
+        b = FmhaBackward(p, draw(*one), dq=draw(*one), dk=draw(*one), dv=draw(*one))
+        found += _collected("fmha", b, arch)
     return found
 
 
