@@ -19,7 +19,6 @@ import dsv4.integrations.transformers as integration  # noqa: E402
 import dsv4.integrations.transformers_dense as dense  # noqa: E402
 
 STEPS = 20
-pytestmark = pytest.mark.slow  # 60 steps of a model each; test_training.py has the gradients themselves
 
 
 def losses(model, implementation, ids, rate):
@@ -63,6 +62,7 @@ def test_deepseek_v4():
     same_training(model, ids, "dsv4", 0.005)
 
 
+@pytest.mark.slow
 def test_head_dim_512():
     """Gemma 4: windows at head dim 64 and full attention at head dim 512."""
     dense.register()

@@ -72,16 +72,17 @@ def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
         assert torch.equal(mine, other)
 
 
-def test_a_pool_that_is_window_and_compressed_is_unpacked_once():
+def test_a_pool_that_is_window_and_compressed_is_unpacked_once(monkeypatch):
     """Also through another view of its storage."""
-    cache = dsv4.Fp8Cache.pack(torch.randn(4, 512), rows_per_page=4)
-    again = dsv4.Fp8Cache(cache.storage.view_as(cache.storage), 4, cache.page_stride)
-    other = dsv4.Fp8Cache.pack(torch.randn(4, 512), rows_per_page=4)
-    q = torch.randn(unpack.LISTED, 64, 512).bfloat16()
-    some = torch.randint(-1, 4, (unpack.LISTED, 8), dtype=torch.int32)
+    monkeypatch.setattr(unpack, "pays", lambda p: True)
+    calls.forget()
+    cache, other = (dsv4.Fp8Cache.pack(torch.randn(32, 512), rows_per_page=16) for _ in range(2))
+    again = dsv4.Fp8Cache(cache.storage.view_as(cache.storage), 16, cache.page_stride)
+    q, some = torch.randn(1, 16, 512).bfloat16(), torch.randint(-1, 32, (1, 8), dtype=torch.int32)
     for compressed, expected in ((cache, 2), (again, 2), (other, 3), (cache, 2)):
-        with softsm.use("sm_90a"), softsm.checking() as report:
-            got = dsv4.v4_attention(q, cache, some, compressed, some, return_lse=True, backend="softsm")
-        assert report.launches == expected
         given = dict(q=q, window=cache, window_indices=some, compressed=compressed, compressed_indices=some)
+        with softsm.use("sm_90a"), softsm.checking() as report:
+            got = dsv4.v4_attention(**given, return_lse=True, backend="softsm")
+        assert report.launches == expected
         assert_agrees(got, reference.v4_attention, **given)
+    calls.forget()
