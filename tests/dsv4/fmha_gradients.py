@@ -32,6 +32,15 @@ def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, ba
     return b, want, low
 
 
+VARLEN = {
+    # Sequences without queries, without keys, of one token; more than 128 keys, so that a sequence has several tiles.
+    "causal": dict(starts_q=(0, 40, 40, 41, 90, 100), starts_k=(0, 60, 80, 81, 221, 221)),
+    "window-gqa-dlse": dict(starts_q=(0, 1, 60, 75), starts_k=(0, 130, 290, 300), heads=6, kv_heads=2, window=(30, 2),
+                            dlse=True),
+    "fp16-hd128": dict(dtype=FP16, d=128, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
+}  # fmt: skip
+
+
 def varlen_request(
     starts_q=(0, 40, 40, 90), starts_k=(0, 60, 80, 220), heads=2, d=64, device="cpu", kv_heads=None, dtype=BF16,
     dlse=False, **options,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import launches
 import pytest
 import torch
-from fmha_gradients import BF16, FP16, check, request, varlen_request
+from fmha_gradients import BF16, FP16, VARLEN, check, request, varlen_request
 
 import softsm
 from dsv4 import reference_backward
@@ -70,15 +70,6 @@ def test_only_what_is_wanted(d):
         b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})
         run(b)
         check(b, want, low)
-
-
-VARLEN = {
-    # Sequences without queries, without keys, of one token; more than 128 keys, so that a sequence has several tiles.
-    "causal": dict(starts_q=(0, 40, 40, 41, 90, 100), starts_k=(0, 60, 80, 81, 221, 221)),
-    "window-gqa-dlse": dict(starts_q=(0, 1, 60, 75), starts_k=(0, 130, 290, 300), heads=6, kv_heads=2, window=(30, 2),
-                            dlse=True),
-    "fp16-hd128": dict(dtype=FP16, d=128, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, order", [
