@@ -90,8 +90,9 @@ def rows_of(key, sizes):
 def load_pair(x_desc, y_desc, x, y, ready, share, row, D: gl.constexpr):
     """Rows from `row` on into tiles x and y, of 64 rows or of 128."""
     BOX: gl.constexpr = x_desc.layout
-    x_panels = reinterpret(x, [D // 64, 1, 1, x.shape[0], 64], BOX)
-    y_panels = reinterpret(y, [D // 64, 1, 1, x.shape[0], 64], BOX)
+    ROWS: gl.constexpr = x.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
+    x_panels = reinterpret(x, [D // 64, 1, 1, ROWS, 64], BOX)
+    y_panels = reinterpret(y, [D // 64, 1, 1, ROWS, 64], BOX)
     for panel in gl.static_range(D // 64):
         tma_load(x_desc, [share.batch, share.head, row, panel * 64], ready, x_panels.index(panel))
         tma_load(y_desc, [share.batch, share.head, row, panel * 64], ready, y_panels.index(panel))
