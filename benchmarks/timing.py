@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import re
 import statistics
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def measure(path: Path, only: str, repeats: int, limit: float) -> None:
     flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
     probe = spin()
     found: dict[str, dict] = {}
-    for case in (c for c in CASES if only in c.name):
+    for case in (c for c in CASES if re.search(only, c.name)):
         if time.time() - begin > limit:
             found[case.name] = {"error": "no time left"}
             continue
@@ -114,7 +115,7 @@ def compile_part(part: str, only: str) -> None:
     from timing_cases import CASES
 
     k, n = map(int, part.split("/"))
-    for case in [c for c in CASES if only in c.name][k::n]:
+    for case in [c for c in CASES if re.search(only, c.name)][k::n]:
         try:
             case.make("cuda")()
         except Exception as why:  # the measuring process will say so
@@ -134,7 +135,7 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
     cases = timing_cases.CASES if gpu == "h200" else timing_cases.BLACKWELL
     k, n = map(int, part.split("/"))
     found: dict[str, dict] = json.loads(path.read_text())["cases"] if path.exists() else {}
-    for case in [c for c in cases if only in c.name][k::n]:
+    for case in [c for c in cases if re.search(only, c.name)][k::n]:
         if case.name in found:
             continue
         begin = time.time()
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
     parser.add_argument("--predict", action="store_true")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing_foreign import cases as foreign
 
 import dsv4
 from dsv4.runtime import plan as plans
@@ -266,7 +267,8 @@ ROWS = [
     rowwise("layer_norm", 8192, 8192, 4), rowwise("layer_norm", 512, 4096, 4), rowwise("rms_norm", 16384, 4096, 8),
     rowwise("rms_norm", 16384, 4096, 4), rowwise("swiglu", 8192, 8192, 8), rowwise("swiglu", 8192, 8192, 16),
 ]  # fmt: skip
-CASES: list[Case] = [*PREFILL, *DECODE, *V4, *INDEX, *COMPRESS, *MATMUL, *ATTENTION, *ROWS]
+FOREIGN = foreign(Case, values, lambda: SMS)
+CASES: list[Case] = [*PREFILL, *DECODE, *V4, *INDEX, *COMPRESS, *MATMUL, *ATTENTION, *ROWS, *FOREIGN]
 # One case or more for every sm_100a kernel of the library, then two that were published for a B200.
 BLACKWELL = [
     *(fmha(4, 16, 16, 4096, 4096, d) for d in (64, 128, 256, 512)), fmha(4, 16, 16, 4096, 4096, 128, True),

@@ -24,10 +24,11 @@ import device as devices
 from copies import Copies
 from instructions import OPERATIONS, Instructions
 from memory import Memory
+from overlap import Overlap
 from products import Clock, Products
 from synchronisation import Synchronisation
 
-GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock)}
+GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap)}
 
 
 def measure(group: str, path: Path) -> None:

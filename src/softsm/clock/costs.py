@@ -144,7 +144,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
     write_of: list[int] = []
     shared_line: dict[int, int] = {}
     for ins in code.instructions:  # several machine instructions may share what a PTX line does
-        if ins.opcode.startswith(("LDS", "STS", "LDG", "STG", "LD.", "ST.", "ATOM")):
+        if ins.opcode.startswith(("LDS", "STS", "LDG", "STG", "LD.", "ST.", "ATOM", "RED")):
             shared_line[ins.line] = shared_line.get(ins.line, 0) + 1
     for i, ins in enumerate(code.instructions):
         name = pipe_of(ins.opcode)

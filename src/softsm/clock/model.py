@@ -10,20 +10,16 @@ import numpy as np
 
 from softsm.clock import costs as cs
 from softsm.clock import replay
+from softsm.clock.follow import CannotFollow, branch_on_atomic
 from softsm.clock.lower import Lowering, Streams
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
 from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
-from softsm.errors import SoftsmError
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 BATCH = 16  # rows that a warp waits for together, at least
 QUEUE = 3  # CTAs in a row that the replay looks at
-
-
-class CannotFollow(SoftsmError):
-    """The model has no number for this program."""
 
 
 @dataclass
@@ -134,6 +130,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
+        self._follow()
         self.code = code_of(trace.source, trace.arch)
         self.lowering = Lowering(self.code, trace.blocks)
         self.streams = [self.lowering.streams(c) for c in trace.clusters]
@@ -151,6 +148,19 @@ class Model:
                     s, more = self.sources[tensor], 32 * (a.units - a.missed) * again
                     s.device *= s.asked / max(s.asked + more, 1.0)
                     s.asked += more
+
+    def _follow(self) -> None:
+        trace = self.trace
+        if trace.total <= len(trace.clusters) or "atom." not in trace.source:
+            return
+        visited = {b for c in trace.clusters for w in c.warps for b in w.blocks}
+        found = branch_on_atomic(trace.source, (n for n, b in trace.blocks.of_line.items() if b in visited))
+        if found is not None:
+            raise CannotFollow(
+                f"{trace.name}: the branch at PTX line {found[1]} depends on what the atomic operation at line "
+                f"{found[0]} returns, that is on other CTAs; a timing run executes {len(trace.clusters)} of "
+                f"{trace.total} and has no prediction for this kernel"
+            )
 
     def l1_share(self) -> float:
         """Of the sectors that a CTA asks for again, those still in L1: its share of what shared memory leaves."""

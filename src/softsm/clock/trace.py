@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from softsm.clock.follow import CannotFollow
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.scheduler import Machine
+from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.report.roles import role_of
 
@@ -521,7 +523,15 @@ class TracingMachine(Machine):
         return -1, 0, False
 
     def run(self) -> None:
-        super().run()
+        try:
+            super().run()
+        except Deadlock as why:
+            if len(self.chosen) == self.total:
+                raise
+            raise CannotFollow(
+                f"{self.kernel.name}: waits for CTAs that a timing run does not execute ({len(self.chosen)} of "
+                f"{self.total} ran), so there is no prediction for this kernel: {why}"
+            ) from why
         for trace in self.traces:
             trace.instructions = self.steps // max(1, len(self.traces))
         self.timer.traced(

@@ -1,0 +1,81 @@
+"""Programs whose path depends on CTAs that a timing run does not execute get a message, not a number."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.clock.follow import CannotFollow, branch_on_atomic
+from softsm.errors import Deadlock
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+HEAD = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 n)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<8>; .reg .b64 %d<4>; .reg .pred %p<4>;
+  .shared .b32 box;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r4, [n]; mov.u32 %r1, %ctaid.x; mov.u32 %r6, %tid.x;
+"""
+FLAG = HEAD + """
+  setp.eq.u32 %p1, %r1, 0; @%p1 bra WAIT;
+  mov.u32 %r2, 1; st.release.gpu.global.u32 [%d1], %r2; ret;
+WAIT:
+  ld.acquire.gpu.global.u32 %r3, [%d1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra WAIT;
+  ret;
+}"""
+COUNTER = HEAD + """
+NEXT:
+  setp.eq.u32 %p3, %r6, 0;
+  @%p3 atom.global.add.u32 %r1, [%d1], 1;
+  @%p3 st.shared.b32 [box], %r1;
+  bar.sync 0;
+  ld.shared.b32 %r2, [box]; bar.sync 0;
+  setp.lt.u32 %p2, %r2, %r4; @%p2 bra NEXT;
+  ret;
+}"""
+PLACES = HEAD + """
+  atom.global.add.u32 %r2, [%d1], 1;
+  and.b32 %r2, %r2, 0; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d2, %d1; st.global.u32 [%d2+4], %r6;
+  setp.eq.u32 %p2, %r1, 77; @%p2 bra END;
+END: ret;
+}"""
+
+
+def timed(ptx: str, grid: int, n: int = 0):
+    with softsm.timing("h200") as timer:
+        softsm.load(ptx).launch(grid, 32, [np.zeros(64, np.uint32), n])
+    return timer.predictions[0]
+
+
+def test_a_wait_for_a_cta_that_does_not_run() -> None:
+    with pytest.raises(CannotFollow, match=r"k: waits for CTAs that a timing run does not execute \(1 of 2 ran\)"):
+        timed(FLAG, 2)
+
+
+def test_a_deadlock_of_the_whole_grid_is_called_one() -> None:
+    with pytest.raises(Deadlock):
+        timed(FLAG, 1)
+
+
+def test_work_from_a_counter() -> None:
+    with pytest.raises(CannotFollow, match=r"k: the branch at PTX line \d+ depends on what the atomic operation"):
+        timed(COUNTER, 132, 1320)
+
+
+def test_a_grid_that_runs_whole_is_followed() -> None:
+    assert timed(COUNTER, 1, 50).cycles > 50
+
+
+def test_an_atomic_result_that_is_no_branch_is_followed() -> None:
+    assert timed(PLACES, 132).us > 0
+    assert branch_on_atomic(PLACES, range(1, 40)) is None
+
+
+def test_lines_that_did_not_run_do_not_count() -> None:
+    atomic = next(n for n, line in enumerate(COUNTER.splitlines(), 1) if "atom" in line)
+    assert branch_on_atomic(COUNTER, range(1, 40)) == (atomic, atomic + 4)
+    assert branch_on_atomic(COUNTER, set(range(1, 40)) - {atomic}) is None
