@@ -11,6 +11,7 @@ import argparse
 import collections
 import ctypes
 import importlib.util
+import inspect
 import json
 import pathlib
 import queue
@@ -49,9 +50,12 @@ def stand_in() -> types.ModuleType:
     def raises(*_, **__):
         raise NotForDevices
 
+    def fixture(function):
+        return function  # it makes a part of softsm: a test that takes one is not for devices
+
     module = types.ModuleType("pytest")
     module.mark = types.SimpleNamespace(parametrize=parametrize, slow=lambda function: function)
-    module.raises = raises
+    module.raises, module.fixture = raises, fixture
     return module
 
 
@@ -63,6 +67,10 @@ def cases_of(path: pathlib.Path):
         if name.startswith("test_") and callable(function) and function.__module__ == path.stem:
             for case in getattr(function, "cases", [{}]):
                 yield name, function, case
+
+
+def fixtures(function) -> set[str]:
+    return {name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty}
 
 
 def worker(path: pathlib.Path, first: int) -> None:
@@ -83,6 +91,8 @@ def worker(path: pathlib.Path, first: int) -> None:
         say({"begin": number, "test": f"{path.name}::{name}", "case": shown[:200]})
         outcome, text = "passed", ""
         try:
+            if fixtures(function) - set(case):
+                raise NotForDevices
             function(**case)
             if not silicon.RECORD.results:
                 outcome = "none"
