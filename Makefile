@@ -77,7 +77,7 @@ lint: setup
 bench: setup
 	$(VENV)/bin/python benchmarks/cpu.py
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed $(VENV)/triton-3.6.0/.installed
 
 clean:
 	rm -rf $(VENV) $(VENVE) .venv-triton-* $(VENVGPU) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -104,6 +104,13 @@ $(VENV)/.torch $(VENVT)/.torch: %/.torch: constraints.txt
 $(VENV)/.installed $(VENVT)/.installed: %/.installed: %/.torch $(BOTH)
 	@echo "installing dsv4, softsm and their tools into $*"
 	@$*/bin/python -m pip --disable-pip-version-check install -q --no-compile $(INDEX_OPTION) -c $*/constraints.txt $(PROJECTS)
+	@touch $@
+
+# The oldest Triton beside the environment's: its front end reads every Hopper kernel in make test.
+$(VENV)/triton-3.6.0/.installed: | $(VENV)/.installed
+	@echo "installing triton 3.6.0 into $(@D)"
+	@$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile --no-deps --upgrade --target $(@D) \
+	   $(INDEX_OPTION) triton==3.6.0
 	@touch $@
 
 SEES_GPU := -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null

@@ -1,0 +1,87 @@
+"""Every Hopper kernel through the front end of the Triton at hand: `python front_end.py` prints, as JSON, which kernels
+were lowered and what failed.
+
+The front end turns a kernel's Python into Triton's IR: it knows the language, and differs most between versions of
+Triton. It takes a third of a second a kernel, the rest of the compiler ten times as long. `dsv4 compile` knows hundreds
+of variants; of each kernel as many are lowered as it takes to meet every value of every compile-time constant and every
+type of every argument once, not every combination.
+"""
+
+import json
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
+
+from dsv4.commands import variants
+from dsv4.runtime import aot
+from dsv4.runtime.checks import HEAD_DIMS
+
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
+PARTS = (
+    (variants.KINDS, variants.Sizes()),
+    (("paged", "index"), variants.Sizes(page_size=1, index_rows=2**20)),  # pages that no box of TMA fits, many rows
+)
+
+
+def launches():
+    for kinds, sizes in PARTS:
+        for part in variants.wanted(kinds, HEAD_DIMS, variants.DTYPES):
+            yield from variants.launches(part, sizes, "sm_90a")
+
+
+def choices(launch):
+    """What a launch fixes at compile time, but for numbers of registers and warps: no line of a kernel reads them."""
+    types = enumerate(aot.argument_type(x) for x in launch.arguments)
+    constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
+    return frozenset((launch.kernel.__name__, *x) for x in (*types, *constants))
+
+
+def chosen(found):
+    """A few launches that have together all the choices of all, those first that add most."""
+    by_choices = {choices(x): x for x in found}
+    missing, few = set().union(*by_choices), []
+    while missing:
+        best = max(by_choices, key=lambda x: len(x & missing))
+        missing -= best
+        few.append(by_choices[best])
+    return few
+
+
+def lower(kernel, arguments, constants):
+    """triton.compile up to its first IR; aot.compile_kernel begins like this."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    bound, specialization, options = bind(*arguments, **constants)
+    options, signature, constexprs, attributes = kernel._pack_args(BACKEND, constants, bound, specialization, options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
+    context = ir.context()
+    ir.load_dialects(context)
+    BACKEND.load_dialects(context)
+    functions = BACKEND.get_codegen_implementation(options)
+    source.make_ir(TARGET, options, functions, BACKEND.get_module_map(), context)
+
+
+def cause(error):
+    """The innermost error: where in which function, and why."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def main():
+    lowered, failed = set(), {}
+    for x in chosen(launches()):
+        try:
+            lower(x.kernel, x.arguments, x.constants)
+        except Exception as error:  # whatever a compiler raises
+            failed[f"{x.kernel.__name__} {x.constants}"] = cause(error)
+        lowered.add(x.kernel.__name__)
+    print(json.dumps(dict(triton=triton.__version__, lowered=sorted(lowered), failed=failed)))
+
+
+if __name__ == "__main__":
+    main()

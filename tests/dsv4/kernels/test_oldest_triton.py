@@ -1,0 +1,42 @@
+"""The Hopper kernels are Python that the oldest Triton we accept understands. Everything else here runs under a newer
+one (make test-triton: all of it under this one, in minutes)."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsv4
+from dsv4.runtime import dispatch
+
+pytest.importorskip("triton")
+OLDEST = "3.6.0"
+SIDE = Path(sys.prefix) / f"triton-{OLDEST}"  # make setup
+KERNELS = Path(dsv4.__file__).parent / "kernels"
+NOT_HERE = {"fmha_pair", "index_scores"}  # clusters of CTAs need Triton 3.9; Blackwell's
+
+
+def entry_points():
+    """Names of the kernels that a host launches: those that say which numbers are not to be compiled in."""
+    text = "".join(path.read_text() for part in ("sm90", "shared") for path in sorted((KERNELS / part).rglob("*.py")))
+    return set(re.findall(r"^@(?:gluon|triton)\.jit\((?:[^()]|\([^()]*\))*\)[^\n]*\ndef (\w+)", text, re.MULTILINE))
+
+
+def test_every_hopper_kernel_passes_its_front_end():
+    environment = dict(os.environ)
+    if dispatch.triton_version() != (3, 6):
+        if not SIDE.exists():
+            missing = f"there is no Triton {OLDEST} in {SIDE}, where `make setup` installs it"
+            (pytest.fail if os.environ.get("DSV4_CI") else pytest.skip)(missing)
+        environment["PYTHONPATH"] = os.pathsep.join([str(SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = Path(__file__).with_name("front_end.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["triton"] == OLDEST
+    assert not found["failed"], "\n\n".join(map(": ".join, found["failed"].items()))
+    assert set(found["lowered"]) >= entry_points() - NOT_HERE
