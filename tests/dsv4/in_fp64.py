@@ -7,11 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StayDouble(TorchDispatchMode):
-    """Models ask for fp32 here and there: what is fp64 stays it."""
+    """Models ask for fp32 here and there: what is fp64 stays it, and positions become it (transformers 5.17 multiplies
+    matrices of the two)."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+        if function is torch.ops.aten._to_copy.default and args[0].dtype in (torch.float64, torch.int64):
             if kwargs.get("dtype") == torch.float32:
                 kwargs = kwargs | dict(dtype=torch.float64)
         return function(*args, **kwargs)

@@ -1,10 +1,12 @@
 """SGLang's calls against dsv4's functions. SGLang has no CPU path for DeepSeek-V4, and its module needs FlashMLA's
-binary, so its source is read and not run: `pip install --no-deps sglang` is enough. What runs in SGLang on a CPU is in
-test_sglang_dense.py."""
+binary, so its source is read and not run: `pip install --no-deps sglang` is enough. Its indexer does run on a CPU, in
+torch, beside dsv4's. Whole models in SGLang on a CPU are in test_sglang_dense.py."""
 
 import ast
 import importlib.util
 import inspect
+import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,7 +17,7 @@ from engines_here import needs
 
 import dsv4
 from dsv4.integrations import flash_mla, sglang
-from dsv4.integrations.sglang import install, v4
+from dsv4.integrations.sglang import indexer, install, v4
 
 installed = needs("sglang")
 
@@ -193,3 +195,42 @@ def test_a_decode_and_a_prefill_as_sglang_calls_them():
     assert torch.equal(again, wanted)
     torch.testing.assert_close(again, out[:, 0], rtol=2**-6, atol=2**-8)
     assert sglang.calls == {"decode": 1, "prefill": 1}
+
+
+@installed
+def test_parameters_of_the_indexer_are_those_of_the_method_that_is_replaced():
+    module, _, name = install.INDEXER.rsplit(".", 2)
+    theirs = function(module, name).args
+    assert list(inspect.signature(indexer.forward_c4_indexer).parameters) == [a.arg for a in theirs.args]
+
+
+def test_the_indexer_is_replaced_where_it_is_asked_for(monkeypatch, hooked):
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    monkeypatch.delenv("DSV4_SGLANG_PARTS", raising=False)
+    assert install.INDEXER not in hooked()
+    monkeypatch.setenv("DSV4_SGLANG_PARTS", "indexer")
+    assert hooked()[install.INDEXER] is indexer.forward_c4_indexer
+    with pytest.raises(RuntimeError, match="did not apply the hooks on .*forward_c4_indexer"):
+        hooked()[install.V4_BACKEND]()
+    monkeypatch.setenv("DSV4_SGLANG_PARTS", "indexer,sampler")
+    with pytest.raises(SystemExit, match="DSV4_SGLANG_PARTS: got sampler; accepted: any of indexer"):
+        hooked()
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_indexer_chooses_what_sglangs_own_chooses(tmp_path):
+    """Decode and prefill, lists that have to choose and lists that take all; scores are exact, so the sets differ at
+    most among equal scores."""
+    folder = Path(__file__).parent
+    result = tmp_path / "result.json"
+    done = subprocess.run([sys.executable, folder / "sglang_index.py", result], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(result.read_text())
+    assert found["calls"] == {"index": 2}
+    for mode in ("DECODE", "EXTEND"):
+        one = found[mode]
+        assert one["ours"] == one["theirs"] and one["chosen"] > one["queries"]
+        assert one["ours twice"] == one["ours hidden"] == 0
+    assert found["EXTEND"]["ours rows agree"] and found["EXTEND"]["theirs rows agree"]

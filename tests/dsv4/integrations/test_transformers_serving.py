@@ -6,11 +6,9 @@ from collections import Counter
 import pytest
 import tiny_dense
 import torch
-import transformers
+from batches import PROMPTS, alone, generated
 
 from dsv4.integrations import flash_attn, transformers_serving
-
-PROMPTS = [[5, 9, 33, 2], list(range(3, 40)), [7]]
 
 
 @pytest.fixture
@@ -35,35 +33,12 @@ def served(monkeypatch):
     utils._loaded_implementation = None
 
 
-def generated(model, prompts, tokens=6):
-    settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
-    batching = transformers.ContinuousBatchingConfig(**{size: 16}, num_blocks=64, max_batch_tokens=64)
-    with torch.no_grad():
-        outs = model.generate_batch(
-            inputs=prompts, generation_config=settings, continuous_batching_config=batching, progress_bar=False
-        )
-    return [outs[key].generated_tokens for key in sorted(outs, key=lambda k: int(k.rsplit("_", 1)[-1]))]
-
-
-def alone(model, prompts, tokens=6):
-    """Greedy, one request at a time, with the model's eager attention and no cache."""
-    results = []
-    for prompt in prompts:
-        ids = list(prompt)
-        with torch.no_grad():
-            for _ in range(tokens):
-                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        results.append(ids[len(prompt) :])
-    return results
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_requests_of_any_length_give_the_tokens_of_eager(kind, served):
     model = tiny_dense.build(kind)
-    wanted = alone(model, PROMPTS)
+    wanted = alone(model)
     model.set_attn_implementation("dsv4_flash")
-    assert generated(model, PROMPTS) == wanted
+    assert generated(model) == wanted
     assert served["varlen"] > 0
     if kind == "gpt_oss":
         assert served["sink"] == served["varlen"] and 0 < served["window"] < served["varlen"]

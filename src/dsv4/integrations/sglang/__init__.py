@@ -7,8 +7,9 @@
 SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`register` in every process. Without
 ``DSV4_SGLANG=1`` that does nothing but say so in the log. With it:
 
-* SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists, indexer,
-  compressor and schedule stay SGLang's;
+* SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists,
+  compressor and schedule stay SGLang's. ``DSV4_SGLANG_PARTS=indexer`` also replaces the indexer by
+  :func:`dsv4.index_topk`; it has not run in a whole engine yet and is off by default;
 * ``--attention-backend dsv4_dense`` puts dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
@@ -24,10 +25,12 @@ from importlib import metadata
 from typing import NoReturn
 
 SWITCH = "DSV4_SGLANG"
+PARTS_SWITCH = "DSV4_SGLANG_PARTS"
+PARTS = ("indexer",)  # that may be replaced besides the attention
 TESTED = "0.5.23"
 BACKEND = "dsv4_dense"
 
-calls: Counter[str] = Counter()  # "decode", "prefill", "dense decode", "dense prefill": of this process
+calls: Counter[str] = Counter()  # "decode", "prefill", "index", "dense decode", "dense prefill": of this process
 logger = logging.getLogger("sglang.dsv4")
 
 
@@ -50,9 +53,16 @@ def register() -> None:
         install.everything()
     except Exception as why:
         raise SystemExit(f"dsv4: {why!r}. {SWITCH}=0 gives SGLang's own attention") from why
-    logger.warning(
-        "dsv4 is on: DeepSeek-V4 attention, decode and prefill; --attention-backend %s for dense models", BACKEND
-    )
+    what = ", ".join(["attention", *parts()])
+    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+
+
+def parts() -> list[str]:
+    """What DSV4_SGLANG_PARTS names; ValueError where there is no such part."""
+    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, "").split(",") if part.strip()]
+    if unknown := [part for part in named if part not in PARTS]:
+        raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
+    return named
 
 
 def refuse(what: str, got: object, accepted: str) -> NoReturn:

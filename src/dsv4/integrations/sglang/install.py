@@ -1,15 +1,16 @@
-"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, and one name of a
-backend for dense models."""
+"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, its indexer where
+that is asked for, and one name of a backend for dense models."""
 
 from typing import Any, NoReturn
 
-from dsv4.integrations.sglang import BACKEND, SWITCH, v4
+from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, v4
 
 INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
     f"{INTERFACE}.flash_mla_with_kvcache": v4.flash_mla_with_kvcache,
     f"{INTERFACE}.flash_mla_sparse_fwd": v4.flash_mla_sparse_fwd,
 }
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer"
 # reached in place of the two functions above, with other layouts of queries or results
 BYPASSES = {
     f"{INTERFACE}.flash_mla_mega_prefill": "fused norm and RoPE around attention",
@@ -19,11 +20,16 @@ BYPASSES = {
 V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.__init__"
 
 
+def replaced() -> dict[str, Any]:
+    """What is hooked -> what takes its place."""
+    return REPLACED | ({INDEXER: indexer.forward_c4_indexer} if "indexer" in parts() else {})
+
+
 def everything() -> None:
     """Twice is once: SGLang calls a plug-in once in each process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, function in REPLACED.items():
+    for target, function in replaced().items():
         HookRegistry.register(target, function, HookType.REPLACE)
     for target, what in BYPASSES.items():
         HookRegistry.register(target, _refusing(what), HookType.REPLACE)
@@ -35,7 +41,7 @@ def check_hooks(*_: Any, **__: Any) -> None:
     """SGLang logs a hook that it could not apply and continues: a DeepSeek-V4 backend must not."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    if missing := [target for target in (*REPLACED, *BYPASSES) if target not in HookRegistry._patched]:
+    if missing := [target for target in (*replaced(), *BYPASSES) if target not in HookRegistry._patched]:
         raise RuntimeError(
             f"{SWITCH}=1, but SGLang did not apply the hooks on {', '.join(missing)}; its log says why. "
             f"{SWITCH}=0 gives SGLang's own attention"

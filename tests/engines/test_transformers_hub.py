@@ -1,0 +1,126 @@
+"""`dsv4 hub`'s build as transformers takes it: loaded by the `kernels` package, with LOCAL_KERNELS in place of the hub;
+continuous batching and `transformers serve` on a CPU with it. The calls are counted, and the tokens are those of eager
+attention. Without `kernels`, the build itself is tested in tests/dsv4/test_hub.py."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import tiny_dense
+import torch
+from batches import PROMPTS, alone, generated
+from engines_here import needs
+
+from dsv4.commands import hub
+
+pytestmark = [needs("kernels"), pytest.mark.slow]
+
+NAME = "dsv4/dsv4-flash"
+# gpt-oss takes names from a list of its own, without a word for others. LOCAL_KERNELS puts dsv4 behind one of them.
+LISTED = "kernels-community/vllm-flash-attn3"
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """(the module name of the build, what LOCAL_KERNELS must say)."""
+    out = tmp_path_factory.mktemp("hub")
+    return hub.write(out)[0], f"{NAME}={out}:{LISTED}={out}"
+
+
+@pytest.fixture
+def kernel(build, monkeypatch):
+    """The module that `kernels` loads."""
+    from kernels import get_kernel
+    from transformers import modeling_flash_attention_utils as utils
+
+    monkeypatch.setenv("LOCAL_KERNELS", build[1])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(utils, "_loaded_implementation", None)  # functions are kept from call to call there
+    return get_kernel(NAME, version=1, trust_remote_code=True)
+
+
+def test_the_kernels_package_loads_the_build_under_its_own_name(kernel, build):
+    assert kernel.__name__ == build[0] and "dsv4" not in kernel.__name__.split(".")
+    q = torch.randn(40, 4, 512)
+    starts = torch.tensor([0, 15, 40], dtype=torch.int32)
+    out = kernel.flash_attn_varlen_func(q, q, q, starts, starts, 25, 25, causal=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(q[:15].transpose(0, 1),) * 3, is_causal=True)
+    torch.testing.assert_close(out[:15].transpose(0, 1), wanted, rtol=1e-5, atol=1e-5)
+    assert sys.modules[kernel.flash_attn_varlen_func.__module__].__name__.startswith(build[0] + ".")
+
+
+@pytest.mark.parametrize("kind, name", [("llama", NAME), ("gpt_oss", LISTED)])
+def test_continuous_batching_gives_the_tokens_of_eager(kernel, monkeypatch, kind, name):
+    model = tiny_dense.build(kind)
+    wanted, varlen, calls = alone(model), kernel.flash_attn_varlen_func, []
+
+    @functools.wraps(varlen)  # transformers looks at the signature
+    def counted(*arguments, **options):
+        calls.append(options.get("learnable_sink") is not None)
+        return varlen(*arguments, **options)
+
+    monkeypatch.setattr(kernel, "flash_attn_varlen_func", counted)
+    model.set_attn_implementation(name, allow_all_kernels=True)
+    assert generated(model) == wanted
+    assert len(calls) >= 2 * 6 and all(has_sink == (kind == "gpt_oss") for has_sink in calls)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind, name", [("llama", NAME), ("gpt_oss", LISTED)])
+def test_transformers_serve_gives_the_tokens_of_eager(build, tmp_path, kind, name):
+    """Words of the vocabulary are w0, w1, .. and the chat template is the content alone."""
+    model = tiny_dense.build(kind)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    wanted = alone(model, PROMPTS[:1])[0]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"LOCAL_KERNELS": build[1], "HF_HUB_OFFLINE": "1"}
+    command = [
+        sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", tmp_path / "model",
+        "--continuous-batching", "--attn-implementation", name, "--device", "cpu", "--port", str(port),
+        "--cb-num-blocks", "64", "--cb-max-batch-tokens", "64", "--log-level", "info",
+    ]  # fmt: skip
+    log = tmp_path / "log"
+    with log.open("w") as to, subprocess.Popen(command, env=environment, stdout=to, stderr=to) as server:
+        try:
+            said = asked(server, log, port, str(tmp_path / "model"), " ".join(f"w{t}" for t in PROMPTS[0]))
+        finally:
+            server.terminate()
+    assert said["choices"][0]["message"]["content"].split() == [f"w{t}" for t in wanted]
+
+
+def tokenizer(words: int):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({f"w{n}": n for n in range(words)}, unk_token="w0"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return made
+
+
+def asked(server: subprocess.Popen, log, port: int, model: str, content: str) -> dict:
+    """One request, when the server listens; a server that ends shows its log."""
+    body = dict(model=model, messages=[dict(role="user", content=content)], max_tokens=6, temperature=0)
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as why:
+            pytest.fail(f"{why}: {why.read()[-2000:]!r}\n{log.read_text()[-4000:]}")
+        except urllib.error.URLError:  # nobody listens yet
+            time.sleep(1)
+    pytest.fail(f"the server ended with {server.returncode}:\n{log.read_text()[-4000:]}")
