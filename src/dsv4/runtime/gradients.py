@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsv4.runtime import dispatch
 from dsv4.runtime.operators import LIBRARY
+from dsv4.runtime.settings import settings
 
 
 def define(
@@ -84,10 +85,15 @@ def _kernels(request: Any, device: torch.device, found: str) -> Any:
     if importlib.util.find_spec(name) is None:
         return f"there are no such kernels for {arch} yet"
     version = dispatch.triton_version()
-    if version is None or version < oldest:
-        return f"they need triton >= {oldest[0]}.{oldest[1]}"
+    if version is None or version < oldest and not (found == "cuda" and _written()):
+        return f"they need triton >= {oldest[0]}.{oldest[1]}, or DSV4_AOT with what `dsv4 compile --arch {arch}` wrote"
     module = importlib.import_module(name)
     return module.supports(request) or module
+
+
+def _written() -> bool:
+    """Compiled kernels of gradients are there; one that is missing is an error then, as in the forward pass."""
+    return settings.aot is not None and next(settings.aot.glob("backward_*.json"), None) is not None
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:

@@ -92,10 +92,10 @@ def test_index_calls_of_fp8_keys_are_written(arch, each, numbers):
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_of_fmha_are_written(arch, d, dtype):
-    """Odd sizes, groups, sinks, the gradient of the LSE, and sequences of a packed batch."""
+    """Odd sizes, groups, sinks, the gradient of the LSE, and sequences of a packed batch, whose LSE begins anywhere."""
     draw = dict(dtype=variants.DTYPES[dtype], requires_grad=True)
     q, k = torch.zeros(1, 131, 6, d, **draw), torch.zeros(1, 57, 2, d, **draw)
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 100, 100, 131], [0, 3, 20, 57]))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 101, 101, 131], [0, 3, 20, 57]))
     sink = torch.zeros(6, requires_grad=True)
     with recording(arch) as launched, torch.enable_grad():
         for out, lse in (

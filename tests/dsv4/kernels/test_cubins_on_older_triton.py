@@ -1,13 +1,15 @@
 """Blackwell kernels on a Triton that cannot compile them, launched from files. Runs under every Triton (make
 test-triton): its own names and layouts import and prepare them."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
-from dsv4.runtime import aot, dispatch  # noqa: E402
+from dsv4.runtime import aot, dispatch, gradients  # noqa: E402
 from dsv4.runtime.launch import ReadyLaunch  # noqa: E402
 from dsv4.runtime.settings import settings  # noqa: E402
 
@@ -33,17 +35,39 @@ PARTS = [
     ("v4", "fp8", "list"), ("v4", "bf16", "table"), ("paged", 512, "bf16", "split"), ("dense", 512, "bf16", "prefill"),
     ("index", True, 1), ("compress",),
 ]  # fmt: skip
+GRADIENTS = [("fmha-backward", 64, "bf16"), ("fmha-backward", 512, "bf16"), ("v4-backward",)]
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: " ".join(map(str, part)))
+@pytest.mark.parametrize("part", PARTS + GRADIENTS, ids=lambda part: " ".join(map(str, part)))
 def test_every_launch_comes_from_a_file(old, part):
     found = variants.launches(part, variants.Sizes(), "sm_100a")
     assert found
     for x in found:
         name = aot.variant(x.kernel.__name__, [aot.argument_type(a) for a in x.arguments], x.constants, "sm_100a")
         (old.directory / f"{name}.json").touch()
-        ReadyLaunch(x, old.target).launch(*x.arguments)
+        if part in GRADIENTS:  # launched one by one
+            aot.find(x.kernel, x.arguments, x.constants, old.target).launch(x.grid, x.arguments)
+        else:
+            ReadyLaunch(x, old.target).launch(*x.arguments)
         assert old.done.pop() == (name, x.grid)
+
+
+@pytest.mark.parametrize("operation", ["fmha", "v4"])
+def test_gradients_come_from_files_where_there_are_some(old, monkeypatch, operation):
+    """Without any, torch computes them: a directory of the forward pass alone takes nothing away."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+    name = f"dsv4.kernels.sm100.{operation}.backward"
+    monkeypatch.setattr(f"{name}.supports", lambda request: None)
+    request = SimpleNamespace(operation=operation)
+    (old.directory / "fmha_forward-0123.json").touch()
+    with pytest.raises(ValueError, match="these gradients: they need triton >= 3.9, or DSV4_AOT"):
+        gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
+    (old.directory / "backward_rows-0123.json").touch()
+    ran = []
+    monkeypatch.setattr(f"{name}.backward", ran.append)
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
+    assert ran == [request]
 
 
 def test_a_kernel_without_a_file_is_named_and_not_compiled(old):

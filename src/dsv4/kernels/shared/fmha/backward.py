@@ -126,12 +126,13 @@ def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
     # Of one tensor the second and third part would be aligned or not, and kernels compiled for either.
     shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
     lse2, delta, plain = (torch.empty(shape, device=p.q.device) for _ in range(3))
-    sink = p.lse if p.sink is None else p.sink  # or unread
-    dlse = p.lse if b.dlse is None else b.dlse
+    # The LSE of a sequence may begin anywhere, and a kernel would be compiled for that.
+    lse, dlse, sink = (x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in (p.lse, b.dlse, p.sink))
+    sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
     arguments = [
-        out, dout, p.lse, dlse, sink, lse2, delta, plain, rows, p.max_seqlen_q, p.q_heads, p.group,
+        out, dout, lse, dlse, sink, lse2, delta, plain, rows, p.max_seqlen_q, p.q_heads, p.group,
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out), *row_strides(dout),
-        p.lse.stride(0), p.lse.stride(2), p.lse.stride(1), dlse.stride(0), dlse.stride(2), dlse.stride(1),
+        lse.stride(0), lse.stride(2), lse.stride(1), dlse.stride(0), dlse.stride(2), dlse.stride(1),
     ]  # fmt: skip
     launch.now(backward_rows, (-(-rows // 16),), *arguments, D=p.head_dim, ROWS=16, num_warps=4)
     return lse2, delta, plain
