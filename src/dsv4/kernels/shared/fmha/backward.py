@@ -158,8 +158,13 @@ def _panel(columns: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    strides = [s if n > 1 else TILE for s, n in zip(x.stride()[:-1], x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _panel(block[-1], len(block)))
+    """Of an addressable tensor. TensorDescriptor's own checks of that take 6 to 10 us, nine times in a call."""
+    shape, strides = list(x.shape), list(x.stride())
+    strides[:-1] = [s if n > 1 else TILE for s, n in zip(strides[:-1], shape)]
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, shape, [*strides[:-1], 1]
+    made.block_shape, made.layout = block, _panel(block[-1], len(block))
+    return made
 
 
 def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
