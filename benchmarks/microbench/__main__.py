@@ -2,7 +2,7 @@
 
     python benchmarks/microbench --json FILE [--groups copies,memory]
     python benchmarks/microbench --check            # no GPU: every kernel is assembled and run in softsm
-    python benchmarks/microbench --predict [NAME]   # no GPU: what the timing model says of the rows of products
+    python benchmarks/microbench --predict [NAME ...]   # no GPU: what the timing model says of the rows of products
 
 Every group runs in a process of its own: an error on the device loses one group at most, and each row is written as
 soon as it is measured. A row has its value and unit, the nanoseconds of the measured part and the clock of the
@@ -94,14 +94,14 @@ def main() -> int:
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--predict", nargs="?", const="", help="rows whose name contains this")
+    parser.add_argument("--predict", nargs="*", help="rows whose names contain one of these")
     given = parser.parse_args()
     if given.check:
         return 1 if check(given.groups.split(",")) else 0
     if given.predict is not None:
         from model import table
 
-        print(table(given.predict))
+        print(table(given.predict or [""]))
         return 0
     if given.json is None:
         parser.error("--json FILE is missing")

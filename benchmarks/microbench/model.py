@@ -24,25 +24,25 @@ def predicted(ptx: str, threads: int, n: int, m: int = 0):
     return timer.predictions[0]
 
 
-def rows(only: str) -> Iterator[tuple[str, float, float]]:
-    """(name, measured, predicted), in cycles a product."""
+def rows(wanted: list[str]) -> Iterator[tuple[str, float, float]]:
+    """(name, measured, predicted), in cycles a product; of rows whose names contain one of these."""
     measured = {r["name"]: r["value"] for r in json.loads(MEASURED.read_text())["rows"] if "value" in r}
     bench = Products.__new__(Products)
     for name, text, counts in bench.points():
-        if only in name:
+        if any(part in name for part in wanted):
             few, many = (predicted(text, 128 * counts["groups"], n).cycles for n in (FEW, MANY))
             yield name, measured[name], (many - few) / ((MANY - FEW) * counts["each"] * counts["groups"])
     for op in bench.BESIDE:
         for where in (False, True):
             name = f"{op} beside N=128 {'RS' if where else 'SS'}"
-            if only in name:
+            if any(part in name for part in wanted):
                 m = 12 * 8 * 170 // (64 * OPERATIONS[op][2]) + 4  # the other work lasts longer than the products
                 log = predicted(beside(op, 128, where), 256, 12, m).run.log
                 ends = log[log[:, 4] == 20, 3]
                 yield name, measured[name], float((ends[-1] - ends[8]) / (len(ends) - 9))
 
 
-def table(only: str) -> str:
+def table(wanted: list[str]) -> str:
     lines = [f"{'cycles a product':42s} {'H200':>8s} {'model':>8s}"]
-    lines += [f"{name:42s} {a:8.1f} {b:8.1f} {b / a - 1:+7.1%}" for name, a, b in rows(only)]
+    lines += [f"{name:42s} {a:8.1f} {b:8.1f} {b / a - 1:+7.1%}" for name, a, b in rows(wanted)]
     return "\n".join(lines)

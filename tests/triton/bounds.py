@@ -8,11 +8,12 @@ UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-
 TINY = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}  # half the smallest step
 
 
-def assert_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float = 0.0) -> None:
-    """out = a @ b, accumulated in fp32 in any order. `extra`: relative error the inputs may get on the way."""
+def assert_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float = 0.0, relu: bool = False) -> None:
+    """out = a @ b, accumulated in fp32 in any order; with relu its positive part, which is off by no more. `extra`:
+    relative error the inputs may get on the way."""
     a, b = a.double(), b.double()
     magnitude = a.abs() @ b.abs()
-    exact = a @ b
+    exact = (a @ b).relu() if relu else a @ b
     allowed = UNIT[out.dtype] * exact.abs() + TINY[out.dtype]
     allowed += (a.shape[-1] * 2 * UNIT[torch.float32] + extra) * magnitude
     worst = ((out.double() - exact).abs() - allowed).max().item()
@@ -34,6 +35,21 @@ def assert_attention(out: torch.Tensor, q, k, v, scale: float, causal: bool = Fa
     relative = 2 * unit + (q.shape[-1] + 8) * UNIT[torch.float32] * (2 + largest)
     allowed = unit * exact.abs() + relative * (p @ v.abs()) + TINY[out.dtype]
     worst = ((out.double() - exact).abs() - allowed).max().item()
+    assert worst <= 0, f"beyond the bound by {worst}"
+
+
+def assert_lse(lse: torch.Tensor, q, k, scale: float, causal: bool = False) -> None:
+    """The log of the sum of e^score: off by a score's error, by exp2's and the sum's (relative, so absolute in the
+    log), and by the roundings of its own value."""
+    q, k = q.double(), k.double()
+    scores = q @ k.transpose(-1, -2) * scale
+    T, S = scores.shape[-2:]
+    if causal:
+        scores = scores.masked_fill(~torch.ones(T, S).tril(S - T).bool(), float("-inf"))
+    exact = scores.logsumexp(-1)
+    largest = (q.abs() @ k.abs().transpose(-1, -2)).max().item() * abs(scale)
+    allowed = UNIT[torch.float32] * ((q.shape[-1] + 8) * (2 + largest) + S + 4 * exact.abs())
+    worst = ((lse.double() - exact).abs() - allowed).max().item()
     assert worst <= 0, f"beyond the bound by {worst}"
 
 

@@ -40,7 +40,7 @@ def test_rows_are_those_of_the_loop(kind, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_1_to_4_tokens_give_the_bits_of_one_shot(kind, dtype):
-    tokens = 270
+    tokens = 150  # past a row of the slowest kind, of 128 tokens
     args = inputs(kind, tokens, seed=3, dtype=dtype)
     once, end = dsv4.compress(**args)
     for step in (1, 2, 3, 4, 131):

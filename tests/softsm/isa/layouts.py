@@ -1,5 +1,7 @@
 """Operand tiles laid out in shared memory one element at a time, straight from the address table of the PTX ISA."""
 
+import math
+
 import numpy as np
 
 NONE, ATOM32, SW128, SW64, SW32 = 0, 1, 2, 4, 6  # descriptor bits 61-63
@@ -28,7 +30,7 @@ def small_float(x, exponent_bits, mantissa_bits):
     if x == 0:
         return sign
     bias = (1 << exponent_bits - 1) - 1
-    e = max(int(np.floor(np.log2(abs(x)))), 1 - bias)
+    e = max(math.frexp(x)[1] - 1, 1 - bias)  # a log2 of the CPU may be off at powers of two
     fraction = abs(x) / 2.0**e * (1 << mantissa_bits)
     assert fraction == int(fraction), f"{x} does not fit"
     field = int(fraction) + ((e + bias - 1) << mantissa_bits)  # the hidden bit carries into the exponent

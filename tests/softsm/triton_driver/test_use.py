@@ -220,13 +220,13 @@ def test_too_much_shared_memory_is_refused(launches):
     from triton.runtime.errors import OutOfResources
 
     @triton.jit
-    def big(x, N: tl.constexpr):
-        i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-        a = tl.load(x + i)
-        tl.store(x + i, tl.dot(a, a))
+    def big(x, y, out, N: tl.constexpr, K: tl.constexpr):
+        i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+        k = tl.arange(0, K)
+        tl.store(out + i * N + j, tl.dot(tl.load(x + i * K + k[None, :]), tl.load(y + k[:, None] * N + j)))
 
     with softsm.use("sm_90a"), pytest.raises(OutOfResources, match="shared memory"):
-        big[(1,)](torch.zeros(256, 256), N=256, num_warps=8)
+        big[(1,)](torch.zeros(64, 1024).half(), torch.zeros(1024, 64).half(), torch.zeros(64, 64), N=64, K=1024)
 
 
 def test_pointer_arrays_reach_their_tensors(launches):
