@@ -106,6 +106,23 @@ def test_sparse_decode_reads_two_caches_byte_for_byte(heads, s_q, rows, pad, dty
     assert not out[2].any() and bool((lse[2] == INF).all())
 
 
+@pytest.mark.parametrize("b, s_q", [(1, 1), (1, 3), (2, 1), (2, 2)])
+def test_a_length_belongs_to_every_token_of_its_request(b, s_q):
+    """Also of a single request, and where the lengths are a column of something wider."""
+    q, (cache, _) = normal(b, s_q, 4, 512, dtype=torch.bfloat16), pages(2, 8)
+    indices = lists(b, s_q, 9, 16, 5)
+    call = lambda lengths: flash_mla_with_kvcache(  # noqa: E731
+        q, cache, None, None, 512, None, is_fp8_kvcache=True, indices=indices, topk_length=lengths
+    )
+    lengths = torch.tensor([[4, -1], [7, -1]], dtype=torch.int32)[:b, 0]
+    cut = indices.clone()
+    for request, length in enumerate(lengths.tolist()):
+        cut[request, :, length:] = -1
+    want = flash_mla_with_kvcache(q, cache, None, None, 512, None, is_fp8_kvcache=True, indices=cut)
+    for given in (lengths, lengths.contiguous()):
+        assert all(torch.equal(x, y) for x, y in zip(call(given), want))
+
+
 def test_the_sink_does_not_touch_lse():
     q, (cache, _) = normal(1, 1, 4, 512, dtype=torch.bfloat16), pages(1, 8)
     indices = torch.arange(8).int().view(1, 1, 8)
