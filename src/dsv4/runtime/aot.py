@@ -180,6 +180,13 @@ class Loaded:
         """On the current stream. A pointer is a tensor or a number."""
         import torch
 
+        self.run(*(*grid, 1, 1)[:3], torch.cuda.current_stream().cuda_stream, None, None, None, None, None, *arguments)
+
+    def run(
+        self, gx: int, gy: int, gz: int, stream: int, function: None, metadata: None, launch_metadata: None,
+        enter_hook: None, exit_hook: None, *arguments: Any,
+    ) -> None:  # fmt: skip
+        """As `CompiledKernel.run` of Triton."""
         values: list[Any] = []
         descriptors = iter(self.record["descriptors"])
         for x, pointer in zip(arguments, self.pointers):
@@ -195,11 +202,9 @@ class Loaded:
                 values.append(ctypes.c_int32(x))
         values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # global and profile scratch, unused
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        blocks = [*grid, 1, 1][:3]
-        blocks[0] *= self.record["clusters"]  # the grid counts clusters, whose size is in the cubin
+        blocks = (gx * self.record["clusters"], gy, gz)  # the grid counts clusters, whose size is in the cubin
         self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],
-                   stream, pointers, None)  # fmt: skip
+                   ctypes.c_void_p(stream), pointers, None)  # fmt: skip
 
     def _tensor_map(self, x: Any, meta: dict[str, Any]) -> Any:
         """CUtensorMap, 64-byte aligned. Dimensions go innermost first."""

@@ -134,20 +134,24 @@ def _run(
 
 
 def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
-    tensors = (*op.tensors_in(given.arguments), given.out, given.second, given.scratch)
+    arguments, want_second, *provided, capacities = given
     layouts = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+        for x in (*op.tensors_in(arguments), *provided)
     ]
-    options = op.options_in(given.arguments)
-    return (op.name, backend, target, given.want_second, given.capacities, _same(op, given), options, *layouts)
+    begin = _begin_alike(arguments, *op.same[1:]) if op.same else False
+    return (op.name, backend, target, want_second, capacities, begin, op.options_in(arguments), *layouts)
 
 
-def _same(op: Operation, given: Given) -> bool:
-    if op.same is None:
-        return False
-    _, first, second = op.same
-    a, b = given.arguments[first], given.arguments[second]
-    return b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+def _begin_alike(arguments: dict[str, Any], first: str, second: str) -> bool:
+    b = arguments[second]
+    return b is not None and arguments[first].data_ptr() == b.data_ptr()
+
+
+def _same(arguments: dict[str, Any], first: str, second: str) -> bool:
+    """Whether two arguments are the same memory: one address, which is in the key, and one layout."""
+    a, b = arguments[first], arguments[second]
+    return _begin_alike(arguments, first, second) and a.stride() == b.stride() and a.shape == b.shape
 
 
 def _problem(op: Operation, given: Given) -> Any:
@@ -158,7 +162,8 @@ def _problem(op: Operation, given: Given) -> Any:
     if given.capacities is not None:
         changes["num_splits"] = given.capacities[0]
     if op.same is not None:
-        changes[op.same[0]] = _same(op, given)
+        name, *both = op.same
+        changes[name] = _same(given.arguments, *both)
     return replace(problem, scratch=given.scratch, **changes)
 
 

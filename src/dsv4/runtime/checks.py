@@ -271,11 +271,9 @@ def values_checked(x: Tensor) -> bool:
     Code that torch.compile traces has no values yet; the operators check theirs when they run. Nor has a CUDA graph
     while it is captured.
     """
-    if torch.compiler.is_compiling():
+    if x.is_cuda and not settings.check_values or torch.compiler.is_compiling():
         return False
-    if x.device.type == "cuda":
-        return settings.check_values and not torch.cuda.is_current_stream_capturing()
-    return x.device.type == "cpu"
+    return not torch.cuda.is_current_stream_capturing() if x.is_cuda else x.device.type == "cpu"
 
 
 def in_range(name: str, x: Tensor, low: int, high: int) -> None:

@@ -79,13 +79,13 @@ def entered(backend: str, device: torch.device) -> Iterator[Target]:
 
 
 def cuda_target(device: torch.device) -> Target:
-    return Target("cuda", *_properties(device), settings.pair, settings.aot, settings.aot_only)
+    return _cuda_target(device, settings.pair, settings.aot, settings.aot_only)
 
 
 @cache
-def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
+def _cuda_target(device: torch.device, pair: bool, aot: Path | None, aot_only: bool) -> Target:
     found = torch.cuda.get_device_properties(device)
-    return (found.major, found.minor), found.multi_processor_count
+    return Target("cuda", (found.major, found.minor), found.multi_processor_count, pair, aot, aot_only)
 
 
 def softsm_target() -> Target:

@@ -133,7 +133,7 @@ def call(
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
             return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    if plain and _plain((out,)):
+    if plain and (out is None or _plain((out,))):
         given = Given(arguments, want_second, out, None, scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
@@ -153,13 +153,12 @@ def call(
 def _plain(tensors: Sequence[Any], required: int = 0) -> bool:
     """Are all None, or tensors that are no subclass and no lazy view? The first so many must be there. What is nested,
     sparse or on another device is refused where the call is prepared."""
-    for x in tensors:
-        if x is None:
-            if required > 0:
-                return False
-        elif type(x) not in TENSORS or x.is_neg():
+    for x in tensors[:required]:
+        if type(x) not in TENSORS or x.is_neg():
             return False
-        required -= 1
+    for x in tensors[required:]:
+        if x is not None and (type(x) not in TENSORS or x.is_neg()):
+            return False
     return True
 
 

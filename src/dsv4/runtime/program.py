@@ -117,7 +117,7 @@ class Copy:
     to: int
     source: Slot
 
-    def run(self, memory: list) -> None:
+    def run(self, memory: list, *_: Any) -> None:
         x, slot = memory[self.source.index], self.source
         if tuple(x.shape) != slot.shape or x.stride() != slot.strides or slot.offset:  # a part of it
             x = x.as_strided(slot.shape, slot.strides, x.storage_offset() + slot.offset // x.element_size())
@@ -129,7 +129,7 @@ class Fill:
     to: int
     value: float
 
-    def run(self, memory: list) -> None:
+    def run(self, memory: list, *_: Any) -> None:
         memory[self.to].fill_(self.value)
 
 

@@ -37,6 +37,25 @@ def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypat
     assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
 
 
+@pytest.mark.parametrize("page, heads, dtype", [(64, 33, torch.bfloat16), (128, 12, torch.float16)])
+def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dtype, monkeypatch):
+    """128 dims: TMA copies them on Hopper, for four queries at a time, of 33 heads in two products. Requests of 7 and 1
+    queries, a CTA has both."""
+    monkeypatch.setattr("dsv4.runtime.checks.values_checked", lambda x: False)
+    whole = index_cases.whole_numbers
+    k = torch.cat([whole(9, page, 128), torch.full((9, page, 8), index_cases.NAN)], -1)[..., :128]  # rows apart
+    table = torch.tensor([[4, 0, 7, 99], [2, -1, 5, 99]], dtype=torch.int32)
+    lengths = torch.tensor([3 * page, 2 * page + 1, page, 1, 0, 7, 130, 3 * page - 7], dtype=torch.int32)
+    weights = -whole(8, heads, size=2).float().abs() - 1  # all scores are negative: zeros would come first
+    arguments = dict(q=whole(8, heads, 128).to(dtype), k=k.to(dtype), weights=weights, topk=100, scale=1.0,
+                     lengths=lengths, block_table=table,
+                     request_starts=torch.tensor([0, 7, 8], dtype=torch.int32))  # fmt: skip
+    lists, scores = index_cases.kernel(arch, **arguments)
+    want = replace(problem.build(**arguments), out=torch.empty_like(lists), scores=torch.empty_like(scores))
+    cpu.forward(want)
+    assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["eager", "latest", "random"])
 def test_one_sequence_of_the_models_size(arch, order):

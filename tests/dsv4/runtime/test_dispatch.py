@@ -88,7 +88,8 @@ def played(monkeypatch):
     monkeypatch.setitem(sys.modules, "softsm", fake)
     properties = {"multiprocessor_count": 3}
     device = SimpleNamespace(get_device_properties=lambda number: properties)
-    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(utils=device, get_current_device=lambda: 0))
+    active = SimpleNamespace(utils=device, get_current_device=lambda: 0, get_current_stream=lambda number: 0)
+    monkeypatch.setattr("triton.runtime.driver._active", active)
 
     def kernels(operation, capability):
         def prepare(problem, target, program):

@@ -136,19 +136,23 @@ def _score(
         maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
     )  # fmt: skip
     if "keys_desc" in kernel.arg_names:
-        arguments["keys_desc"] = _boxes(k)
+        arguments["keys_desc"] = _boxes(k, p.fp8)
     program.launch(
         kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
         WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, **options,
     )  # fmt: skip
 
 
-def _boxes(k: Slot) -> TensorDescriptor:
-    """FP8 pages as TMA sees them: boxes of 64 keys."""
+def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
+    """Pages as TMA sees them: boxes of 64 keys."""
     pages, rows, _ = k.shape
-    stride = k.stride(0) if pages > 1 else rows * 132 // 16 * 16
-    layout = gl.NVMMASharedLayout(128, 8, rank=3)
-    return TensorDescriptor(k, [pages, rows, 128], [stride, 128, 1], [1, 64, 128], layout)
+    if fp8:
+        strides = [k.stride(0) if pages > 1 else rows * 132 // 16 * 16, 128, 1]
+    else:
+        row = k.stride(1) if rows > 1 else 128
+        strides = [k.stride(0) if pages > 1 else max(rows, 1) * row, row, 1]
+    layout = gl.NVMMASharedLayout(128, 8 * k.element_size(), rank=3)
+    return TensorDescriptor(k, [pages, rows, 128], strides, [1, 64, 128], layout)
 
 
 def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:

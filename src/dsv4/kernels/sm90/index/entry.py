@@ -2,7 +2,7 @@
 
 from dsv4.index.problem import IndexProblem
 from dsv4.kernels.shared.index.prepare import prepare_topk, supports
-from dsv4.kernels.sm90.index.pages import BOX, index_scores_pages_sm90
+from dsv4.kernels.sm90.index.pages import BOX, DIMS, index_scores_pages_sm90
 from dsv4.kernels.sm90.index.scores import index_scores_sm90
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -13,17 +13,37 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
-    if p.fp8 and p.k.shape[1] % BOX.value == 0:
-        prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling)
+    if comes_in_boxes(p):
+        prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling if p.fp8 else wide_boxes_tiling)
     else:
         prepare_topk(p, target, program, index_scores_sm90, fp8_tiling if p.fp8 else tiling)
 
 
+def comes_in_boxes(p: IndexProblem) -> bool:
+    """Whether TMA can copy BOX keys at a time: none of a box lies in another page."""
+    if p.block_table is not None and p.k.shape[-2] % BOX.value != 0:
+        return False
+    if p.fp8:
+        return True
+    positive = all(stride > 0 for size, stride in zip(p.k.shape, p.k.stride()) if size > 1)
+    return p.head_dim == DIMS.value and positive
+
+
 def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
     """Queries of a sequence share keys."""
+    if each > 16 and heads <= 64:
+        return 4, 2, dict(num_warps=4)
     if each >= 2 and heads <= 64:
         return 2, 4, dict(num_warps=4, maxnreg=128)
     return 1, 4, dict(num_warps=4)
+
+
+def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Keys of 16 bits: as many CTAs to a multiprocessor as its shared memory has room for."""
+    if heads > 64:
+        return 1, 2, dict(num_warps=4)
+    together = 4 if each >= 4 else 2 if each >= 2 else 1
+    return together, 3 if together == 1 else 2, dict(num_warps=4)
 
 
 def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
