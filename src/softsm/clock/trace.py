@@ -189,8 +189,6 @@ class TracingEngine(AsyncEngine):
         super().perform(op)
         self.machine.performing = outer
 
-    require = perform
-
 
 def traced_barrier(machine: TracingMachine) -> type:
     class TracedMbarrier(Mbarrier):

@@ -76,6 +76,7 @@ class AsyncEngine:
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
         self.completed = 0
         self.checker = None
+        self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
 
     def issue(self, op: AsyncOp) -> AsyncOp:
         if self.checker is not None:
@@ -92,6 +93,8 @@ class AsyncEngine:
             return
         for other in op.after:
             self.perform(other)
+        if self.postponed is not None and op.kind != self.postponed.kind:
+            self.settle()
         op.done = True
         op.after = ()  # a long chain of finished operations would otherwise stay alive
         self.pending.pop(id(op), None)
@@ -104,14 +107,23 @@ class AsyncEngine:
         op.effects()
         order.performing = outer
 
-    require = perform
+    def settle(self) -> None:
+        """Do what waits for more of its kind: before anybody could notice."""
+        waiting, self.postponed = self.postponed, None
+        if waiting is not None:
+            waiting.perform()
+
+    def require(self, op: AsyncOp) -> None:
+        """Somebody waits for op: complete it now."""
+        self.perform(op)
+        self.settle()
 
     def eligible(self) -> list[AsyncOp]:
         return [op for op in self.pending.values() if all(x.done for x in op.after)]
 
     def complete_random(self) -> None:
         ops = self.eligible()
-        self.perform(ops[self.random.randrange(len(ops))])
+        self.require(ops[self.random.randrange(len(ops))])
 
     def complete_awaited(self, awaited: set[int]) -> None:
         """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
@@ -124,9 +136,9 @@ class AsyncEngine:
             if any(id(w) in awaited for w in op.signals):
                 chosen = op
                 break
-        self.perform(chosen)
+        self.require(chosen)
 
     def drain(self) -> None:
         """Complete everything that is left."""
         for op in list(self.pending.values()):
-            self.perform(op)
+            self.require(op)

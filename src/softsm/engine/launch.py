@@ -92,6 +92,7 @@ class Kernel:
     def __init__(self, module: Module, function: Function, checking: bool = False):
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
+        from softsm.isa import product_chain, tcgen05
 
         load_chapters()
         self.module, self.function, self.name, self.checking = module, function, function.name, checking
@@ -100,6 +101,8 @@ class Kernel:
         self.blocks = Blocks(self.program)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
                          if r[0] == pg.OP_MACRO}
+        products = {i: m.operands for i, m in self.macro_at.items() if m.function is tcgen05.do_mma}
+        product_chain.mark(self.program, products)
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
                                  if m.instruction.name.startswith("tcgen05.alloc")
                                  and hasattr(m.instruction.operands[1], "value")), default=0)

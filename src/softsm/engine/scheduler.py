@@ -326,7 +326,7 @@ class Machine:
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
-        run_code, p, checker = self.run_code, self.program, self.checker
+        run_code, p, checker, engine = self.run_code, self.program, self.checker, self.engine
         races = checker.memory.races if checker is not None else None
         self.current = warp
         while True:
@@ -345,6 +345,8 @@ class Machine:
             self.steps += steps
             quantum -= steps
             fragment.pc = warp.pc = pc
+            if engine.postponed is not None and (status != pg.MACRO or pc != engine.postponed.following):
+                engine.settle()
             if checker is not None and races.item(0):
                 checker.findings.collect(warp)
             if multi:
@@ -381,6 +383,7 @@ class Machine:
             elif status != pg.QUANTUM:
                 self.kernel.memory_event(self, warp, fragment, status, lanes)
             if quantum <= 0:
+                engine.settle()
                 self.watch.quantum_used(warp)
                 return
 

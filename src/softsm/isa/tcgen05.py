@@ -14,17 +14,16 @@ import numpy as np
 
 from softsm.engine import program as pg
 from softsm.errors import Fault
-from softsm.isa import tensor_copy, tensor_core
+from softsm.isa import product_chain, tensor_copy, tensor_core
 from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
-from softsm.isa.mbarriers import lanes, located
+from softsm.isa.mbarriers import lanes
 from softsm.isa.tcgen05_product import (
     A_COLUMNS,
     Plan,
     Product,
     metadata_columns,
-    multiply,
     perform,
     plan_of,
     rows_of,
@@ -105,13 +104,16 @@ def lower_mma(asm, ins, modifiers) -> None:
         raise asm.error("too many operands")
     isa.settle(asm)
     rare = block or ws or sparse or o["scale_input"] is not None or bool(o["skipped"])
-    asm.macro(do_mma, ins, rare=rare, known={}, **o)
+    asm.macro(do_mma, ins, rare=rare, known={}, following=-1, **o)
 
 
 def do_mma(w, mask, o):
     ctas = isa.group_ctas(w, o.group)
     for thread in lanes(mask):
-        located(w, start, w, thread, ctas, o)
+        try:
+            start(w, thread, ctas, o)
+        except Fault as error:
+            raise error if error.placed else w.fault(error.code, error.message) from None
 
 
 def start(w, thread: int, ctas: list, o) -> None:
@@ -127,18 +129,30 @@ def start(w, thread: int, ctas: list, o) -> None:
         if len(o.known) > KNOWN_PRODUCTS:
             o.known.clear()
         work = o.known[key] = prepare(o, *key)
-    reads, writes = regions(work, ctas)
-    product = work.product
-    if work.plan is not None:
-        effects = functools.partial(multiply, product, work.plan, ctas)
+    check_places(work, ctas)
+    product, plan = work.product, work.plan
+    machine = w.cta.machine
+    engine, checker = machine.engine, machine.checker
+    if plan is not None and checker is None and machine.divisible and engine.order == "eager":
+        engine.completed += 1  # issued and performed, and nobody looks
+        product_chain.add(engine, product, plan, ctas)
     else:
-        effects = functools.partial(perform, product, ctas)
-    checker = w.cta.machine.checker
-    if checker is not None:
-        reads, writes = checked_regions(work, ctas)
-        if checker.products is not None:
-            effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
-    tensor_copy.issue(w, thread, "tcgen05.mma", work.footprint, effects, reads=reads, writes=writes)
+        if plan is not None and (checker is None or checker.products is None):
+            effects = functools.partial(product_chain.add, engine, product, plan, ctas)
+        else:
+            effects = functools.partial(perform, product, ctas)
+        if checker is None:
+            reads, writes = regions(work, ctas)
+        else:
+            reads, writes = checked_regions(work, ctas)
+            if checker.products is not None:
+                effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
+        tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads=reads, writes=writes)
+    if engine.postponed is not None:
+        if o.following < 0 or not machine.divisible:
+            engine.settle()
+        else:
+            engine.postponed.following = o.following
 
 
 def rare_operands(w, thread: int, o) -> tuple:
@@ -250,17 +264,14 @@ def shared_span(
     )
 
 
-def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
-    """(reads, writes) of the product in each CTA, after checking that it may touch them."""
+def check_places(work: Work, ctas: list) -> None:
+    """May the product touch what it names in each CTA?"""
     low, high = work.footprint.writes[0]
-    reads, writes = [], []
     for cta in ctas:
         tmem, size = cta.tmem, cta.shared.size
         tmem.check(cta, low, high - low, "D of tcgen05.mma")
-        writes.append(("tmem", cta, low, high, work.lanes))
-        for first, end, lane_groups in work.tensor_reads:
+        for first, end, _ in work.tensor_reads:
             tmem.check(cta, first, end - first, "tcgen05.mma reads tensor memory and")
-            reads.append(("tmem", cta, first, end, lane_groups))
         for first, end, text in work.shared_reads:
             if first < pg.SHARED_START or end > size:
                 raise Fault(
@@ -268,8 +279,16 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
                     f"{text}: covers shared addresses {first:#x}..{end - 1:#x}, {cta} has {pg.SHARED_START:#x}.."
                     f"{size - 1:#x}",
                 )
-            reads.append(("shared", cta, first, end))
-    return tuple(reads), tuple(writes)
+
+
+def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
+    """(reads, writes) of the product in each CTA."""
+    low, high = work.footprint.writes[0]
+    reads: list[tuple] = []
+    for cta in ctas:
+        reads += [("tmem", cta, first, end, lane_groups) for first, end, lane_groups in work.tensor_reads]
+        reads += [("shared", cta, first, end) for first, end, _ in work.shared_reads]
+    return tuple(reads), tuple(("tmem", cta, low, high, work.lanes) for cta in ctas)
 
 
 def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:

@@ -186,6 +186,8 @@ class Plan(NamedTuple):
     quarters: np.ndarray  # of the lanes, without those whose output is disabled; [CTAs * 4, 3]
     keep: float
     whole: bool  # does A fill all lanes?
+    adds: bool  # does it add to D as it is, and read nothing of D as an operand?
+    tiles: tuple[bytes, bytes] | None  # of A and B, as `gather_tiles` wants them; None where it does not know A
 
 
 def plan_of(p: Product) -> Plan | None:
@@ -210,7 +212,15 @@ def plan_of(p: Product) -> Plan | None:
         a = tensor_core.tile(p.a, s.a_k_major, rows_of(p), s.k, s.a, lanes_of.lanes, True)
     b = tensor_core.tile(p.b, s.b_k_major, s.n // members, s.k, s.b, np.arange(s.k), False)
     whole = bool((lanes_of.rows >= 0).all())
-    return Plan(a, b, lanes_of, quarters, 2.0**-p.scale_exponent if p.add else 0.0, whole)
+    columns = p.column, p.column + int(lanes_of.quarters[:, 2].max())
+    apart = a is not None or p.a_column >= columns[1] or p.a_column + A_COLUMNS <= columns[0]
+    keep = 2.0**-p.scale_exponent if p.add else 0.0
+    tiles = None
+    if a is not None and not lanes_of.copies:
+        tiles = a.numbers(), b.numbers()
+    elif a is None and s.a in ("f16", "bf16"):
+        tiles = tensor_core.tensor_numbers(p.a_column, s.a), b.numbers()
+    return Plan(a, b, lanes_of, quarters, keep, whole, apart and keep == 1, tiles)
 
 
 def check_tiles(p: Product, cta) -> None:

@@ -81,6 +81,12 @@ class Tile(NamedTuple):
         view = shared[: shared.size & ~3].view(self.word)
         self.gather(view, self.base, self.index, self.table, self.place, out, self.swap)
 
+    def numbers(self) -> bytes:
+        """For `gather_tiles`; holds as long as the tile lives."""
+        table = self.table.ctypes.data if self.table.size else 0
+        return np.array([self.word.itemsize, self.base, self.index.ctypes.data, *self.index.shape, table,
+                         self.place.ctypes.data, self.swap]).tobytes()  # fmt: skip
+
 
 def tile(
     descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, place: np.ndarray, by_lanes: bool
@@ -178,6 +184,12 @@ def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.n
     else:
         values = formats.decode_container(containers, name)
     return to_lanes(values, _identity(128), 4)
+
+
+def tensor_numbers(column: int, name: str) -> bytes:
+    """A of 16-bit elements in tensor memory, for `gather_tiles`."""
+    table = decoding(name)
+    return np.array([0, column, 0, 0, 0, table.ctypes.data if table.size else 0, 0, 0]).tobytes()
 
 
 def scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:

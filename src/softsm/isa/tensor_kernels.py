@@ -16,6 +16,8 @@ import pathlib
 
 import numpy as np
 
+from softsm.engine.lanes import load8, load16, load32, load64, store32
+
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
 
@@ -30,7 +32,8 @@ def kernels():
         return njit(signature, cache=True, nogil=True, error_model="numpy")
 
     path = pathlib.Path(__file__)
-    return build.load("tensor_core", path.read_text(), compiled=compiler)
+    lanes = path.parent.parent / "engine" / "lanes.py"
+    return build.load("tensor_core", path.read_text(), (lanes,), compiled=compiler)
 
 
 @compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
@@ -92,6 +95,49 @@ def halves(cells, table, out):
             else:
                 out[row, at] = word << np.uint32(16)
                 out[row + 4, at] = word & np.uint32(0xFFFF0000)
+
+
+TILE = 8  # numbers that describe a tile for `gather_tiles`
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def gather_tiles(shared, cells, tiles, count, out, width, step):
+    """Several tiles, by addresses: number t from out + t * step on, `width` words from one row of `out` to the next.
+    tiles, int64 [count, TILE]: bytes of an element, first chunk, address of the chunk numbers, rows and columns of
+    these, address of the table or 0, address of the places, swap; as gather16. 0 bytes: 16-bit elements of tensor
+    memory from the second number, a column, on; as `halves`."""
+    for t in range(count):
+        tile, to = tiles + 8 * TILE * t, out + t * step
+        size, base, table = np.int64(load64(tile)), np.int64(load64(tile + 8)), np.int64(load64(tile + 40))
+        if size == 0:
+            for c in range(8):
+                for lane in range(128):
+                    word = load32(cells + ((base + c) * 128 + lane) * 4)
+                    low, high = word << np.uint32(16), word & np.uint32(0xFFFF0000)
+                    if table:
+                        low = load32(table + 4 * np.int64(word & np.uint32(0xFFFF)))
+                        high = load32(table + 4 * np.int64(word >> np.uint32(16)))
+                    store32(to + (2 * c * width + lane) * 4, low)
+                    store32(to + ((2 * c + 1) * width + lane) * 4, high)
+            continue
+        index, rows, columns = np.int64(load64(tile + 16)), np.int64(load64(tile + 24)), np.int64(load64(tile + 32))
+        place, swap = np.int64(load64(tile + 48)), np.int64(load64(tile + 56))
+        per = 16 // size
+        for i in range(rows):
+            for j in range(columns):
+                at = shared + (base + np.int64(load64(index + (i * columns + j) * 8))) * 16
+                for e in range(per):
+                    if size == 2:
+                        code = np.uint32(load16(at + 2 * e))
+                        value = load32(table + 4 * np.int64(code)) if table else np.uint32(code << np.uint32(16))
+                    elif size == 1:
+                        value = load32(table + 4 * np.int64(load8(at + e)))
+                    else:
+                        value = load32(at + 4 * e) & np.uint32(0xFFFFE000)
+                    if swap:
+                        store32(to + ((j * per + e) * width + np.int64(load64(place + 8 * i))) * 4, value)
+                    else:
+                        store32(to + (i * width + np.int64(load64(place + 8 * (j * per + e)))) * 4, value)
 
 
 @compiled("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)")

@@ -10,7 +10,7 @@ import numpy as np
 from llvmlite import ir
 
 from softsm.engine import native
-from softsm.engine.vec_ops import canonical, fma
+from softsm.engine.vec_ops import _AARCH64, canonical, fma
 from softsm.engine.vec_rows import load_row, store_row
 from softsm.engine.vec_types import _FLOAT, _I32, _I64, Bits, F, Vector, _splat, building
 
@@ -53,6 +53,14 @@ def multiply(module: ir.Module) -> None:
         def spread(scalar) -> Vector:
             return Vector(_splat(b, scalar, F.count), F)
 
+        def together(base, index) -> list[Vector]:
+            """The elements of STEPS rows, loaded at once."""
+            whole = ir.VectorType(_FLOAT, STEPS)
+            four = b.load(b.inttoptr(b.add(base, b.shl(index, _I64(2))), whole.as_pointer()), align=4)
+            none = ir.Constant(whole, ir.Undefined)
+            return [Vector(b.shuffle_vector(four, none, ir.Constant(ir.VectorType(_I32, F.count), [k] * F.count)), F)
+                    for k in range(STEPS)]
+
         reads_d = b.fcmp_unordered("!=", keep, _FLOAT(0.0))
         scales_d = b.fcmp_unordered("!=", keep, _FLOAT(1.0))
         with _loop(b, stride) as (q, _):
@@ -81,10 +89,12 @@ def multiply(module: ir.Module) -> None:
                     for total, start in zip(sums, starts):
                         total.add_incoming(start, entry)
                     latest = [Vector(total, F) for total in sums]
+                    steps = [[spread(element(at, b.add(i, _I64(step)), _FLOAT)) for step in range(STEPS)] for at in of_b]
+                    if _AARCH64:  # which multiplies by an element of a register; a spread one costs an operation more
+                        steps = [together(at, i) for at in of_b]
                     for step in range(STEPS):
-                        at_k = b.add(i, _I64(step))
-                        v = load_row(a, b.add(b.mul(stride, at_k), q), F)
-                        latest = [fma(v, spread(element(at, at_k, _FLOAT)), x) for at, x in zip(of_b, latest)]
+                        v = load_row(a, b.add(b.mul(stride, b.add(i, _I64(step))), q), F)
+                        latest = [fma(v, of_column[step], x) for of_column, x in zip(steps, latest)]
                     carried += [(total, value.value) for total, value in zip(sums, latest)]
                 for r, total in zip(rows, sums):
                     store_row(cells, r, Bits(mask), canonical(Vector(total, F)))
@@ -93,17 +103,17 @@ def multiply(module: ir.Module) -> None:
 
 @functools.cache
 def _native():
-    address = native.functions("product", native.module_source(__file__), multiply, ["multiply"])["multiply"]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(address)
+    at = native.functions("product", native.module_source(__file__), multiply, ["multiply"])["multiply"]
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(at)
 
 
 def multiply_into(cells: int, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
     """As `multiply_add`, with the address of the cells, and nothing checked."""
-    at = _address
+    at = address
     _native()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
 
 
-def _address(array: np.ndarray) -> int:
+def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 

@@ -59,8 +59,6 @@ class RecordingEngine(AsyncEngine):
         self.machine.performing = outer
         self.machine.times.pop(id(op), None)
 
-    require = perform
-
 
 class RecordingMachine(Machine):
     divisible = False

@@ -1,0 +1,98 @@
+"""Products of tcgen05.mma that follow each other on one accumulator, computed as one.
+
+A tile of D is the sum of several products along k, each an instruction of its own. Computed one by one, D goes through
+memory every time. A product that has been performed may therefore wait here for the next one of its kind: nobody can
+tell, as long as what waits is computed (`AsyncEngine.settle`) before anything else happens in the machine. The sums are
+those of one product after the other: fused multiply-adds in ascending k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.isa import tensor_kernels
+from softsm.isa.tcgen05_product import Plan, Product, multiply
+from softsm.isa.tensor_product import address, multiply_into
+
+KIND = "tcgen05.mma"
+LONGEST = 8  # products: their operands should stay in the CPU's cache
+
+
+class Chain:
+    """Products that wait. `following`: the record of the next one, when the program certainly executes it next."""
+
+    kind = KIND
+
+    def __init__(self, product: Product, plan: Plan, ctas: list):
+        self.parts, self.ctas = [(product, plan)], ctas
+        self.following = -1
+
+    def takes(self, p: Product, plan: Plan, ctas: list) -> bool:
+        """Does the product add to the sums that wait here?"""
+        first, first_plan = self.parts[0]
+        return (
+            len(self.parts) < LONGEST
+            and plan.adds
+            and p.column == first.column
+            and p.lane == first.lane
+            and ctas == self.ctas
+            and p.shape == first.shape
+            and p.ws == first.ws
+            and p.pair == first.pair
+            and p.skipped == first.skipped
+            and (plan.a is None) == (first_plan.a is None)
+        )
+
+    def perform(self) -> None:
+        """The operands have been checked to lie in shared memory."""
+        parts, ctas = self.parts, self.ctas
+        p, plan = parts[0]
+        if plan.tiles is None:
+            for product, its_plan in parts:
+                multiply(product, its_plan, ctas)
+            return
+        k, n = p.shape.k, p.shape.n
+        count, total, own = len(parts), len(parts) * k, n // len(ctas)
+        gather = tensor_kernels.kernels().gather_tiles
+        a_tiles, b_tiles = (np.frombuffer(b"".join([x.tiles[i] for _, x in parts]), np.int64) for i in range(2))
+        a = (np.empty if plan.whole else np.zeros)((total, 128), np.uint32)
+        b = np.empty((-(-own // 16) * 16 * len(ctas), total), np.uint32)  # MN-major chunks may reach past the last row
+        to_a, to_b, of_a, of_b = (address(x) for x in (a, b, a_tiles, b_tiles))
+        for i, cta in enumerate(ctas):
+            gather(cta.shared_address, 0, of_b, count, to_b + 4 * own * i * total, total, 4 * k)
+        for i, cta in enumerate(ctas):
+            gather(cta.shared_address, cta.tmem.address, of_a, count, to_a, 128, 4 * 128 * k)
+            multiply_into(cta.tmem.address, 4 * p.column, plan.quarters[4 * i : 4 * i + 4], a, b, plan.keep)
+
+
+def add(engine, product: Product, plan: Plan, ctas: list) -> None:
+    """The effects of a product: it waits, behind those it can be computed with."""
+    chain = engine.postponed
+    if chain is not None:
+        if chain.takes(product, plan, ctas):
+            chain.parts.append((product, plan))
+            return
+        engine.settle()
+    engine.postponed = Chain(product, plan, ctas)
+
+
+def mark(program: pg.Program, products: dict) -> None:
+    """Tell each product (by record: its operands) the record of the next one, if between the two the warp does nothing
+    but arithmetic and their guard stays the same, so that nothing can come between them."""
+    code = program.code
+    for record, operands in products.items():
+        operands.following = -1
+        guard = code[record, 6:8].tolist()
+        for at in range(record + 1, len(code)):
+            if at in products:
+                if code[at, 6:8].tolist() == guard:
+                    operands.following = at
+                break
+            if code[at, 0] < pg.FIRST_MICRO or guard[0] and _writes_predicate(program, at, guard[0]):
+                break
+
+
+def _writes_predicate(program: pg.Program, at: int, row: int) -> bool:
+    """Might the micro-operation write the predicate? Row numbers of the other register files count too."""
+    return int(program.code[at, 1]) == row

@@ -1,0 +1,110 @@
+"""Products on one accumulator are computed together; nobody can tell. D is what one product after the other makes it."""
+
+import layouts
+import numpy as np
+import pytest
+import tensor_kernels as tk
+from layouts import SW128
+
+from softsm.engine.launch import load
+from softsm.isa import instruction_descriptor as idesc
+from softsm.isa import product_chain, tcgen05
+
+SIZE, B_AT, N = 32768, 16384, 32
+MMA = "tcgen05.mma.cta_group::1.kind::f16"
+
+
+def image(seed=0):
+    """A [128, 64] and B [N, 64] in shared memory, 128-byte swizzle, K-major."""
+    rng = np.random.default_rng(seed)
+    data = np.zeros(SIZE, np.uint8)
+    layouts.place(data, layouts.values(rng, (128, 64), "bf16"), "bf16", SW128, True, 0)
+    layouts.place(data, layouts.values(rng, (N, 64), "bf16"), "bf16", SW128, True, B_AT)
+    return data.view(np.uint32)
+
+
+def product(step, add, *, at=0, guard=""):
+    """Step `step` along k, onto D at column `at`."""
+    text = f"add.s64 %rd11, %rd13, {2 * step};\nadd.s64 %rd12, %rd14, {2 * step};\nsetp.ne.u32 %p5, {int(add)}, 0;\n"
+    return text + f"{guard}{MMA} [%r8+{at}], %rd11, %rd12, %r21, %p5;\n"
+
+
+def kernel(products, setup=""):
+    """One thread starts the products; D is read by all."""
+    descriptors = (layouts.descriptor(at, 0, 1024, SW128, True) for at in (0, B_AT))
+    body = "@!%p1 bra STARTED;\nsetp.eq.u32 %p6, 0, 0;\n" + setup
+    body += "".join(f"add.s64 %rd{13 + i}, %rd3, {x};\n" for i, x in enumerate(descriptors))
+    body += f"mov.u32 %r21, {idesc.encode('f16', 128, N, 'bf16', 'bf16')};\n{products}{tk.COMMIT}STARTED:\n"
+    body += tk.WAIT.format(n=0, parity=0)
+    body += f"tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {tk.names(140, N)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
+    return tk.kernel(body + tk.words_out(N, 140), size=SIZE, words=SIZE // 4, columns=128)
+
+
+def launched(text, order="eager", seed=0):
+    out = np.full((128, N), np.nan, np.float32)
+    tk.launch(text, image(), out, order=order, seed=seed)
+    return out
+
+
+@pytest.fixture
+def lengths(monkeypatch):
+    """How many products are computed at a time."""
+    seen = []
+    perform = product_chain.Chain.perform
+
+    def counted(chain):
+        seen.append(len(chain.parts))
+        perform(chain)
+
+    monkeypatch.setattr(product_chain.Chain, "perform", counted)
+    return seen
+
+
+FOUR = product(0, False) + "".join(product(step, True) for step in (1, 2, 3))
+OTHER_D = product(0, False) + product(1, True) + product(0, False, at=64) + product(2, True) + product(3, True)
+FRESH = product(0, False) + product(1, True) + product(2, False) + product(3, True)
+BARRIER = product(0, False) + product(1, True) + "bar.warp.sync 1;\n" + product(2, True)
+GUARDED = product(0, False, guard="@%p6 ") + product(1, True, guard="@%p6 ") + product(2, True, guard="@!%p6 ")
+CHANGING = product(0, False, guard="@%p6 ") + "setp.ne.u32 %p6, 0, 0;\n" + product(1, True, guard="@%p6 ")
+
+
+@pytest.mark.parametrize("products, want", [
+    (FOUR, [4]), (OTHER_D, [2, 1, 2]), (FRESH, [2, 2]), (BARRIER, [2, 1]), (GUARDED, [2]), (CHANGING, [1]),
+], ids=["four", "another D between", "begun again", "a barrier between", "guards", "a guard that changes"])  # fmt: skip
+@pytest.mark.parametrize("order", ["eager", "latest", "random"])
+def test_the_sums_are_those_of_one_after_the_other(products, want, order, lengths, monkeypatch):
+    together = launched(kernel(products), order)
+    assert sum(lengths) == sum(want)
+    if order == "eager":
+        assert lengths == want
+    monkeypatch.setattr(product_chain, "LONGEST", 1)
+    alone = launched(kernel(products), order)
+    assert np.isfinite(alone).all() and len(np.unique(alone)) > 100
+    assert together.tobytes() == alone.tobytes()
+
+
+def test_what_is_stored_behind_a_product_comes_too_late_for_it():
+    """The store races with the product; performed at issue, the product has read before."""
+    setup = "mov.u32 %r30, 0x42424242;\n"
+    store = "".join(f"st.shared.u32 [%r1+{B_AT + 4 * i}], %r30;\n" for i in range(16))
+    behind = launched(kernel(product(0, False) + product(1, True) + store, setup))
+    assert behind.tobytes() == launched(kernel(product(0, False) + product(1, True))).tobytes()
+    between = launched(kernel(product(0, False) + store + product(1, True), setup))
+    assert between.tobytes() != behind.tobytes(), "the second product reads what was stored"
+    before = launched(kernel(store + product(0, False) + product(1, True), setup))
+    assert before.tobytes() != between.tobytes(), "the first did not"
+
+
+def test_a_product_waits_only_where_the_next_is_certain():
+    """Arithmetic may stand between; a store, a branch or a guard that changes may not."""
+
+    def following(products):
+        k = load(kernel(products))
+        return [m.operands.following > 0 for m in k.macro_at.values() if m.function is tcgen05.do_mma]
+
+    assert following(FOUR) == [True, True, True, False]
+    assert following(GUARDED) == [True, False, False]
+    assert following(CHANGING) == [False, False]
+    assert following(BARRIER) == [True, False, False]
+    assert following(product(0, False) + "st.shared.u32 [%r1], %r0;\n" + product(1, True)) == [False, False]
+    assert following(product(0, False) + "@%p5 bra NEXT;\nNEXT:\n" + product(1, True)) == [False, False]
