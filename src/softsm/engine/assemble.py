@@ -16,6 +16,7 @@ import numpy as np
 
 from softsm.engine import program as pg
 from softsm.engine.async_registers import AsyncRegisters, owners_of
+from softsm.engine.shared_rows import shared_rows
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
 from softsm.ptx.ast import (
@@ -65,6 +66,8 @@ class Assembler(AsyncRegisters):
         self.carry: int | None = None  # row of the condition code CC.CF, once it is used
         self.count = {"R": 1, "Q": 1, "P": 1}  # row 0 of R and Q stays zero; predicate 0 is always true
         self.rows: dict[str, int] = {}
+        self.sharing: dict[str, tuple[str, int]] = {}  # see engine/shared_rows.py
+        self.shared_rows: dict[tuple[str, int], int] = {}
         self.const_rows: dict[tuple[str, int], int] = {}
         self.specials: dict[str, tuple[str, int]] = {}
         self.parameters: dict[tuple[int, int], tuple[str, int]] = {}
@@ -152,11 +155,20 @@ class Assembler(AsyncRegisters):
             raise self.error(f"{reg.name} is .{t}, expected {wanted}")
         row = self.rows.get(reg.name)
         if row is None:
-            row = self.rows[reg.name] = self.fresh(bank, 2 if width == 128 else 1)
+            row = self.rows[reg.name] = self.row_for(reg.name, bank, 2 if width == 128 else 1)
         self.touched.add((bank, row))
         if width == 128:
             self.touched.add((bank, row + 1))
         return row
+
+    def row_for(self, name: str, bank: str, n: int) -> int:
+        """A row of its own, or one that it shares."""
+        shared = self.sharing.get(name)
+        if shared is None:
+            return self.fresh(bank, n)
+        if shared not in self.shared_rows:
+            self.shared_rows[shared] = self.fresh(bank)
+        return self.shared_rows[shared]
 
     def fresh(self, bank: str, n: int = 1) -> int:
         row = self.count[bank]
@@ -352,6 +364,8 @@ class Assembler(AsyncRegisters):
         self.scope = prefix
         saved, self.rows = self.rows, {name: row for name, (_, row) in self.passed.items()}
         self.wgmma_owners = owners_of(function) if self.checking else {}
+        # The checker follows copies of a wgmma's registers by their rows.
+        self.sharing = {} if self.wgmma_owners else shared_rows(function)
         for item in function.body:
             if isinstance(item, Label):
                 self.wgmma_looked.clear()

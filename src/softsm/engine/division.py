@@ -86,6 +86,15 @@ def shared_between_processes(allocations: list[Allocation]) -> bool:
     return any(a.start < end and start < a.end for start, end in spans for a in allocations)
 
 
+def dealt(items: list, parts: int) -> list[list]:
+    """Shares of nearly the same length, dealt to and fro: clusters often have more work the later they come."""
+    hands: list[list] = [[] for _ in range(parts)]
+    for i, item in enumerate(items):
+        there, k = divmod(i, parts)
+        hands[parts - 1 - k if there % 2 else k].append(item)
+    return hands
+
+
 class Division:
     """What a machine asks between the turns of its warps."""
 
@@ -122,7 +131,7 @@ class Division:
         parts = min(self.parts, len(started) + len(waiting))
         if parts < 2 or not self.quiet() or shared_between_processes(machine.global_memory.allocations):
             return
-        outcomes = self.outcomes([(started[k::parts], waiting[k::parts]) for k in range(parts)])
+        outcomes = self.outcomes(list(zip(dealt(started, parts), dealt(waiting, parts))))
         if outcomes is not None and self.agree(outcomes):
             self.take(outcomes)
             machine.clusters, machine.left = iter(()), 0

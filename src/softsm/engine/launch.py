@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import os
 import struct
 import sys
@@ -65,6 +66,19 @@ def options(**changes):
         yield
     finally:
         _options.reset(token)
+
+
+@contextlib.contextmanager
+def no_garbage():
+    """A launch leaves nothing that only the garbage collector could free, and makes objects by the hundred thousand:
+    each full collection would look at everything that torch and Triton have loaded."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def current_options() -> Options:
@@ -179,7 +193,8 @@ class Kernel:
             chosen.checks.report.launches += 1
         if machine.left:
             try:
-                machine.run()
+                with no_garbage():
+                    machine.run()
             except Fault as fault:
                 if chosen.checks is not None:  # what stops the kernel is a finding too
                     chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))

@@ -1,0 +1,95 @@
+"""Registers that can share a row of the register file.
+
+A compiler gives nearly every value a register of its own; a row for each makes a file of a megabyte for a warp, and a
+launch waits for the CPU's caches. A register that is written before it is read, and only used, within one stretch of
+code without a label, jump or call is empty outside of it: its row serves others there. Lanes of a warp that are
+elsewhere have their own part of each row. Operands of asynchronous instructions keep rows of their own.
+"""
+
+from __future__ import annotations
+
+from softsm.ptx.ast import Address, Call, Function, Instruction, Label, Pair, Reg, Vector
+
+# Their first operand is what they write, all of it, when they are executed; they lower to nothing that stays behind.
+WRITES_FIRST = frozenset(
+    "abs add addc and bfe bfi bfind bmsk brev clz copysign cnot cos cvt cvta div dp2a dp4a ex2 fma fns ld lg2 lop3 mad "
+    "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct sqrt "
+    "sub subc szext tanh xor".split()
+)  # fmt: skip
+APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
+ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
+BANKS = {"b16": "R", "u16": "R", "s16": "R", "f16": "R", "b32": "R", "u32": "R", "s32": "R", "f32": "R", "f16x2": "R",
+         "bf16": "R", "bf16x2": "R", "b64": "Q", "u64": "Q", "s64": "Q", "f64": "Q"}  # fmt: skip
+
+
+def registers(operand) -> list[str]:
+    """Names in an operand, however deep."""
+    if isinstance(operand, Reg):
+        return [operand.name]
+    if isinstance(operand, Vector):
+        return [name for x in operand.items for name in registers(x)]
+    if isinstance(operand, Address):
+        return [name for x in (operand.base, *operand.coords, *operand.extra) for name in registers(x)]
+    if isinstance(operand, Pair):
+        return registers(operand.first) + registers(operand.second)
+    if isinstance(operand, tuple):
+        return [name for x in operand for name in registers(x)]
+    if isinstance(operand, Call):
+        return registers(operand.callee) + registers(operand.arguments)
+    return []
+
+
+def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
+    """Register -> (register file, number of a shared row), for those that can."""
+    stretch, home = 0, {}  # name -> the only stretch it occurs in, or -1
+    lives: dict[str, list[int]] = {}  # name -> first and last instruction
+    for i, item in enumerate(function.body):
+        if isinstance(item, Label):
+            stretch += 1
+            continue
+        for position, operand in enumerate(item.operands):
+            for name in registers(operand):
+                if name not in home:
+                    home[name] = stretch if position == 0 and _plain_write(item, name) else -1
+                    lives[name] = [i, i]
+                elif home[name] != stretch or item.opcode in APART:
+                    home[name] = -1
+                else:
+                    lives[name][1] = i
+        if item.guard is not None:
+            home[item.guard.name] = -1
+        if item.opcode in ENDS:
+            stretch += 1
+    begins: dict[int, list[str]] = {}
+    for name, where in home.items():
+        if where >= 0 and function.registers[name] in BANKS:
+            begins.setdefault(lives[name][0], []).append(name)
+    return _dealt(function, begins, lives)
+
+
+def _plain_write(item: Instruction, name: str) -> bool:
+    """Is it a write of the whole register by every active lane, before the instruction reads anything of the name?"""
+    if item.opcode not in WRITES_FIRST or item.guard is not None:
+        return False
+    return not any(name in registers(x) for x in item.operands[1:])
+
+
+def _dealt(function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]]) -> dict[str, tuple[str, int]]:
+    """Row numbers, the one that was free last first. A row is free behind the last use: never within an instruction,
+    whose parts may write before they read."""
+    free: dict[str, list[int]] = {"R": [], "Q": []}
+    used = {"R": 0, "Q": 0}
+    ends: dict[int, list[tuple[str, int]]] = {}
+    rows: dict[str, tuple[str, int]] = {}
+    for i in range(len(function.body)):
+        for name in begins.get(i, ()):
+            bank = BANKS[function.registers[name]]
+            if free[bank]:
+                row = free[bank].pop()
+            else:
+                row, used[bank] = used[bank], used[bank] + 1
+            rows[name] = bank, row
+            ends.setdefault(lives[name][1], []).append((bank, row))
+        for bank, row in ends.pop(i, ()):
+            free[bank].append(row)
+    return rows
