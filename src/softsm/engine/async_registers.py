@@ -106,9 +106,9 @@ class AsyncRegisters:
             self.insert_macro(start, do_early_use, rows=pg.row_set(self.rows[name] for name in fresh), copy=False)
             self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
 
-    def insert_macro(self, at: int, function, **operands) -> None:
+    def insert_macro(self, at: int, function, waits: bool = False, **operands) -> None:
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
-        self.records.insert(at, [pg.OP_MACRO, 0, len(self.macros) - 1, 0, 0, 0, 0, 0])
+        self.records.insert(at, [pg.OP_MACRO, int(waits), len(self.macros) - 1, 0, 0, 0, 0, 0])
         self.instructions.insert(at, self.ins)
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
@@ -116,5 +116,5 @@ class AsyncRegisters:
         """tcgen05.ld delivers its registers at their first use ('use', or 'move'), or at wait::ld; at a jump at the
         latest."""
         if self.tmem_pending and self.tmem_flush is not None:
-            self.insert_macro(at, self.tmem_flush, use=use)
+            self.insert_macro(at, self.tmem_flush, waits=True, use=use)
         self.tmem_pending.clear()

@@ -69,6 +69,7 @@ class DeadlockWatch:
         for f in late:
             f.blocked.on.waiters.remove(f)
             f.timed_out = True
+            f.warp.S[pg.S_PHASES] = 0  # its next wait has to be told
             f.unblock()
 
     # ---- warps that poll, each by itself -----------------------------------------------------------------------

@@ -23,7 +23,23 @@ from softsm.engine import build, native, selftest, vec
 from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
-from softsm.engine.vec_types import _I32, _I64, FULL, Bits, D, F, I, L, Q, U, building
+from softsm.engine.vec_types import (
+    _I32,
+    _I64,
+    FULL,
+    Bits,
+    D,
+    F,
+    I,
+    L,
+    Q,
+    U,
+    Vector,
+    _declare,
+    _splat,
+    building,
+    tomask,
+)
 from softsm.isa.registry import MICROS, Micro
 
 GROUP = 40  # cold micro-operations compiled together
@@ -205,10 +221,43 @@ def dispatch(module: ir.Module) -> None:
             leave(_I64(pg.MERGE), following, m, following)
         b.branch(loop)
 
-        case(pg.OP_MACRO)
-        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
-            leave(_I64(pg.MACRO), pc, m, following)
-        b.branch(loop)
+        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. Where all lanes ask
+        # for the same phase and Cta.phases tells that it is over, that is the answer; else a macro-operation.
+        case(pg.OP_WAIT)
+        asking = block("asking")
+        with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
+            b.branch(loop)
+        phases = field(S, pg.S_PHASES)
+        with b.if_then(b.icmp_unsigned("!=", phases, _I64(0))):
+            count_zeros = _declare(b, "llvm.cttz.i32", _I32, [_I32, ir.IntType(1)])
+            lane = b.zext(b.call(count_zeros, [m, ir.IntType(1)(1)]), _I64)
+            chosen = [b.load(b.inttoptr(b.add(R, b.shl(b.add(b.shl(b.zext(row, _I64), _I64(5)), lane), _I64(2))),
+                                        _I32.as_pointer())) for row in (rb, rc)]
+            differ = [load_row(R, row, U) != Vector(_splat(b, x, U.count), U) for row, x in zip((rb, rc), chosen)]
+            others_differ = b.and_(tomask(differ[0] | differ[1]).value, m)
+            offset = b.sub(b.zext(chosen[0], _I64), field(S, pg.S_SHARED_BASE))
+            inside = b.and_(b.icmp_unsigned("<", offset, field(S, pg.S_SHARED_SIZE)),
+                            b.icmp_unsigned("==", b.and_(offset, _I64(7)), _I64(0)))
+            with b.if_then(b.and_(b.icmp_unsigned("==", others_differ, _I32(0)), inside)):
+                at_phase = b.inttoptr(b.add(phases, b.lshr(offset, _I64(3))), ir.IntType(8).as_pointer())
+                phase = b.zext(b.load(at_phase), _I32)
+                # 0: no barrier; else 1 + the parity of the phase that is on
+                over = b.icmp_unsigned("==", b.and_(phase, _I32(1)), b.and_(chosen[1], _I32(1)))
+                with b.if_then(b.and_(b.icmp_unsigned("!=", phase, _I32(0)), over)):
+                    store_predicate(P, rd, Bits(m), Bits(_I32(FULL)))
+                    b.branch(loop)
+        b.branch(asking)
+        b.position_at_end(asking)
+        leave(_I64(pg.MACRO), pc, m, following)
+
+        case(pg.OP_MACRO)  # rd: 1 if it only waits for what is in flight
+        with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
+            b.branch(loop)
+        whole = b.icmp_unsigned("==", b.zext(m, _I64), field(S, pg.S_ALIVE))
+        idle = b.icmp_unsigned("!=", b.and_(b.zext(rd, _I64), field(S, pg.S_IDLE)), _I64(0))
+        with b.if_then(b.and_(whole, idle)):
+            b.branch(loop)
+        leave(_I64(pg.MACRO), pc, m, following)
 
         b.position_at_end(others)
         with b.if_then(b.icmp_unsigned(">=", op, _I32(pg.FIRST_MICRO + len(hot)))):

@@ -21,7 +21,7 @@ from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
- OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK) = range(19)
+ OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT) = range(20)
 FIRST_MICRO = 32
 
 # Why the interpreter came back.
@@ -33,6 +33,8 @@ QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = r
 # ... and, when races are checked:
 (S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
 S_BLOCKS = 25  # the table of engine/blocks.py
+S_PHASES = 26  # Cta.phases, or 0: every wait is a macro-operation
+S_IDLE = 27  # nothing is ever in flight: macro-operations that only wait for that may be passed over
 S_SCRATCH = 32  # 32 lane addresses
 S_FIELDS = 64
 

@@ -97,7 +97,8 @@ class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
     __slots__ = ("barriers", "cluster", "cluster_barrier", "ctaid", "exit_hooks", "gpu", "lane_hooks", "live",
-                 "machine", "named_barriers", "rank", "shared", "shared_address", "shared_base", "sm", "threads",
+                 "machine", "named_barriers", "phases", "phases_address", "rank", "shared", "shared_address",
+                 "shared_base", "sm", "threads",
                  "view", "warpgroups", "warps")
 
     def __init__(self, machine: Machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
@@ -108,6 +109,10 @@ class Cta(Waitable):
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
+        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event, or
+        # races are checked, the compiled loop does not look there.
+        self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
+        self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
         self.named_barriers: dict[int, object] = {}
         self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
         self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
@@ -207,6 +212,11 @@ class Machine:
             from softsm.checks.checker import Checker
 
             self.checker = self.engine.checker = Checker(self, options.checks.report, options.checks.strict)
+
+    @property
+    def unwatched(self) -> bool:
+        """Does nobody look at single events?"""
+        return self.divisible and (self.options.checks is None or not self.options.checks.races)
 
     def new_engine(self) -> AsyncEngine:
         return AsyncEngine(self.options.order, self.options.seed)

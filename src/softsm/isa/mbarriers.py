@@ -226,16 +226,21 @@ def _wait(asm, ins, flags, space):
     for operand in hint:  # suspendTimeHint
         asm.src(operand, "u")
     parity = "parity" in flags
+    predicate, at = asm.dst(done, "p"), shared_operand(asm, address, space)
+    phase = asm.src(what, "u" if parity else "q")
     asm.macro(
         do_wait if ins.modifiers[0] == "try_wait" else do_test,
         ins,
-        dst=asm.dst(done, "p"),
-        at=shared_operand(asm, address, space),
-        what=asm.src(what, "u" if parity else "q"),
+        dst=predicate,
+        at=at,
+        what=phase,
         parity=parity,
         relaxed="relaxed" in flags,
         scope="".join(flags & _SCOPES),
     )
+    if parity and not at[1]:  # the compiled loop can answer
+        _, _, number, _, _, _, *guard = asm.records[-1]
+        asm.records[-1] = [pg.OP_WAIT, predicate, number, at[0], phase, 0, *guard]
 
 
 def _pending_count(asm, ins, flags, space):
@@ -277,6 +282,8 @@ def do_init(w, mask, o):
         if w.machine.options.checks is not None:
             name = source_name(w.instruction(), offset, cta) or name
         barrier = cta.barriers[offset] = located(w, _new, count, name, Issuer(w))
+        barrier.shown, barrier.place = cta.phases, offset // 8
+        cta.phases[offset // 8] = 1
         if w.machine.checker is not None:
             w.machine.checker.barriers.initialised(w, barrier, cta, offset, count)
     w.machine.writes += 1
@@ -293,6 +300,7 @@ def do_inval(w, mask, o):
             raise w.fault("barrier-inval", f"{barrier.name} is invalidated while a warp waits on it")
         cta, offset = w.cta.resolve_shared(shared_address(w, o.at, lane))
         del cta.barriers[offset]
+        cta.phases[offset // 8] = 0
         if w.machine.checker is not None:
             w.machine.checker.barriers.mark_live(cta, offset, False)
     w.machine.writes += 1
@@ -414,7 +422,10 @@ def do_wait(w, mask, o):
     if not bits and barrier is not None and not fragment.timed_out:
         lane = (mask & -mask).bit_length() - 1
         return Blocked(barrier, Waiting(barrier, w.R.item(o.what, lane) if o.parity else None), limited=True)
-    fragment.timed_out = False
+    if fragment.timed_out:
+        fragment.timed_out = False
+        if not any(f.timed_out for f in w.fragments):
+            w.S[pg.S_PHASES] = w.cta.phases_address
     set_predicate(w, o.dst, mask, bits)
     return None if bits == mask else POLLED
 

@@ -133,7 +133,7 @@ def start(w, thread: int, ctas: list, o) -> None:
     product, plan = work.product, work.plan
     machine = w.cta.machine
     engine, checker = machine.engine, machine.checker
-    if plan is not None and checker is None and machine.divisible and engine.order == "eager":
+    if plan is not None and machine.unwatched and engine.order == "eager":
         engine.completed += 1  # issued and performed, and nobody looks
         product_chain.add(engine, product, plan, ctas)
     else:

@@ -395,13 +395,13 @@ def do_wait_st(w, mask, o):
 def lower_wait_ld(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.tmem_pending.clear()
-    asm.macro(do_wait_ld, ins)
+    asm.macro(do_wait_ld, ins, waits=True)
 
 
 @form("wait::st")
 def lower_wait_st(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, exactly(0), collective=True)
-    asm.macro(do_wait_st, ins)
+    asm.macro(do_wait_st, ins, waits=True)
 
 
 @form("fence::before_thread_sync")

@@ -45,6 +45,8 @@ class Mbarrier(Waitable):
         "overwritten",
         "pending",
         "phase",
+        "place",
+        "shown",
         "tx",
         "waited",
     )
@@ -57,6 +59,7 @@ class Mbarrier(Waitable):
             )
         self.name = name
         self.phase = 0
+        self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
         self.origin = None  # who initialised it, when races are checked
@@ -186,6 +189,8 @@ class Mbarrier(Waitable):
             if self.clock is not None and self.waited < self.phase - 1:
                 self.home.machine.checker.barriers.phase_skipped(self)
             self.phase += 1
+            if self.shown is not None:
+                self.shown[self.place] = 1 + (self.phase & 1)
             self.expected = self.pending = self.next_expected
             if self.clock is not None:
                 self.clock.complete()
