@@ -328,9 +328,9 @@ class Assembler(AsyncRegisters):
         ins = self.ins if guard is self._UNSET else guard
         self.record(self.numbers[name], dst, *srcs, *([0] * (4 - len(srcs))), ins=ins)
 
-    def macro(self, function, ins: Instruction, *, aligned: bool | None = None, waits: bool = False, **operands) -> None:
-        """A macro-operation: at run time `function(warp, mask, operands)`. `waits`: for operations of the warp in flight,
-        and does nothing else."""
+    def macro(self, function, ins: Instruction, *, aligned: bool | None = None, waits=False, **operands) -> None:
+        """A macro-operation: at run time `function(warp, mask, operands)`. `waits`: for operations of the warp that are
+        in flight, and does nothing else."""
         is_aligned = "aligned" in ins.modifiers if aligned is None else aligned
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned))
         self.record(pg.OP_MACRO, int(waits), len(self.macros) - 1, ins=ins)

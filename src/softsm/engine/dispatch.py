@@ -221,8 +221,8 @@ def dispatch(module: ir.Module) -> None:
             leave(_I64(pg.MERGE), following, m, following)
         b.branch(loop)
 
-        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. Where all lanes ask
-        # for the same phase and Cta.phases tells that it is over, that is the answer; else a macro-operation.
+        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. Where all lanes
+        # ask for the same phase and Cta.phases tells that it is over, that is the answer; else a macro-operation.
         case(pg.OP_WAIT)
         asking = block("asking")
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):

@@ -109,8 +109,8 @@ class Cta(Waitable):
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
-        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event, or
-        # races are checked, the compiled loop does not look there.
+        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event,
+        # or races are checked, the compiled loop does not look there.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
         self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
         self.named_barriers: dict[int, object] = {}

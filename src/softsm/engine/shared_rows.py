@@ -13,8 +13,8 @@ from softsm.ptx.ast import Address, Call, Function, Instruction, Label, Pair, Re
 # Their first operand is what they write, all of it, when they are executed; they lower to nothing that stays behind.
 WRITES_FIRST = frozenset(
     "abs add addc and bfe bfi bfind bmsk brev clz copysign cnot cos cvt cvta div dp2a dp4a ex2 fma fns ld lg2 lop3 mad "
-    "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct sqrt "
-    "sub subc szext tanh xor".split()
+    "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct "
+    "sqrt sub subc szext tanh xor".split()
 )  # fmt: skip
 APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))

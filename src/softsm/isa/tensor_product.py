@@ -53,8 +53,11 @@ def multiply(module: ir.Module) -> None:
         def spread(scalar) -> Vector:
             return Vector(_splat(b, scalar, F.count), F)
 
-        def together(base, index) -> list[Vector]:
-            """The elements of STEPS rows, loaded at once."""
+        def one_by_one(base, index) -> list[Vector]:
+            """STEPS elements, each spread over the lanes."""
+            if not _AARCH64:
+                return [spread(element(base, b.add(index, _I64(step)), _FLOAT)) for step in range(STEPS)]
+            # This CPU multiplies by an element of a register; spreading one costs an operation more.
             whole = ir.VectorType(_FLOAT, STEPS)
             four = b.load(b.inttoptr(b.add(base, b.shl(index, _I64(2))), whole.as_pointer()), align=4)
             none = ir.Constant(whole, ir.Undefined)
@@ -89,9 +92,7 @@ def multiply(module: ir.Module) -> None:
                     for total, start in zip(sums, starts):
                         total.add_incoming(start, entry)
                     latest = [Vector(total, F) for total in sums]
-                    steps = [[spread(element(at, b.add(i, _I64(step)), _FLOAT)) for step in range(STEPS)] for at in of_b]
-                    if _AARCH64:  # which multiplies by an element of a register; a spread one costs an operation more
-                        steps = [together(at, i) for at in of_b]
+                    steps = [one_by_one(at, i) for at in of_b]
                     for step in range(STEPS):
                         v = load_row(a, b.add(b.mul(stride, b.add(i, _I64(step))), q), F)
                         latest = [fma(v, of_column[step], x) for of_column, x in zip(steps, latest)]

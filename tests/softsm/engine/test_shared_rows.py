@@ -41,18 +41,19 @@ def test_a_value_of_one_stretch_shares():
     ("add.u32 %r3, %r2, 1;\nNEXT:\nmov.u32 %r30, %r3;\n", "%r3"),
     ("add.u32 %r3, %r2, 1;\nsetp.eq.u32 %p1, %r1, 0;\n@%p1 bra NEXT;\nmov.u32 %r30, %r3;\nNEXT:\n", "%r3"),
     ("elect.sync %r3|%p1, -1;\nmov.u32 %r30, %r3;\n", "%r3"),
-    ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2];\ntcgen05.wait::ld.sync.aligned;\nmov.u32 %r30, %r3;\n", "%r3"),
+    ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2];\nmov.u32 %r30, %r3;\n", "%r3"),
     ("add.u32 %r3, %r2, 1;\ntcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r3};\nmov.u32 %r30, %r3;\n", "%r3"),
     ("mov.pred %p2, 1;\nselp.u32 %r30, 1, 0, %p2;\n", "%p2"),
-], ids=["read first", "guarded", "behind a label", "behind a branch", "not arithmetic", "delivered later", "an operand of "
-        "tcgen05", "a predicate"])  # fmt: skip
+], ids=["read first", "guarded", "behind a label", "behind a branch", "not arithmetic", "delivered later",
+        "an operand of tcgen05", "a predicate"])  # fmt: skip
 def test_others_have_a_row_of_their_own(body, name):
     assert name not in shares(body)
 
 
 def test_a_loop_of_many_values_has_the_results_of_its_formulas():
     """Lanes leave the loop one by one: fragments of the warp run different stretches on the same rows."""
-    steps = "".join(f"mad.lo.u32 %r{n + 1}, %r{n}, {n}, %r2;\nxor.b32 %r{n + 2}, %r{n + 1}, {n};\n" for n in range(5, 21, 2))
+    steps = "".join(f"mad.lo.u32 %r{n + 1}, %r{n}, {n}, %r2;\nxor.b32 %r{n + 2}, %r{n + 1}, {n};\n"
+                    for n in range(5, 21, 2))  # fmt: skip
     body = f"""mov.u32 %r31, 0; mov.u32 %r30, 0;
 LOOP:
 mov.u32 %r5, %r31;

@@ -6,6 +6,7 @@ from launching import ptx, run, store, wait, words
 
 import softsm.engine.launch as engine
 from softsm.errors import Deadlock, Fault, Unsupported
+from softsm.isa import mbarriers
 
 BARRIER = ".shared .align 8 .b8 bar[64];"
 INIT = """mov.u32 %r2, bar;
@@ -347,3 +348,35 @@ ld.shared.u32 %r3, [%r2+16];
     text = ptx(body + store("%r3"), "out src", shared=BARRIER.replace("align 8", "align 16"))
     got = run(text, [words(32), words(4, 77)])[0]
     np.testing.assert_array_equal(got, 77)
+
+
+def test_a_wait_that_is_over_needs_no_macro_operation(monkeypatch):
+    """Lanes that ask for one phase are answered in the compiled loop, others by the macro-operation: alike."""
+    asked = []
+    answers = mbarriers._answers
+
+    def counted(w, mask, o):
+        asked.append(mask)
+        return answers(w, mask, o)
+
+    monkeypatch.setattr(mbarriers, "_answers", counted)
+    body = init(32) + """mbarrier.arrive.shared::cta.b64 _, [%r2];
+and.b32 %r4, %r1, {parity};
+mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], %r4;
+selp.u32 %r3, 1, 0, %p2;
+""" + store("%r3")  # fmt: skip
+    one = ptx(body.format(parity=0), shared=BARRIER)
+    np.testing.assert_array_equal(run(one, [words(32)], block=32), 1)
+    assert not asked
+    two = ptx(body.format(parity=1), shared=BARRIER)
+    np.testing.assert_array_equal(run(two, [words(32)], block=32), 1 - np.arange(32) % 2)
+    assert asked
+
+
+def test_a_barrier_that_is_gone_answers_nobody():
+    body = once("""mov.u32 %r2, bar;
+mbarrier.init.shared.b64 [%r2], 1;
+mbarrier.inval.shared.b64 [%r2];
+mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1;""", shared=BARRIER)
+    with pytest.raises(Fault, match="no mbarrier was initialised"):
+        run(body, [words(32)], block=32)

@@ -1,4 +1,4 @@
-"""Products on one accumulator are computed together; nobody can tell. D is what one product after the other makes it."""
+"""Products on one accumulator are computed together; D is what one product after the other makes it."""
 
 import layouts
 import numpy as np
