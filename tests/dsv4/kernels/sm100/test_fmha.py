@@ -48,7 +48,7 @@ VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if
 PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
 SLOW = [(64, False), (128, True), (128, False), (256, False)]
 QUICK_PATHS = [pytest.param(*path, marks=[pytest.mark.slow] * (path in SLOW)) for path in PATHS]
-SEEDS = [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim == 128)) for case in suites.seeds()]
+SEEDS = [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim in (128, 256))) for case in suites.seeds()]
 VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (64, BF16, True, CELLS),
              (128, BF16, True, CELLS)]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
