@@ -77,6 +77,8 @@ class Assembler(AsyncRegisters):
         self.branch_tables: list[tuple[int, list[str]]] = []
         self.ins: Instruction | None = None
         self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
+        self.named: set[tuple[str, int]] = set()  # rows of registers, and those that not only arithmetic touches
+        self.exposed: set[tuple[str, int]] = set()
         self.entries: dict[str, int] = {}  # .func name -> pc
         self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
         self.read: set[str] = set()  # names, of the current instruction
@@ -356,6 +358,9 @@ class Assembler(AsyncRegisters):
         start = len(self.records)
         self.guard(ins)
         lowering(self, ins)
+        self.named |= self.touched
+        if any(record[0] < pg.FIRST_MICRO for record in self.records[start:]):
+            self.exposed |= self.touched
         self.touches_registers(ins, start)
 
     def body(self, function: Function) -> None:
@@ -431,4 +436,5 @@ class Assembler(AsyncRegisters):
             parameters=self.parameters, symbol_rows=symbol_rows, shared_variables=self.shared_variables,
             shared_static=self.shared_static, local_variables=self.local_variables, local_bytes=self.local_bytes,
             param_offsets=self.param_offsets, param_bytes=self.param_bytes, branch_tables=tables,
-            variables=self.variables, flow=self.flow)
+            variables=self.variables, flow=self.flow,
+            private=frozenset(self.named - self.exposed - set(self.passed.values())))

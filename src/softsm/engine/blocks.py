@@ -1,16 +1,19 @@
 """Straight-line code: runs of micro-operations that are executed often become one native function each.
 
 The dispatch loop moves every operand through the register files. A block instead goes through its instructions for a
-few lanes at a time, with their values in the CPU's registers, and writes each register once at the end. The interpreter
+few lanes at a time, with their values in the CPU's registers, and writes each register that somebody may read later
+once at the end. The interpreter
 calls it when the whole warp runs together and the quantum leaves room for all of it; otherwise, and when a fragment
 enters in the middle, the records are interpreted as ever. Results, steps and diagnostics are the same either way.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import threading
+from dataclasses import replace
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -19,6 +22,7 @@ from llvmlite import ir
 from softsm.engine import native
 from softsm.engine import program as pg
 from softsm.engine.dispatch import BLOCK, KINDS, LETTERS, definition, evaluate, numbered
+from softsm.engine.vec_ops import canonical
 from softsm.engine.vec_rows import load_row, store_row
 from softsm.engine.vec_types import (
     _I32,
@@ -45,6 +49,16 @@ EXCHANGE = re.compile(r"\b(shfl_\w+|xor_lanes|warp_\w+|everywhere|any_lane)\b") 
 _compiling = threading.Lock()
 
 
+# They make every NaN the same one in the end, whichever NaN they are given: between them that can wait.
+ANY_NAN = {f"{name}.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt", "min", "max")}
+
+
+def inside(expression: str) -> str:
+    """canonical(x) -> x."""
+    assert expression.startswith("canonical(") and expression.endswith(")"), expression
+    return expression.removeprefix("canonical(")[:-1]
+
+
 def lanes_at_a_time() -> int:
     """As many as one vector register of the CPU holds: the more values stay in registers."""
     if platform.machine() in ("x86_64", "AMD64"):
@@ -52,10 +66,15 @@ def lanes_at_a_time() -> int:
     return 4
 
 
+def jump_targets(program: pg.Program) -> np.ndarray:
+    code = program.code
+    return np.unique([*code[code[:, 0] == pg.OP_BRA, 5], *(x for table in program.branch_tables for x in table)])
+
+
 def find(program: pg.Program, local: np.ndarray) -> list[tuple[int, int]]:
     """(first record, length) of the runs of micro-operations that nothing jumps into. local[op]: is it one?"""
     code = program.code
-    starts = np.unique([*code[code[:, 0] == pg.OP_BRA, 5], *(x for table in program.branch_tables for x in table)])
+    starts = jump_targets(program)
     inside = local[np.minimum(code[:, 0], len(local) - 1)]
     cuts = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
     found = []
@@ -107,21 +126,50 @@ class Blocks:
             known = {key: constants[key[0]][key[1]] for key in sorted(rows) if key[1] in constants.get(key[0], ())}
             text += f" {sorted(known.items())} {lanes_at_a_time()}"
             text += native.source("blocks") + native.source("dispatch")
-            translation = Translation(records, self.micros, known)
+            unread = frozenset(self.program.private - self.read_first)
+            text += f" {sorted(unread & {(_bank(self.micros[int(r[0])].dst), int(r[1])) for r in records})}"
+            translation = Translation(records, self.micros, known, unread)
             self.table[index, 0] = native.functions("block", text, translation.build, ["block"])["block"]
+
+
+    @functools.cached_property
+    def read_first(self) -> set[tuple[str, int]]:
+        """Rows that some run of micro-operations reads before it writes them. What a block leaves in others is read by
+        nobody, unless something else than a micro-operation looks at them."""
+        code, heads = self.program.code, {first for first, _ in self.found}
+        heads |= {first + length for first, length in self.found} | set(jump_targets(self.program).tolist())
+        found: set[tuple[str, int]] = set()
+        written: set[tuple[str, int]] = set()
+        for at, record in enumerate(code):
+            m = self.micros.get(int(record[0]))
+            if m is None or at in heads:
+                written = set()
+            if m is None:
+                continue
+            target, guard = (_bank(m.dst), int(record[1])), int(record[6])
+            read = _sources(m, record) + ([("P", guard), target] if guard else [])
+            found.update(row for row in read if row not in written)
+            if not guard:
+                written.add(target)
+        return found
+
+
+def _bank(kind: str) -> str:
+    return "P" if kind == "p" else "R" if kind in "uif" else "Q"
 
 
 def _sources(m: Micro, record: np.ndarray) -> list[tuple[str, int]]:
     """(register file, row) of what a record reads."""
-    return [("P" if kind == "p" else "R" if kind in "uif" else "Q", int(row))
-            for kind, row in zip(m.srcs, record[2:6])]
+    return [(_bank(kind), int(row)) for kind, row in zip(m.srcs, record[2:6])]
 
 
 class Translation:
     """One block on its way to LLVM: which registers are where while a group of lanes goes through it."""
 
-    def __init__(self, records: np.ndarray, micros: dict[int, Micro], known: dict[tuple[str, int], int]):
-        self.records, self.micros, self.known = records, micros, known
+    def __init__(self, records: np.ndarray, micros: dict[int, Micro], known: dict[tuple[str, int], int],
+                 unread: frozenset[tuple[str, int]] = frozenset()):  # fmt: skip
+        self.records, self.micros, self.known, self.unread = records, micros, known, unread
+        self.loose: dict[tuple[str, int], Vector] = {}  # results whose NaNs may be any NaN, before `rows` has them
         self.rows: dict[tuple[str, int], Vector] = {}  # values of the group so far
         self.masks: dict[int, Mask] = {}  # of predicates
         self.stale: dict[tuple[str, int], None] = {}  # registers to be written at the end
@@ -145,7 +193,9 @@ class Translation:
             for record in self.records:
                 self.step(self.micros[int(record[0])], record)
             for bank, row in self.stale:
-                store_row(self.files[bank], _I32(row), Bits(_I32(FULL)), self.rows[bank, row])
+                if (bank, row) not in self.unread:
+                    value = self.row(bank, row, "u" if bank == "R" else "q")
+                    store_row(self.files[bank], _I32(row), Bits(_I32(FULL)), value)
             for p, phi in gathered.items():
                 phi.add_incoming(_I32(0), entry)
                 phi.add_incoming(b.or_(phi, self.bits(self.masks[p], lane)), b.block)
@@ -170,14 +220,26 @@ class Translation:
         return used
 
     def written_predicates(self) -> list[int]:
-        return sorted({int(r[1]) for r in self.records if self.micros[int(r[0])].dst == "p"})
+        written = {int(r[1]) for r in self.records if self.micros[int(r[0])].dst == "p"}
+        return sorted(row for row in written if ("P", row) not in self.unread)
 
     def step(self, m: Micro, record: np.ndarray) -> None:
-        names = {}
+        names: dict[str, Vector | Mask] = {}
+        any_nan = m.name in ANY_NAN
         for letter, kind, (bank, row) in zip(LETTERS, m.srcs, _sources(m, record)):
-            names[letter] = self.mask(row) if bank == "P" else self.row(bank, row, kind)
-        value = evaluate(m, names, None)
+            if bank == "P":
+                names[letter] = self.mask(row)
+            elif any_nan and (bank, row) in self.loose:
+                names[letter] = self.loose[bank, row]
+            else:
+                names[letter] = self.row(bank, row, kind)
         rd, guard = int(record[1]), self.guard(record)
+        if any_nan and m.dst == "f" and guard is None:
+            self.loose["R", rd] = evaluate(replace(m, expression=inside(m.expression)), names, None)
+            self.rows.pop(("R", rd), None)
+            self.stale["R", rd] = None
+            return
+        value = evaluate(m, names, None)
         if m.dst == "p":
             if guard is not None:
                 value = (self.mask(rd) & ~guard) | (value & guard)
@@ -188,6 +250,7 @@ class Translation:
         if guard is not None:
             value = sel(guard, value, self.row(bank, rd, "u" if bank == "R" else "q"))
         self.rows[bank, rd] = value
+        self.loose.pop((bank, rd), None)
         self.stale[bank, rd] = None
 
     def guard(self, record: np.ndarray) -> Mask | None:
@@ -202,6 +265,8 @@ class Translation:
         if (bank, row) in self.known:
             value = as_vector(self.known[bank, row], plain)
         else:
+            if (bank, row) in self.loose:
+                self.rows[bank, row] = self.as_bits(canonical(self.loose.pop((bank, row))), bank)
             if (bank, row) not in self.rows:
                 self.rows[bank, row] = load_row(self.files[bank], _I32(row), plain)
             value = self.rows[bank, row]

@@ -16,6 +16,7 @@ WRITES_FIRST = frozenset(
     "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct "
     "sqrt sub subc szext tanh xor".split()
 )  # fmt: skip
+MEMORY = frozenset(("ld", "shfl"))  # of these: their operands are looked at by more than arithmetic
 APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 BANKS = {"b16": "R", "u16": "R", "s16": "R", "f16": "R", "b32": "R", "u32": "R", "s32": "R", "f32": "R", "f16x2": "R",
@@ -40,15 +41,20 @@ def registers(operand) -> list[str]:
 
 
 def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
-    """Register -> (register file, number of a shared row), for those that can."""
+    """Register -> (register file, number of a shared row), for those that can. Registers that arithmetic alone uses,
+    whose values engine/blocks.py need not keep, have negative numbers."""
     stretch, home = 0, {}  # name -> the only stretch it occurs in, or -1
     lives: dict[str, list[int]] = {}  # name -> first and last instruction
+    looked_at: set[str] = set()  # by other instructions
     for i, item in enumerate(function.body):
         if isinstance(item, Label):
             stretch += 1
             continue
+        arithmetic = item.opcode in WRITES_FIRST and item.opcode not in MEMORY
         for position, operand in enumerate(item.operands):
             for name in registers(operand):
+                if not arithmetic:
+                    looked_at.add(name)
                 if name not in home:
                     home[name] = stretch if position == 0 and _plain_write(item, name) else -1
                     lives[name] = [i, i]
@@ -64,7 +70,7 @@ def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
     for name, where in home.items():
         if where >= 0 and function.registers[name] in BANKS:
             begins.setdefault(lives[name][0], []).append(name)
-    return _dealt(function, begins, lives)
+    return _dealt(function, begins, lives, looked_at)
 
 
 def _plain_write(item: Instruction, name: str) -> bool:
@@ -74,22 +80,24 @@ def _plain_write(item: Instruction, name: str) -> bool:
     return not any(name in registers(x) for x in item.operands[1:])
 
 
-def _dealt(function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]]) -> dict[str, tuple[str, int]]:
+def _dealt(function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]],
+           looked_at: set[str]) -> dict[str, tuple[str, int]]:  # fmt: skip
     """Row numbers, the one that was free last first. A row is free behind the last use: never within an instruction,
     whose parts may write before they read."""
-    free: dict[str, list[int]] = {"R": [], "Q": []}
-    used = {"R": 0, "Q": 0}
-    ends: dict[int, list[tuple[str, int]]] = {}
+    free: dict[tuple[str, int], list[int]] = {(bank, sign): [] for bank in "RQ" for sign in (1, -1)}
+    used = dict.fromkeys(free, 0)
+    ends: dict[int, list[tuple[tuple[str, int], int]]] = {}
     rows: dict[str, tuple[str, int]] = {}
     for i in range(len(function.body)):
         for name in begins.get(i, ()):
-            bank = BANKS[function.registers[name]]
-            if free[bank]:
-                row = free[bank].pop()
+            pool = BANKS[function.registers[name]], 1 if name in looked_at else -1
+            if free[pool]:
+                row = free[pool].pop()
             else:
-                row, used[bank] = used[bank], used[bank] + 1
-            rows[name] = bank, row
-            ends.setdefault(lives[name][1], []).append((bank, row))
-        for bank, row in ends.pop(i, ()):
-            free[bank].append(row)
+                used[pool] += 1
+                row = used[pool] * pool[1]
+            rows[name] = pool[0], row
+            ends.setdefault(lives[name][1], []).append((pool, row))
+        for pool, row in ends.pop(i, ()):
+            free[pool].append(row)
     return rows

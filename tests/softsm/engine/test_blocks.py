@@ -31,7 +31,8 @@ def random_code(part: list, rng: np.random.Generator) -> np.ndarray:
 
 
 def program(code: np.ndarray) -> pg.Program:
-    constants = {"constants_r": {3: 7}, "constants_q": {2: 9}, "constants_p": {}, "branch_tables": []}
+    constants = {"constants_r": {3: 7}, "constants_q": {2: 9}, "constants_p": {}, "branch_tables": [],
+                 "private": frozenset()}
     made = pg.Program.__new__(pg.Program)
     for name, value in {"code": code, **constants}.items():
         setattr(made, name, value)
@@ -122,3 +123,49 @@ def test_blocks_end_where_something_jumps_to():
     assert blocks.Blocks(made).found == [(0, 4), (4, 6)]
     made.branch_tables = [[8]]
     assert blocks.Blocks(made).found == [(0, 4), (4, 4)]  # two records are not worth it
+
+
+HEAD = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 n)
+{
+  .reg .b32 %r<16>; .reg .f32 %f<16>; .reg .b64 %rd<4>; .reg .pred %p<4>; .shared .align 4 .b8 s[128];
+  ld.param.u64 %rd1, [x]; ld.param.u32 %r1, [n]; mov.u32 %r2, %tid.x; mov.u32 %r3, 0;
+  mul.wide.u32 %rd2, %r2, 4; add.u64 %rd3, %rd1, %rd2; ld.global.f32 %f1, [%rd3];
+  shl.b32 %r13, %r2, 2; mov.u32 %r14, s; add.u32 %r14, %r14, %r13; mov.f32 %f2, %f1; mov.u32 %r9, 0;
+LOOP:
+"""
+TAIL = """
+  add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, %r1; @%p1 bra LOOP;
+  st.global.u32 [%rd3], %r9; ret;
+}"""
+BODIES = {
+    "NaNs": """mul.f32 %f3, %f1, %f2; sub.f32 %f4, %f3, %f3; max.f32 %f5, %f4, %f3; fma.rn.f32 %f6, %f4, %f1, %f5;
+  add.f32 %f2, %f6, %f1; mov.b32 %r4, %f2; xor.b32 %r9, %r9, %r4; mov.b32 %r5, %f4; add.u32 %r9, %r9, %r5;""",
+    "a guard": """add.f32 %f3, %f1, %f1; setp.gt.f32 %p2, %f3, 0f3F800000; @%p2 mul.f32 %f2, %f3, %f2; mov.b32 %r4, %f2;
+  @!%p2 add.u32 %r9, %r9, %r4; min.f32 %f4, %f3, %f2; mov.b32 %r5, %f4; xor.b32 %r9, %r9, %r5;""",
+    "behind a store": """add.u32 %r4, %r3, %r2; mul.lo.u32 %r5, %r4, 77; xor.b32 %r6, %r5, %r4;
+  st.shared.u32 [%r14], %r6; add.u32 %r7, %r4, %r5; ld.shared.u32 %r8, [%r14]; xor.b32 %r9, %r9, %r7;
+  add.u32 %r9, %r9, %r8; sub.u32 %r9, %r9, %r5;""",
+    "a chain over the turns": """add.u32 %r4, %r9, %r3; setp.lt.u32 %p2, %r4, 4000000000; @%p2 xor.b32 %r10, %r4, %r2;
+  add.u32 %r9, %r4, %r10; xor.b32 %r11, %r9, 5; shl.b32 %r12, %r11, 3;""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_nobody_reads_need_not_be_kept(body, monkeypatch):
+    """Unread registers are not written and NaNs are made alike late: memory is as with the interpreter alone."""
+    start = np.linspace(-3e38, 3e38, 32, dtype=np.float32)
+    start[:4] = np.nan, np.inf, -np.inf, 0
+    results, steps = [], []
+    for kind in ("blocks", "interpreter"):
+        if kind == "interpreter":
+            monkeypatch.setattr(blocks, "find", lambda program, local: [])
+        kernel = softsm.load(HEAD + BODIES[body] + TAIL + f"// {kind}")
+        x = start.copy()
+        steps.append(kernel.launch(1, 32, [x, dispatch.HOT + 50]).steps)
+        results.append(x.tobytes())
+        assert bool(kernel.blocks.table[:, 0].any()) == (kind == "blocks")
+    assert results[0] == results[1] and steps[0] == steps[1]
