@@ -5,7 +5,7 @@ from dataclasses import replace
 import launches
 import pytest
 import torch
-from fmha_gradients import BF16, FP16, VARLEN, check, request, varlen_request
+from fmha_gradients import BF16, FP16, SHORT, VARLEN, check, request, varlen_request
 
 import softsm
 from dsv4 import reference_backward
@@ -97,10 +97,12 @@ def test_sequences_go_together(name, order, dq, monkeypatch):
     check(b, want, low)
 
 
-@pytest.mark.slow
-def test_chain_takes_sequences_one_by_one():
-    b, want, low = varlen_request(d=256)
+@pytest.mark.parametrize("name", SHORT)
+def test_chain_takes_short_sequences_together(name, monkeypatch):
+    b, want, low = varlen_request(d=256, **SHORT[name])
+    names = launches.one_by_one(monkeypatch)
     run(b)
+    assert names == ["backward_rows", "backward_scores"] * 2
     check(b, want, low)
 
 

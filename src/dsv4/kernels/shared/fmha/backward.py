@@ -1,7 +1,7 @@
 """Gradients of fmha: from a request to what the kernels of an architecture get. Shared by all architectures.
 
-A varlen batch goes to the kernels as it is where they take it (head dims 64 and 128), else sequence by sequence, which
-reads cu_seqlens on the host.
+A varlen batch goes to the kernels as it is where they take it (head dims 64 and 128), else by_sequence.py makes dense
+ones of it.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def at_once(b: FmhaBackward, run: Callable[..., None]) -> None:
     dense one. A gradient that run makes instead of filling the one it gets must be 0 in rows of no sequence."""
     p = b.forward
     if p.kind == "dense":
-        _dense(b, run, None)
+        dense(b, run, None)
         return
     for x in (b.dq, b.dk, b.dv):
         if x is not None:
@@ -56,39 +56,10 @@ def at_once(b: FmhaBackward, run: Callable[..., None]) -> None:
     )  # fmt: skip
     dlse = None if b.dlse is None else b.dlse.T[None]
     gradients = (None if x is None else x[None] for x in (b.dq, b.dk, b.dv))
-    _dense(FmhaBackward(one, b.dout[None], dlse, *gradients, b.dsink), run, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
+    dense(FmhaBackward(one, b.dout[None], dlse, *gradients, b.dsink), run, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
 
 
-def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
-    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv) for a dense batch, or for each sequence of a varlen one; what it
-    gets is what a Chain gets."""
-    p = b.forward
-    if p.kind == "dense":
-        _dense(b, run)
-        return
-    for x in (b.dq, b.dk, b.dv, b.dsink):
-        if x is not None:
-            x.zero_()
-    starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
-    for n in range(p.batch):
-        rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
-        if rows.start >= rows.stop or keys.start >= keys.stop:
-            continue
-        one = replace(
-            p, kind="dense", q=p.q[None, rows], k=p.k[None, keys], v=p.v[None, keys], out=p.out[None, rows],
-            lse=p.lse[rows].T[None], max_seqlen_q=rows.stop - rows.start, max_seqlen_k=keys.stop - keys.start,
-            cu_seqlens_q=None, cu_seqlens_k=None,
-        )  # fmt: skip
-        dsink = None if b.dsink is None else torch.empty_like(b.dsink)
-        _dense(FmhaBackward(
-            one, b.dout[None, rows], None if b.dlse is None else b.dlse[rows].T[None],
-            *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))), dsink,
-        ), run)  # fmt: skip
-        if dsink is not None:
-            b.dsink.add_(dsink)
-
-
-def _dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | None) -> None:
+def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | None) -> None:
     p, varlen = b.forward, any(sequences)
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:

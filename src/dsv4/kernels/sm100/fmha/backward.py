@@ -14,11 +14,11 @@ from dsv4.kernels.shared.fmha.backward import (
     FP16_P_SCALE,
     Sequences,
     at_once,
-    by_sequence,
     descriptor,
     ds_scale,
     supports,
 )
+from dsv4.kernels.shared.fmha.by_sequence import by_sequence
 from dsv4.kernels.shared.fmha.chain import Chain
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E

@@ -19,12 +19,12 @@ from dsv4.kernels.shared.fmha.backward import (
     Sequences,
     addressable,
     at_once,
-    by_sequence,
     descriptor,
     ds_scale,
     made_like,
     supports,
 )
+from dsv4.kernels.shared.fmha.by_sequence import by_sequence
 from dsv4.kernels.shared.fmha.chain import Chain
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
