@@ -75,6 +75,14 @@ def test_varlen(d):
     fmha_gradients.check(b, want, low)
 
 
+@pytest.mark.parametrize("d", [256, 512])
+@pytest.mark.parametrize("name", fmha_gradients.SHORT)
+def test_short_sequences_go_together(name, d):
+    b, want, low = fmha_gradients.varlen_request(d=d, device="cuda", **fmha_gradients.SHORT[name])
+    run(b)
+    fmha_gradients.check(b, want, low)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "options",
