@@ -14,7 +14,7 @@ import v4_gradients
 from fmha_gradients import BF16, FP16
 
 import dsv4
-from dsv4 import suites
+from dsv4 import reference_backward, suites
 from dsv4.kernels.shared.fmha import chain
 from dsv4.runtime import gradients
 
@@ -110,6 +110,22 @@ def test_only_what_is_wanted():
             b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})
             run(b)
             fmha_gradients.check(b, want, low)
+
+
+def test_index_loss():
+    """Torch code, with products of bf16 operands: everything but the last rounding of a gradient is fp32."""
+    n, m, listed, heads = 50, 70, 40, 8
+    q, k, weights = (fmha_gradients.draw(*x, dtype=BF16, seed=len(x)) for x in ((n, 16, 128), (m, 128), (n, 16)))
+    attention_q, rows = (fmha_gradients.draw(*x, dtype=BF16, seed=9) for x in ((n, heads, 512), (m, 512)))
+    indices = torch.randint(-1, m, (n, listed), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    lse = torch.full((n, heads), 3.0)
+    target = (torch.einsum("nhe,me->nhm", attention_q.double(), rows.double()) * 512**-0.5 - 3).exp().sum(1)
+    want, *ref = reference_backward.index_loss(q, k, weights, indices, target.gather(1, indices.long().clamp_min(0)))
+    learnt = [x.cuda().requires_grad_() for x in (q, k, weights)]
+    loss = dsv4.index_loss(*learnt, *(x.cuda() for x in (indices, attention_q, rows, lse)))
+    torch.testing.assert_close(loss.double().cpu(), want, rtol=1e-4, atol=0)
+    for got, exact in zip(torch.autograd.grad(loss, learnt), ref):
+        assert float((got.double().cpu() - exact).norm() / exact.norm()) < 2**-9 + 1e-4
 
 
 @pytest.mark.parametrize("d", [64, 128, 256, 512])

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dsv4.runtime import checks, gradients
 
-BLOCK_BYTES = 32 << 20  # gathered rows and scores (fp32) of one block of queries
+# Gathered rows and scores of one block of queries, counted in fp32: what a cache holds; what hides the launches.
+BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 
 def index_loss(
@@ -61,8 +62,15 @@ def index_loss(
 
 def _blocks(q, indices, attention_q):
     per_query = indices.shape[1] * (q.shape[2] + attention_q.shape[2] + 3 * q.shape[1] + attention_q.shape[1])
-    step = max(1, BLOCK_BYTES // max(4 * per_query, 1))
+    step = max(1, BLOCK_BYTES[q.device.type] // max(4 * per_query, 1))
     return (slice(i, i + step) for i in range(0, q.shape[0] if indices.shape[1] else 0, step))
+
+
+def _product(x, y):
+    """Batches of x @ y, summed in fp32. On a GPU by its tensor cores, which take 16-bit operands as they are."""
+    if x.is_cuda and x.dtype == y.dtype and x.dtype != torch.float32:
+        return torch.bmm(x, y, out_dtype=torch.float32)
+    return torch.bmm(x.float(), y.float())
 
 
 def _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale):
@@ -70,14 +78,14 @@ def _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_s
     there = (indices[some] >= 0) & (indices[some] < k.shape[0])
     number = indices[some].long().masked_fill(~there, 0)
     # A row that is not there stands for row 0, which may hold anything.
-    latent, keys = (x[number].float().masked_fill_(~there[..., None], 0) for x in (rows, k))
+    latent, keys = (x[number].masked_fill_(~there[..., None], 0) for x in (rows, k))
     whole = lse[some] if sink is None else torch.logaddexp(lse[some], sink)
     whole = torch.where(lse[some] == float("-inf"), float("inf"), whole)
-    p = (torch.bmm(attention_q[some].float(), latent.mT) * softmax_scale - whole[..., None]).exp_().sum(1)
+    p = (_product(attention_q[some], latent.mT) * softmax_scale - whole[..., None]).exp_().sum(1)
     p = p.masked_fill_(~there, 0)
     total = p.sum(1, keepdim=True)
     p = p / torch.where(total == 0, 1, total)
-    dots = torch.bmm(q[some].float(), keys.mT)  # [b, H, K]
+    dots = _product(q[some], keys.mT)  # [b, H, K]
     score = scale * torch.bmm(weights[some].float()[:, None], dots.relu())[:, 0]
     score = score.masked_fill(~there, float("-inf"))
     log = torch.where(there & (total > 0), score.log_softmax(1), 0)
@@ -117,7 +125,7 @@ def _backward(dloss, q, k, weights, indices, attention_q, rows, lse, sink, softm
         ds = torch.where(there, log.exp() - p, 0) * (scale * dloss / q.shape[0])  # [b, K]
         dweights[some] = torch.bmm(dots.relu(), ds[..., None])[..., 0].to(dweights.dtype)
         ddots = torch.where(dots > 0, weights[some].float()[..., None] * ds[:, None], 0)
-        dq[some] = torch.bmm(ddots, keys).to(dq.dtype)
+        dq[some] = torch.bmm(ddots, keys.float()).to(dq.dtype)
         dk.index_add_(0, number.flatten(), torch.bmm(ddots.mT, q[some].float()).flatten(0, 1))
     return dq, dk.to(k.dtype), dweights
 
