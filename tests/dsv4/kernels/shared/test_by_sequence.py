@@ -10,10 +10,10 @@ from dsv4.fmha import problem  # noqa: E402
 from dsv4.kernels.shared.fmha import by_sequence  # noqa: E402
 
 
-def sizes(pairs, **options):
+def sizes(pairs, heads=1, **options):
     """[[(queries, keys), ...], ...] of sequences with so many queries and keys."""
     cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in zip(*pairs))
-    q, k = (torch.zeros(int(cu[-1]), 1, 256, dtype=torch.bfloat16) for cu in (cu_q, cu_k))
+    q, k = (torch.zeros(int(cu[-1]), heads, 256, dtype=torch.bfloat16) for cu in (cu_q, cu_k))
     found = by_sequence.together(problem.varlen(q, k, k, cu_q, cu_k, **options))
     return [[(x.queries, x.keys) for x in spans] for spans in found]
 
@@ -34,6 +34,11 @@ def test_others_only_of_one_size(options):
 
 def test_long_ones_go_alone():
     assert sizes([(600, 600), (600, 600), (4, 600), (4, 600)], causal=True) == [[(600, 600)]] * 2 + [[(4, 600)]] * 2
+
+
+def test_those_with_many_heads_go_alone():
+    assert sizes([(300, 300), (300, 300)], heads=64, causal=True) == [[(300, 300)]] * 2
+    assert sizes([(300, 300), (300, 300)], heads=16, causal=True) == [[(300, 300)] * 2]
 
 
 def test_nothing_is_done_for_those_without_queries_or_keys():
