@@ -15,9 +15,9 @@ def launched(monkeypatch) -> list[str]:
     names: list[str] = []
     run = ReadyLaunch.run
 
-    def noted(self, memory):
+    def noted(self, *memory):
         names.append(self.name)
-        run(self, memory)
+        run(self, *memory)
 
     monkeypatch.setattr(ReadyLaunch, "run", noted)
     return names

@@ -336,9 +336,9 @@ def test_spills(key: tuple, compiled, monkeypatch) -> None:
     kernels = []
     make = launch._compiled
 
-    def noted(step, target):
+    def noted(step, *where):
         kernels.append(step.kernel.warmup(*step.arguments, grid=step.grid, **step.constants))
-        return make(step, target)
+        return make(step, *where)
 
     monkeypatch.setattr(launch, "_compiled", noted)
     smallest(key)
