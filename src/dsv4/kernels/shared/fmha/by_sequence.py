@@ -1,9 +1,10 @@
 """Gradients of a varlen batch by kernels that take dense ones: cu_seqlens is read on the host.
 
 A long sequence goes alone, as views: its launches take the host 0.35 ms. Short ones, whose work takes less than that
-even when copied and filled up, go together as a dense batch of copies where that is possible: sequences of the same size, and under a causal mask also sequences with as
-many more keys than queries each, filled up at the end. There, row i sees keys up to i + keys - queries: none of a row
-that a sequence has sees a key that it has not. Rows that it has not have LSE -inf and see nothing.
+even when copied and filled up, go together as a dense batch of copies where that is possible: sequences of one size,
+and under a causal mask also sequences that all have as many keys more than queries, filled up at the end. There, row i
+sees keys up to i + keys - queries, so no row of a sequence sees a key that was filled in; the LSE of a row that was
+filled in is -inf, so it sees nothing.
 """
 
 from collections.abc import Callable, Iterator
