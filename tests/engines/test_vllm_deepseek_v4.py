@@ -121,11 +121,13 @@ def test_every_call_agrees_with_the_oracle(run, cached):
     assert max(on["rows"], default=0) <= 1
 
 
-def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(run, wanted):
-    """The engine rounds its rows to FP8, the model in bf16 its activations: twice the error of the one bounds the other
-    (bf16 engines measured 1.2 times). A missing sink or row shows in the exact test above."""
-    exact, rounded = (torch.tensor(wanted[name]) for name in ("fp32", "bf16"))
-    allowed = 2 * (rounded - exact).abs().median()
+def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted):
+    """fp32 on both sides, rounded in the same places (FP8 rows, bf16 around one projection): what is left are sums in
+    another order, and what they move to the other side of a rounding. Measured: 1/19 of the error of bf16; the rows in
+    FP8 alone make more than that error."""
+    exact, rounded, same = (torch.tensor(wanted[name]) for name in ("fp32", "bf16", "fp8 rows"))
+    allowed = (rounded - exact).abs().median() / 8
+    assert (same - exact).abs().median() > 4 * allowed
     for plugin in (True, False):
         got = torch.tensor(run(plugin)["batches"]["logprobs"]["logprobs"][0])
-        assert (got - exact).abs().median() <= allowed
+        assert (got - same).abs().median() <= allowed

@@ -147,6 +147,32 @@ def logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
     return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
+def rounded_like_an_engine(say, model: torch.nn.Module, *arguments):
+    """What say(model, *arguments) gives of a DeepSeek-V4 in fp32 that is rounded where vLLM's CPU class in fp32 is:
+    rows of keys to bf16 and then to the FP8 rows of the caches, before and after the grouped projection to bf16."""
+    from unittest import mock
+
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    from dsv4.caches import dequantize_rows, quantize_rows
+
+    eager, grouped = modeling.eager_attention_forward, modeling.DeepseekV4GroupedLinear.forward
+
+    def attention(module, query, key, value, *rest, **options):
+        packed = quantize_rows(key.flatten(0, -2).bfloat16())
+        rows = dequantize_rows(*packed, key.dtype).view(key.shape)
+        return eager(module, query, rows, rows, *rest, **options)
+
+    def projection(module, x):
+        return grouped(module, x.bfloat16().to(x.dtype)).bfloat16().to(x.dtype)
+
+    with (
+        mock.patch.object(modeling, "eager_attention_forward", attention),
+        mock.patch.object(modeling.DeepseekV4GroupedLinear, "forward", projection),
+    ):
+        return say(model, *arguments)
+
+
 def greedy(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
     """The most likely next tokens, one after the other."""
     ids = list(ids)
@@ -163,8 +189,10 @@ def main(kind: str, directory: str, tokens: int = 300) -> None:
     model = kinds[kind](folder)
     ids = prompt(tokens)
     exact, tokens = logprobs(model, ids), greedy(model, ids, 6)
-    rounded = logprobs(model.bfloat16(), ids)
-    said = dict(prompt=ids, fp32=exact, bf16=rounded, tokens=tokens)
+    said = dict(prompt=ids, fp32=exact, tokens=tokens)
+    if kind == "deepseek_v4":
+        said["fp8 rows"] = rounded_like_an_engine(logprobs, model, ids)
+    said["bf16"] = logprobs(model.bfloat16(), ids)
     (folder / "transformers.json").write_text(json.dumps(said))
 
 

@@ -1,9 +1,8 @@
 """Stand-ins, in torch, for operators of vLLM's CPU build that need AMX, so that DeepSeek-V4 runs in vLLM on any CPU.
 
 vLLM 0.32 serves DeepSeek-V4 on x86 CPUs with AMX alone: elsewhere its library lacks the operators below. The plug-in
-replaces three of them: ``flash_mla_with_kvcache_cpu``, the attention of vLLM's own CPU class, and the indexer's
-``fp8_paged_mqa_logits_cpu`` and ``topk_transform_512_cpu``. They are :mod:`dsv4.reference` and torch here, in fp32 on
-the same FP8 rows, so a run without the plug-in is the plug-in's oracle.
+replaces attention, indexer, compressor and cache insertion among them. They are :mod:`dsv4.reference` and torch here,
+in fp32 on the same FP8 rows, so a run without the plug-in is the plug-in's oracle.
 """
 
 from collections import Counter
@@ -15,7 +14,7 @@ from dsv4.compress.api import pooled
 
 
 def define() -> Counter:
-    """Define what is missing -> how often each was called."""
+    """Define what is missing, and override what is there: every CPU runs the same -> how often each was called."""
     counts: Counter = Counter()
     library = torch.library.Library("_C", "FRAGMENT")
     define.library = library  # an operator lives as long as its library
@@ -30,7 +29,7 @@ def define() -> Counter:
 
             if not hasattr(torch.ops._C, name):
                 library.define(schema)
-                library.impl(name, counted, "CPU")
+            library.impl(name, counted, "CPU", allow_override=True)
             return f
 
         return decorate
@@ -64,17 +63,18 @@ def hyper_connections(op):
     @op("hc_pre_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult, int sinkhorn_iters, "
         "float rms_eps, float hc_eps) -> (Tensor, Tensor, Tensor)")  # fmt: skip
     def pre(x, fn, scale, base, m, iterations, rms_eps, eps):
-        from vllm.model_executor.kernels.mhc.torch import mhc_pre_torch
+        from vllm.model_executor.kernels.mhc.torch import mhc_pre_delayed_torch
 
-        # vLLM's function takes bf16 alone; so do the engines that it is made for.
-        post, comb, y = mhc_pre_torch(x.bfloat16(), fn, scale, base, rms_eps, eps, eps, 2.0, iterations)
-        return y.to(x.dtype), post.squeeze(-1).contiguous(), comb
+        # mhc_pre_torch takes bf16 alone; this one leaves the mixing of streams to the caller.
+        post, comb, _, mix = mhc_pre_delayed_torch(x, fn, scale, base, rms_eps, eps, eps, 2.0, iterations)
+        y = (mix.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
+        return y, post.squeeze(-1).contiguous(), comb
 
     @op("hc_post_fused_cpu(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor")
     def post(x, residual, post, comb):
         from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
 
-        return mhc_post_torch(x.bfloat16(), residual.bfloat16(), post.unsqueeze(-1), comb).to(x.dtype)
+        return mhc_post_torch(x, residual, post.unsqueeze(-1), comb)
 
     @op("hc_head_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, float hc_eps, float norm_eps) "
         "-> Tensor")  # fmt: skip
