@@ -3,16 +3,11 @@ continuous batching and `transformers serve` on a CPU with it. The calls are cou
 attention. Without `kernels`, the build itself is tested in tests/dsv4/test_hub.py."""
 
 import functools
-import json
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
+import served
 import tiny_dense
 import torch
 from batches import PROMPTS, alone, generated
@@ -75,52 +70,16 @@ def test_continuous_batching_gives_the_tokens_of_eager(kernel, monkeypatch, kind
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind, name", [("llama", NAME), ("gpt_oss", LISTED)])
 def test_transformers_serve_gives_the_tokens_of_eager(build, tmp_path, kind, name):
-    """Words of the vocabulary are w0, w1, .. and the chat template is the content alone."""
-    model = tiny_dense.build(kind)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
-    wanted = alone(model, PROMPTS[:1])[0]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"LOCAL_KERNELS": build[1], "HF_HUB_OFFLINE": "1"}
+    model, folder = tiny_dense.build(kind), str(tmp_path / "model")
+    model.save_pretrained(folder)
+    served.tokenizer(model.config.vocab_size).save_pretrained(folder)
     command = [
-        sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", tmp_path / "model",
-        "--continuous-batching", "--attn-implementation", name, "--device", "cpu", "--port", str(port),
-        "--cb-num-blocks", "64", "--cb-max-batch-tokens", "64", "--log-level", "info",
+        sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder,
+        "--continuous-batching", "--attn-implementation", name, "--device", "cpu", "--cb-num-blocks", "64",
+        "--cb-max-batch-tokens", "64", "--log-level", "info",
     ]  # fmt: skip
-    log = tmp_path / "log"
-    with log.open("w") as to, subprocess.Popen(command, env=environment, stdout=to, stderr=to) as server:
-        try:
-            said = asked(server, log, port, str(tmp_path / "model"), " ".join(f"w{t}" for t in PROMPTS[0]))
-        finally:
-            server.terminate()
-    assert said["choices"][0]["message"]["content"].split() == [f"w{t}" for t in wanted]
-
-
-def tokenizer(words: int):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.WordLevel({f"w{n}": n for n in range(words)}, unk_token="w0"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")
-    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return made
-
-
-def asked(server: subprocess.Popen, log, port: int, model: str, content: str) -> dict:
-    """One request, when the server listens; a server that ends shows its log."""
-    body = dict(model=model, messages=[dict(role="user", content=content)], max_tokens=6, temperature=0)
-    request = urllib.request.Request(
-        f"http://localhost:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    while server.poll() is None:
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as why:
-            pytest.fail(f"{why}: {why.read()[-2000:]!r}\n{log.read_text()[-4000:]}")
-        except urllib.error.URLError:  # nobody listens yet
-            time.sleep(1)
-    pytest.fail(f"the server ended with {server.returncode}:\n{log.read_text()[-4000:]}")
+    content = " ".join(f"w{t}" for t in PROMPTS[0])
+    body = dict(model=folder, messages=[dict(role="user", content=content)], max_tokens=6, temperature=0)
+    environment = os.environ | {"LOCAL_KERNELS": build[1], "HF_HUB_OFFLINE": "1"}
+    said = served.answer(command, environment, tmp_path / "log", "/v1/chat/completions", body)
+    assert said["choices"][0]["message"]["content"].split() == [f"w{t}" for t in alone(model, PROMPTS[:1])[0]]

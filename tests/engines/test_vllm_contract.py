@@ -153,3 +153,27 @@ print("all held")
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
+
+
+def test_the_name_of_the_backend_reaches_processes_that_have_loaded_no_plug_in():
+    """As vLLM sends its configuration to the process of the engine. One that was not switched on says so: it would
+    serve with vLLM's own attention."""
+
+    def run(code: str, switch: str, *arguments: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"DSV4_VLLM": switch}
+        return subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+
+    send = """
+import pickle
+import dsv4.integrations.vllm as plugin
+plugin.register()
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(pickle.dumps([AttentionBackendEnum.DSV4, AttentionBackendEnum.FLASH_ATTN]).hex())
+"""
+    receive = """
+import pickle, sys
+print([member.name for member in pickle.loads(bytes.fromhex(sys.argv[1]))])
+"""
+    sent = run(send, "1").stdout.split()[-1]
+    assert run(receive, "1", sent).stdout.endswith("['DSV4', 'FLASH_ATTN']\n")
+    assert "DSV4_VLLM: got 0 or unset in a process that is asked for DSV4" in run(receive, "0", sent).stderr

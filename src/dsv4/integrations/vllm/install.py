@@ -1,10 +1,11 @@
 """What the plug-in replaces in vLLM, in one place: the class of DeepSeek-V4's attention, the function that its prefill
 calls, the class of its indexer, the last step of its compressor, and one backend name."""
 
+import copyreg
 import functools
 from typing import Any
 
-from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, parts, refuse
+from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, parts, refuse, switched_on
 
 MARK = "_dsv4_wrapped"
 
@@ -30,6 +31,22 @@ def backend_name() -> None:
 
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, DENSE)
+    # vLLM sends its configuration to processes that have not loaded any plug-in yet, and do not know the name.
+    copyreg.pickle(AttentionBackendEnum, _pickled)  # type: ignore[arg-type]
+
+
+def _pickled(member: Any) -> tuple[Any, tuple[Any, ...]]:
+    return (backend_member, ()) if member.name == BACKEND else (type(member), (member.value,))
+
+
+def backend_member() -> Any:
+    """The name, in a process that another one sends it to."""
+    if not switched_on():  # or vLLM's own attention would serve under the name
+        refuse(SWITCH, f"0 or unset in a process that is asked for {BACKEND}", "1 in every process")
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend_name()
+    return AttentionBackendEnum[BACKEND]
 
 
 def prefill_and_parts() -> None:
