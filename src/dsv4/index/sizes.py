@@ -9,6 +9,9 @@ INDEX_BYTES = 256 << 20
 GROUP = 16
 LINE_UNIT = 4 * GROUP
 MAX_TOPK_BY_GROUPS = 1024
+# CTAs that find the places of one query's rows together: with fewer, one that sorts is as fast; with more, where the
+# groups to look into are a list, they are slower.
+LEAST_SHARES, MOST_SHARES, MOST_SHARES_LISTED = 16, 64, 32
 
 
 def index_line(capacity: int) -> int:
@@ -39,6 +42,23 @@ def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
         items = pieces * kept
     by_groups = index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
     return index_line(capacity) + index_line(capacity) // GROUP + 2 * max(rounds, by_groups)
+
+
+def index_groups(capacity: int) -> int:
+    """Groups of a query, up to a power of two."""
+    return power_of_two(index_line(capacity) // GROUP)
+
+
+def index_shares(queries: int, capacity: int, topk: int, multiprocessors: int) -> int:
+    """CTAs to a query for the choice by groups: a power of two."""
+    listed = index_groups(capacity) > index_kept(capacity, topk)
+    fit = min(multiprocessors // max(queries, 1), MOST_SHARES_LISTED if listed else MOST_SHARES)
+    return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES else 1
+
+
+def index_share_words(capacity: int, topk: int = MAX_TOPK_BY_GROUPS) -> int:
+    """What a share keeps: a key of 64 bits for every row that is ranked, and the numbers of as many groups."""
+    return 3 * index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
 
 
 def index_block(queries: int, capacity: int, topk: int = MAX_TOPK) -> int:

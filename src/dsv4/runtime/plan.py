@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.index.sizes import index_block, index_words
+from dsv4.index.sizes import index_block, index_share_words, index_words
 from dsv4.runtime import checks
 from dsv4.runtime.splits import ROWS_PER_TILE, choose_splits, deterministic_cut
 
@@ -98,8 +98,10 @@ def plan(
     default = "cuda" if torch.cuda.is_available() else "cpu"
     where = checks.device("device", default if device is None else device)
     if name == "index_topk":
-        words = index_block(batch, max_seqlen_k) * index_words(max_seqlen_k)
-        words = words if where.type == "cuda" else 0
+        words = 0
+        if where.type == "cuda":
+            words = index_block(batch, max_seqlen_k) * index_words(max_seqlen_k)
+            words += _multiprocessors(where) * index_share_words(max_seqlen_k)
         return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads

@@ -73,8 +73,8 @@ class Slot:
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset)
 
     def words(self, begin: int, size: int, dtype: torch.dtype) -> Slot:
-        """Elements begin .. begin + size - 1 of flat memory, seen as another type of the same size."""
-        assert dtype.itemsize == self.element_size()
+        """Flat memory from element `begin` on, seen as `size` elements of another type, no smaller than its own."""
+        assert dtype.itemsize % self.element_size() == 0
         return replace(self.view((size,), (1,), begin), dtype=dtype)
 
     def unsqueeze(self, dim: int) -> Slot:
@@ -143,7 +143,7 @@ class Launch:
     constants: dict[str, Any]
 
 
-TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 
 class Program:

@@ -1,12 +1,13 @@
 """The topk best of a query's scores, exactly, by the greatest score of every GROUP of neighbouring rows.
 
 If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it: the best ones are among them. The
-cut need not be exact, a few rows more are no matter. So one CTA per query
+cut need not be exact, a few rows more are no matter. So one CTA per query, or, for few queries, each of SHARES CTAs
 
     cut       reads the maxima, one for GROUP rows, and looks for a cut with topk groups or up to an eighth more above
     rows      reads the scores of these groups and keeps what is not below the cut: little more than topk, unless scores
               are equal or rows are few, and then it cuts again
-    sorts     these, and writes the first topk as the list
+    sorts     these, and writes the first topk as the list; a share counts for some of them how many are greater, and
+              writes each to its place
 
 and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists.
 Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
@@ -16,6 +17,7 @@ not there is read from a place that is.
 """
 
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
+from dsv4.kernels.shared.dependent import wait_for_grid_before
 from dsv4.kernels.shared.index.ranking import (
     ABSENT,
     best_of,
@@ -32,6 +34,8 @@ from dsv4.kernels.shared.index.ranking import (
     value_of,
     wider,
     write_list,
+    write_nothing,
+    write_rows,
 )
 from dsv4.kernels.shared.index.scores import FOREVER, GROUP, owner, rows_seen
 
@@ -90,6 +94,29 @@ class Rows:
         return gl.convert_layout(x, ITEMS), gl.convert_layout(row, ITEMS), gl.convert_layout(there, ITEMS)
 
     @gluon.jit
+    def scores(self, number):
+        """As `piece`, the scores alone; of groups past the last one the last is read, and `there` leaves them out: a
+        predicate for each line would be more than there are."""
+        L: gl.constexpr = groups_layout(gl.num_warps())
+        WIDE: gl.constexpr = gl.num_warps() * 8
+        line = number * self.HIGH + gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        at = line[:, None] * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+        group = gl.minimum(at, gl.maximum(self.held - 1, 0))
+        if self.LISTED:
+            group = gl.load(self.groups_ptr + group)
+        place = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        x = gl.load(self.scores_ptr + group[:, :, None] * GROUP + place[None, None, :])
+        return gl.convert_layout(gl.reshape(x, [self.HIGH, WIDE * GROUP]), items_layout(gl.num_warps(), 4))
+
+    @gluon.jit
+    def there(self, number, thread):
+        """Four bits for every line of a piece whose group there is; a thread has a quarter of it."""
+        WIDE: gl.constexpr = gl.num_warps() * 8
+        lines = (self.held - number * self.HIGH * WIDE - thread // 4 + WIDE - 1) // WIDE
+        lines = gl.minimum(gl.maximum(lines, 0), self.HIGH)
+        return gl.where(lines == 8, -1, (1 << (lines * 4 & 31)) - 1)
+
+    @gluon.jit
     def ordered_piece(self, number):
         x, row, there = self.piece(number)
         return gl.where(there & (row < self.seen), ordered_of(x), ABSENT), row
@@ -100,21 +127,19 @@ class Rows:
 
     @gluon.jit
     def taken(self, number, cut, highest, TIES: gl.constexpr):
-        """(what is not below a cut, row numbers); with ties, those equal to it only up to a row."""
+        """What is not below a cut, with ties, those equal to it only up to a row; else of all lines, there or not."""
         if TIES:
             ordered, row = self.ordered_piece(number)
-            return (ordered > cut) | ((ordered == cut) & (row <= highest)), row
+            return (ordered > cut) | ((ordered == cut) & (row <= highest))
         # Rows that are not seen are -inf: behind all others, if they are taken at all.
-        x, row, there = self.piece(number)
-        return (x >= gl.where(cut == ABSENT + 1, -float("inf"), value_of(cut))) & there, row
+        return self.scores(number) >= gl.where(cut == ABSENT + 1, -float("inf"), value_of(cut))
 
     @gluon.jit
-    def above(self, cut, highest, TIES: gl.constexpr):
-        """int32 [4 * THREADS]: how many rows of a column are taken."""
+    def above(self, cut, highest):
+        """int32 [4 * THREADS]: how many rows of a column are taken, with ties."""
         total = self.columns(0)
         for i in range(self.pieces()):
-            taken, row = self.taken(i, cut, highest, TIES)
-            total += gl.sum(taken.to(gl.int32), 0)
+            total += gl.sum(self.taken(i, cut, highest, True).to(gl.int32), 0)
         return total
 
     @gluon.jit
@@ -155,15 +180,16 @@ class Rows:
             lowest = -1
             while lowest + 1 < highest:
                 middle = lowest + (highest - lowest) // 2
-                enough = gl.sum(self.above(low, middle, True), 0) >= wanted
+                enough = gl.sum(self.above(low, middle), 0) >= wanted
                 highest = gl.where(enough, middle, highest)
                 lowest = gl.where(enough, lowest, middle)
         return low, highest
 
     @gluon.jit
     def keep(self, keep_ptr, most, cut, highest, TIES: gl.constexpr):
-        """Store the numbers of the rows that are taken, the first `most` of them -> how many there are. What a thread
-        takes of a piece is bits of a number, and threads store one row at a time: they take few."""
+        """Store the numbers of the rows that are taken, or their keys, the first `most` of them -> how many there are.
+        What a thread takes of a piece is bits of a number, and threads store one row at a time: they take few."""
+        KEYS: gl.constexpr = keep_ptr.dtype.element_ty == gl.int64
         L: gl.constexpr = items_layout(gl.num_warps(), 4)
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         THREADS: gl.constexpr = gl.num_warps() * 32
@@ -173,9 +199,11 @@ class Rows:
         thread = gl.arange(0, THREADS, layout=LINE)
         found = gl.to_tensor(0)
         for i in range(self.pieces()):
-            taken, row = self.taken(i, cut, highest, TIES)
+            taken = self.taken(i, cut, highest, TIES)
             bits = gl.reshape(gl.sum(gl.where(taken, bit, 0), 0), [THREADS, 4])
             bits = gl.convert_layout(gl.sum(bits, 1), LINE)
+            if not TIES:
+                bits = bits & self.there(i, thread)
             mine = ones_in(bits)
             place = found + so_far(mine) - mine
             count, rounds = gl.reduce((mine, mine), 0, sum_and_greatest)
@@ -187,10 +215,31 @@ class Rows:
                 if self.LISTED:
                     group = gl.load(self.groups_ptr + group)
                 number = group * GROUP + thread % 4 * 4 + first % 4
+                if KEYS:
+                    number = key_of(ordered_of(gl.load(self.scores_ptr + number)), number)
                 gl.store(keep_ptr + place, number, mask=(bits != 0) & (place < most))
                 place += 1
                 bits = bits & (bits - 1)
         return found
+
+
+@gluon.constexpr_function
+def pairs_layout(mine, warps):
+    """[mine, all]: four warps on each side, so that few keys are read often; 16 bytes per thread of `all`."""
+    return gl.BlockedLayout([max(mine // 4, 1), 2], [1, 32], [4, warps // 4], [1, 0])
+
+
+@gluon.jit
+def ranked_share(keep_ptr, KEPT: gl.constexpr, SHARES: gl.constexpr):
+    """(keys of this CTA's share of the rows in the list, how many keys of the list are greater)"""
+    MINE: gl.constexpr = KEPT // SHARES
+    L: gl.constexpr = pairs_layout(MINE, gl.num_warps())
+    place = gl.arange(0, KEPT, layout=gl.SliceLayout(0, L))
+    key = gl.load(keep_ptr + place)
+    mine = gl.load(keep_ptr + gl.program_id(1) * MINE + gl.arange(0, MINE, layout=gl.SliceLayout(1, L)))
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rank = gl.sum((key[None, :] > mine[:, None]).to(gl.int32), 1)
+    return gl.convert_layout(mine, LINE), gl.convert_layout(rank, LINE)
 
 
 @gluon.jit
@@ -254,11 +303,14 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
 def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_ptr, scores_ptr, table_ptr, starts_ptr,
                  first_query, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line, source_line,
                  out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
-                 GROUPS: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr, HIGH: gl.constexpr):  # fmt: skip
+                 GROUPS: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr, HIGH: gl.constexpr,
+                 SHARES: gl.constexpr):  # fmt: skip
     """One program: the list of query first_query + n.
 
     source   fp32 scores [queries, 64 * source_line], maxima [queries, 4 * source_line]
-    groups   int32 [queries, KEPT], kept alike: room for the numbers of what is found
+    groups   int32 [queries, SHARES, KEPT], kept alike, or int64: room for the numbers of what is found, or their keys
+    SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
+             comparing them with all; a sort takes one CTA three times as long
     GROUPS   a power of two that is not less than the groups of a query
     KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
     HIGH     a thread reads so many times 16 bytes at once
@@ -270,8 +322,10 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
     seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
     wanted = gl.minimum(seen, topk)
-    keep_ptr = kept_ptr + n.to(gl.int64) * KEPT
-    groups_ptr = groups_ptr + n.to(gl.int64) * KEPT
+    wait_for_grid_before()  # for the scores
+    own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
+    keep_ptr = kept_ptr + own
+    groups_ptr = groups_ptr + own
     low = gl.to_tensor(ABSENT + 1)
     high = gl.to_tensor(FOREVER)
     held = (seen + GROUP - 1) // GROUP
@@ -299,7 +353,19 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     if found > KEPT:
         low, highest = rows.cut(wanted, KEPT, low)
         found = rows.keep(keep_ptr, KEPT, low, highest, True)
+    if SHARES > 1:  # what is below all, so that the whole list can be read without asking
+        place = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        gl.store(keep_ptr + place, gl.full([KEPT], -(2**63), gl.int64, place.type.layout), mask=place >= found)
     barrier()
-    key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
-    write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
-               table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip
+    if SHARES > 1:
+        key, place = ranked_share(keep_ptr, KEPT, SHARES)
+        write_rows(place, key, place < wanted, place < wanted, query, sequence, out_ptr, out_line, scores_ptr,
+                   scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
+        if (gl.program_id(1) == 0) & (wanted < topk):
+            rest = gl.arange(0, WIDTH, layout=place.type.layout)
+            write_nothing(rest, (rest >= wanted) & (rest < topk), query, out_ptr, out_line, scores_ptr, scores_line,
+                          want_scores)  # fmt: skip
+    else:
+        key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
+        write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
+                   table_ptr, table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip

@@ -14,8 +14,11 @@ from dsv4.index.sizes import (
     MAX_TOPK,
     MAX_TOPK_BY_GROUPS,
     index_block,
+    index_groups,
     index_kept,
     index_line,
+    index_share_words,
+    index_shares,
     index_words,
     power_of_two,
 )
@@ -58,7 +61,10 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     words = index_words(p.max_seqlen_k, p.topk)
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
-        scratch = program.room("scratch", (index_block(p.batch, p.max_seqlen_k, p.topk) * words,), torch.float32)
+        room = index_block(p.batch, p.max_seqlen_k, p.topk) * words
+        shares = index_shares(p.batch, p.max_seqlen_k, p.topk, target.multiprocessors)
+        room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
+        scratch = program.room("scratch", (room,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     how, names = _how(p, program)
     q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
@@ -167,21 +173,29 @@ def _choose(
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
     assert p.out is not None
     line = index_line(p.max_seqlen_k)
-    kept, groups = index_kept(p.max_seqlen_k, p.topk), power_of_two(line // GROUP)
+    kept = index_kept(p.max_seqlen_k, p.topk)
     at = count * (line + line // GROUP)
+    shares = index_shares(count, p.max_seqlen_k, p.topk, target.multiprocessors)
+    if at + count * shares * index_share_words(p.max_seqlen_k, p.topk) > scratch.numel():  # a plan for others
+        shares = 1
+    size = count * shares * kept
+    if shares > 1:
+        keys, groups_at = scratch.words(at, size, torch.int64), at + 2 * size
+    else:
+        keys, groups_at = scratch.words(at, size, torch.int32), at + size
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
     warps, high = (16, 8) if count < 4 * target.multiprocessors else (8, 4)
     arguments = names | dict(
         source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line // LINE_UNIT,
-        kept_ptr=scratch.words(at, count * kept, torch.int32),
-        groups_ptr=scratch.words(at + count * kept, count * kept, torch.int32),
+        kept_ptr=keys, groups_ptr=scratch.words(groups_at, size, torch.int32),
         out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
         topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
         want_scores=int(p.scores is not None), kept_size=kept,
     )  # fmt: skip
     program.launch(
-        index_choose, (count,), arguments, HOW=how, POOL=not p.request_rows, GROUPS=groups, KEPT=kept,
-        WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, num_warps=warps if kept > 128 else 4,
+        index_choose, (count, shares), arguments, HOW=how, POOL=not p.request_rows, SHARES=shares,
+        GROUPS=index_groups(p.max_seqlen_k), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
+        num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1,
     )  # fmt: skip
 
 

@@ -223,13 +223,9 @@ def falling(key, length, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
-               table_line, requests, pages, page_rows, HOW: gl.constexpr, POOL: gl.constexpr,
-               WIDTH: gl.constexpr):  # fmt: skip
-    """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
-    SIZE: gl.constexpr = key.shape[0]
-    place = gl.arange(0, SIZE, layout=key.type.layout)
-    chosen = place < wanted
+def write_rows(place, key, chosen, written, query, sequence, out_ptr, out_line, scores_ptr, scores_line, want_scores,
+               table_ptr, table_line, requests, pages, page_rows, HOW: gl.constexpr, POOL: gl.constexpr):  # fmt: skip
+    """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
     row = FOREVER - (key & 0x7FFFFFFF).to(gl.int32)
     if HOW == OWN or HOW == STARTS:
         line = gl.minimum(sequence, requests - 1).to(gl.int64) * table_line
@@ -238,13 +234,27 @@ def write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr
             row = page * page_rows + row % page_rows
         row = gl.where((page >= 0) & (page < pages), row, -1)
     row = gl.where(chosen, row, -1)
-    list_ptr = out_ptr + query.to(gl.int64) * out_line
-    score_ptr = scores_ptr + query.to(gl.int64) * scores_line
-    gl.store(list_ptr + place, row, mask=place < topk)
+    gl.store(out_ptr + query.to(gl.int64) * out_line + place, row, mask=written)
     score = gl.where(row >= 0, value_of((key >> 32).to(gl.int32)), -float("inf"))
-    gl.store(score_ptr + place, score, mask=(place < topk) & (want_scores != 0))
+    gl.store(scores_ptr + query.to(gl.int64) * scores_line + place, score, mask=written & (want_scores != 0))
+
+
+@gluon.jit
+def write_nothing(place, written, query, out_ptr, out_line, scores_ptr, scores_line, want_scores):
+    gl.store(out_ptr + query.to(gl.int64) * out_line + place, place * 0 - 1, mask=written)
+    none = gl.full(place.shape, -float("inf"), gl.float32, place.type.layout)
+    gl.store(scores_ptr + query.to(gl.int64) * scores_line + place, none, mask=written & (want_scores != 0))
+
+
+@gluon.jit
+def write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
+               table_line, requests, pages, page_rows, HOW: gl.constexpr, POOL: gl.constexpr,
+               WIDTH: gl.constexpr):  # fmt: skip
+    """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
+    SIZE: gl.constexpr = key.shape[0]
+    place = gl.arange(0, SIZE, layout=key.type.layout)
+    write_rows(place, key, place < wanted, place < topk, query, sequence, out_ptr, out_line, scores_ptr, scores_line,
+               want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
     if WIDTH > SIZE:  # lists wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
-        gl.store(list_ptr + rest, rest * 0 - 1, mask=rest < topk)
-        none = gl.full([WIDTH], -float("inf"), gl.float32, key.type.layout)
-        gl.store(score_ptr + rest, none, mask=(rest < topk) & (want_scores != 0))
+        write_nothing(rest, rest < topk, query, out_ptr, out_line, scores_ptr, scores_line, want_scores)

@@ -31,7 +31,7 @@ def comes_in_boxes(p: IndexProblem) -> bool:
 
 def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
     """Queries of a sequence share keys."""
-    if each > 16 and heads <= 64:
+    if each >= 4 and heads <= 64:
         return 4, 2, dict(num_warps=4)
     if each >= 2 and heads <= 64:
         return 2, 4, dict(num_warps=4, maxnreg=128)

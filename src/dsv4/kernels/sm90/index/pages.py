@@ -32,6 +32,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dsv4.kernels.shared.dependent import let_next_begin
 from dsv4.kernels.shared.index.scores import BATCH, GROUP, ONE, owner, relu, rows_seen
 from dsv4.kernels.sm90.index.scores import lanes, page_of, tile_layout
 
@@ -205,6 +206,7 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
                             HEADS: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
     """Strides of q and of pages are in units of 16 bytes. Line n of the scores is that of query first_query + n; only
     what a query sees is written, and -inf up to a whole group."""
+    let_next_begin()
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
