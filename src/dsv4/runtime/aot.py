@@ -180,7 +180,9 @@ class Loaded:
         """On the current stream. A pointer is a tensor or a number."""
         import torch
 
-        self.run(*(*grid, 1, 1)[:3], torch.cuda.current_stream().cuda_stream, None, None, None, None, None, *arguments)
+        gx, gy, gz = (*grid, 1, 1)[:3]
+        stream = torch.cuda.current_stream().cuda_stream
+        self.run(gx, gy, gz, stream, None, None, None, None, None, *arguments)
 
     def run(
         self, gx: int, gy: int, gz: int, stream: int, function: None, metadata: None, launch_metadata: None,

@@ -83,7 +83,7 @@ class ReadyLaunch:
 STREAM, HEAD = 3, 9  # places among the arguments of `CompiledKernel.run`: the stream; the kernel's first argument
 
 
-def _compiled(launch: Launch, grid: tuple[int, int, int], target: Target) -> tuple[Callable, Any, tuple, list[Any]]:
+def _compiled(launch: Launch, grid: tuple[int, ...], target: Target) -> tuple[Callable, Any, tuple, list[Any]]:
     """(what to call, what to call where there are hooks, function and metadata for the former, arguments)."""
     kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
     found = aot.find(kernel, arguments, constants, target)
