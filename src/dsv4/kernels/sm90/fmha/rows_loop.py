@@ -6,8 +6,12 @@ The load warp runs ahead into the next row tile while the attend roles write the
     attend w  4 warps   | Q | S, softmax, O += P V ...| write O | Q | S (K already there) ...
 
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
-over from tile to tile. CTA c takes tiles c, c + CTAs, ...; every other (sequence, head) lists its tiles backwards,
-which evens out causal work.
+over from tile to tile.
+
+CTA c takes items c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for every
+CTA; within a block, the tiles by their place in the sequence, those of all heads side by side; every other block
+backwards, the last one from its longest causal tiles on. So a CTA gets long and short tiles by turns, those that have
+one item more than others get the shortest, and the heads whose keys are read at one time are few.
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
@@ -22,6 +26,8 @@ class Scan:
     """What is walked over."""
 
     row_tiles: Value  # of a (sequence, KV head)
+    pairs: Value  # (sequence, KV head)
+    together: Value  # of these in a block
     items: Value
     kv_heads: Value
     group: Value
@@ -43,12 +49,23 @@ class Keys:
 
 
 @gluon.jit
+def scan_of(sequences, kv_heads, group, tokens, keys, left, right, M: gl.constexpr):
+    row_tiles = (tokens * group + M - 1) // M
+    pairs = sequences * kv_heads
+    together = gl.minimum(gl.maximum((gl.num_programs(0) + row_tiles // 2) // row_tiles, 1), pairs)
+    return Scan(row_tiles, pairs, together, row_tiles * pairs, kv_heads, group, tokens, keys, left, right)
+
+
+@gluon.jit
 def locate(item, scan, BN: gl.constexpr, M: gl.constexpr):
     """(sequence, KV head, first row, first key, key tiles) of an item."""
-    row_tiles, group, tokens, keys = scan.row_tiles, scan.group, scan.tokens, scan.keys
-    pair = item // row_tiles
-    tile = item - pair * row_tiles
-    tile_row = gl.where(pair % 2 == 0, row_tiles - 1 - tile, tile) * M
+    row_tiles, together, group, tokens, keys = scan.row_tiles, scan.together, scan.group, scan.tokens, scan.keys
+    block = item // (row_tiles * together)
+    width = gl.minimum(together, scan.pairs - block * together)
+    inner = item - block * row_tiles * together
+    tile = inner // width
+    pair = block * together + inner - tile * width
+    tile_row = gl.where(((scan.pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
     first = first_key(tile_row // group, tokens, keys, scan.left)
     end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, scan.right)
     return pair // scan.kv_heads, pair % scan.kv_heads, tile_row, first, (gl.maximum(end - first, 0) + BN - 1) // BN
@@ -106,9 +123,7 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
     source = Keys(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
                   loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip
     q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
-    row_tiles = (tokens * group + M - 1) // M
-    items = row_tiles * kv_heads * (total_q // tokens)
-    scan = Scan(row_tiles, items, kv_heads, group, tokens, keys, left, right)
+    scan = scan_of(total_q // tokens, kv_heads, group, tokens, keys, left, right, M)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN)),
