@@ -2,11 +2,53 @@
 
 A split writes its normalised partial O in fp32 and its LSE in base 2 (-inf where it saw no key, and then O unwritten).
 The splits of a row are added in their order, so the result does not depend on which finished first.
+
+Short partial results are half as long: O in fp16, every half of a row multiplied by a power of two that brings its
+largest value to 2^14 .. 2^15, so that nothing overflows and the rounding is an eighth of that to bf16. What undoes it
+lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
 """
 
-from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.softmax import LN2, LOG2E
+
+
+@aggregate
+class Place:
+    """Where a row (token, head) of the results is."""
+
+    row: Value
+    tokens: Value
+    q_heads: Value
+    want_lse: Value
+    stride_ob: Value
+    stride_ot: Value
+    stride_oh: Value
+    stride_lb: Value
+    stride_lt: Value
+    stride_lh: Value
+
+
+@gluon.jit
+def finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, VARLEN: gl.constexpr):
+    """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
+    token = place.row // place.q_heads
+    head = place.row - token * place.q_heads
+    safe = gl.where(top == -float("inf"), 0.0, top)
+    sink = softmax.sink_of(sink_ptr, head, head < place.q_heads)
+    with_sink = total + gl.exp2(sink * LOG2E - safe)
+    nothing = total == 0.0
+    factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
+    batch = 0
+    if not VARLEN:
+        batch = token // place.tokens
+        token = token - batch * place.tokens
+    n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
+    offset = n * place.stride_ob + token * place.stride_ot + head * place.stride_oh
+    gl.store(out_ptr + offset * 8 + column, (sums * factor).to(out_ptr.dtype.element_ty))
+    if (place.want_lse != 0) & (gl.program_id(1) == 0):
+        lse = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
+        gl.store(lse_ptr + n * place.stride_lb + token * place.stride_lt + head * place.stride_lh, lse)
 
 
 @gluon.jit(do_not_specialize=[
@@ -27,11 +69,10 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-    token = row // q_heads
-    head = row - token * q_heads
     belongs = True
     if VARLEN:
-        belongs = token < gl.load(cu_q_ptr + last_sequence)  # rows past the last sequence have no partial results
+        # Rows past the last sequence have no partial results.
+        belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
 
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
@@ -51,27 +92,42 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         acc = acc * before[:, None] + o * weight[:, None]
         m = m_new
     top = gl.max(m, 0)
-    safe = gl.where(top == -float("inf"), 0.0, top)
-    scale = gl.exp2(m - safe)
-    weights = weights * scale
-    acc = acc * scale[:, None]
-    total = gl.sum(weights, 0)
-    sink = softmax.sink_of(sink_ptr, head, head < q_heads)
-    with_sink = total + gl.exp2(sink * LOG2E - safe)
-    nothing = total == 0.0
-    factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
-    out = gl.sum(acc, 0) * factor
+    scale = gl.exp2(m - gl.where(top == -float("inf"), 0.0, top))
+    total = gl.sum(weights * scale, 0)
+    sums = gl.sum(acc * scale[:, None], 0)
+    place = Place(row, tokens, q_heads, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, VARLEN)
 
-    batch = 0
-    if not VARLEN:
-        batch = token // tokens
-        token = token - batch * tokens
-    offset = batch.to(gl.int64) * stride_ob + token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-    gl.store(out_ptr + offset * 8 + column, out.to(out_ptr.dtype.element_ty))
-    if (want_lse != 0) & (gl.program_id(1) == 0):
-        lse = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
-        offset = batch.to(gl.int64) * stride_lb + token.to(gl.int64) * stride_lt + head.to(gl.int64) * stride_lh
-        gl.store(lse_ptr + offset, lse)
+
+@gluon.jit(do_not_specialize=[
+    "num_splits", "total_rows", "tokens", "q_heads", "want_lse", "stride_ob", "stride_ot", "stride_oh", "stride_lb",
+    "stride_lt", "stride_lh",
+])  # fmt: skip
+def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
+                  stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                  D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    row = gl.program_id(0)
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    half = gl.program_id(1) * COLUMNS // (D // 2)
+    split = gl.arange(0, SPLITS, layout=R)
+    there = split < num_splits
+    part = split.to(gl.int64) * total_rows + row
+    lse = gl.load(part_lse_ptr + part * 4, mask=there, other=-float("inf"))
+    factor = gl.load(part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
+    values_ptr = part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+    # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+    o = gl.load(values_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(gl.float32)
+    written = lse != -float("inf")
+    top = gl.max(lse, 0)
+    weight = gl.exp2(lse - gl.where(top == -float("inf"), 0.0, top))
+    total = gl.sum(weight, 0)
+    share = gl.where(written, weight * factor, 0.0)
+    sums = gl.sum(gl.where(written[:, None], o, 0.0) * share[:, None], 0)
+    place = Place(row, tokens, q_heads, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, False)
 
 
 @gluon.jit(do_not_specialize=["total_q", "q_heads", "last_sequence", "want_lse", "stride_ot", "stride_oh", "stride_lt",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from agreement import assert_agrees
+from agreement import assert_agrees, assert_right
 
 import dsv4
 import softsm
@@ -60,6 +60,21 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
     (out, lse), (again, _) = outs
     assert torch.equal(out, again)
     assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
+
+
+def test_short_partial_results_hold_values_of_any_size():
+    """Partial results of head dim 512 are 16 bits wide; each half of a row has its own power of two."""
+    q, k = torch.randn(1, 1, 8, 512).bfloat16(), torch.randn(1, 300, 1, 512).bfloat16()
+    size = torch.cat([torch.full((256,), 1e30), torch.full((256,), 1e-30)])
+    v = (torch.randn(1, 300, 1, 512) * size).bfloat16()
+    v[..., 7] = 0
+    plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 8 * 513,), float("nan")))
+    with softsm.use("sm_90a"):
+        out = dsv4.fmha(q, k, v, plan=plan, backend="softsm")
+    want, low = reference.fmha(q, k, v)[0], reference.fmha(q, k, v, p_dtype=torch.bfloat16)[0]
+    for half in (slice(0, 256), slice(256, 512)):  # in one comparison the first would hide the second
+        assert_right(out[..., half], want[..., half], low[..., half])
 
 
 LARGE = [(64, False), (128, True), (128, False), (256, True)]

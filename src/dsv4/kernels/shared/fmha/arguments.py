@@ -13,7 +13,7 @@ class Tensors:
     out_ptr: Value
     lse_ptr: Value
     sink_ptr: Value
-    part_ptr: Value  # of a split: normalised fp32 rows, and their LSE in base 2
+    part_ptr: Value  # of a split: its normalised rows and their LSE in base 2, in fp32 or short (combine.py)
     part_lse_ptr: Value
 
 

@@ -11,7 +11,7 @@ import torch
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared import cluster
-from dsv4.kernels.shared.combine import clear_rest, combine
+from dsv4.kernels.shared.combine import clear_rest, combine, combine_short
 from dsv4.kernels.shared.fmha.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.runtime import splits as splitting
@@ -32,6 +32,7 @@ class Tiling:
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
+    short: bool = False  # the kernel can write short partial results (combine.py)
 
     @property
     def ctas(self) -> int:
@@ -71,8 +72,10 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
     part: Any = Null(torch.float32)
     part_lse = part
+    # Deterministic: the order of additions must not depend on how many splits there are. fp16: as exact as the results.
+    short = split and c.short and p.q.dtype == torch.bfloat16 and not (varlen or p.deterministic or is_partial(p))
     if split:
-        part, part_lse = partials(p, program, splits, total_q * p.q_heads)
+        part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
     unread = Null(torch.int32)
     lse_strides = _lse_strides(p)
     arguments: dict[str, Any] = dict(
@@ -93,8 +96,15 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         **_named("stride_v", "prh", row_strides(v)), **_named("stride_k", "bt", row_strides(k)),
         **_named("stride_v", "bt", row_strides(v)),
     )  # fmt: skip
-    program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=split, num_warps=4, **c.options)
-    if split:
+    program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
+                   num_warps=4, **c.options)  # fmt: skip
+    if short:
+        at_once = max(1 << (splits - 1).bit_length(), 16)
+        columns = min(128, 8192 // at_once)
+        rows = total_q * p.q_heads
+        program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
+                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=4)  # fmt: skip
+    elif split:
         prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
         program.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
@@ -168,10 +178,11 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     return splitting.choose_splits(tiles, target.multiprocessors, longest), 0
 
 
-def partials(p: Any, program: Program, splits: int, rows: int) -> tuple[Slot, Slot]:
-    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows]: the plan's, else a room."""
-    columns = splits * rows * p.head_dim
-    size = columns + splits * rows
+def partials(p: Any, program: Program, splits: int, rows: int, short: bool = False) -> tuple[Slot, Slot]:
+    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or short ones: the plan's, else a room."""
+    columns = splits * rows * p.head_dim // (2 if short else 1)
+    each = 4 if short else 1
+    size = columns + each * splits * rows
     scratch = p.scratch
     if scratch is not None and scratch.numel() < size:
         if scratch.is_cuda and not is_partial(p):  # a plan has no room for results in fp32
@@ -180,7 +191,7 @@ def partials(p: Any, program: Program, splits: int, rows: int) -> tuple[Slot, Sl
         scratch = None
     if scratch is None:
         scratch = program.room("scratch", (size,), torch.float32)
-    return scratch.view((columns,), (1,)), scratch.view((splits * rows,), (1,), columns)
+    return scratch.view((columns,), (1,)), scratch.view((each * splits * rows,), (1,), columns)
 
 
 def is_aligned(x: Any) -> bool:

@@ -33,10 +33,10 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
         producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
-        one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer))
+        one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), short=True)
         if target.pair and pairs(p):
             # Right keeps the addresses of the leader's barriers too: with 232 registers it loses 2 to 5 %.
-            return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2))
+            return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2), short=False)
         return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     many = p.kind == "dense" and tiles >= 4 * target.multiprocessors

@@ -29,6 +29,9 @@ NOT_SPECIALIZED = [
     "stride_vh",
 ]  # fmt: skip
 
+# SPLIT of a kernel: False, True, or that it writes short partial results
+SHORT = gl.constexpr(2)
+
 
 @aggregate
 class Place:
@@ -150,7 +153,9 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
     row = tile_row + gl.arange(0, M, layout=RS)
     q_head = head * group + row % group
     token = row // group
-    if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+    if SPLIT == SHORT:
+        write_short(o, m, l, tile_row, share, COLUMN, D)
+    elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, gl.full([M], -float("inf"), gl.float32, RS))
         part = (tiles.part_row + token.to(gl.int64)) * share.problem.q_heads + q_head
         if COLUMN == 0:
@@ -169,3 +174,89 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
         o = o * gl.convert_layout(factor, RO)[:, None]
         smem.store(o.to(smem.dtype))
         loads.store_rows(tensors.out_ptr, smem, tile_row, rows, head, group, strides.ot, strides.oh, COLUMN, M, C)
+
+
+def _transposition() -> str:
+    """PTX: words $8 + 2 j + r of four lanes, j = 0 .. 3, become $2 j + r, lane and j changed for each other."""
+    lines = [".reg .pred odd, upper", ".reg .b32 lane, give, got, a0, a1, a2, a3", "mov.u32 lane, %laneid",
+             "and.b32 got, lane, 1", "setp.ne.u32 odd, got, 0", "and.b32 got, lane, 2",
+             "setp.ne.u32 upper, got, 0"]  # fmt: skip
+
+    def change(first: str, second: str, mask: int, which: str) -> None:
+        lines.extend([f"selp.b32 give, {first}, {second}, {which}",
+                      f"shfl.sync.bfly.b32 got, give, {mask}, 0x1f, 0xffffffff",
+                      f"selp.b32 {first}, got, {first}, {which}",
+                      f"selp.b32 {second}, {second}, got, {which}"])  # fmt: skip
+
+    for row in range(2):
+        lines.extend(f"mov.b32 a{j}, ${8 + 2 * j + row}" for j in range(4))
+        for first, second, mask, which in ((0, 1, 1, "odd"), (2, 3, 1, "odd"), (0, 2, 2, "upper"), (1, 3, 2, "upper")):
+            change(f"a{first}", f"a{second}", mask, which)
+        lines.extend(f"mov.b32 ${2 * j + row}, a{j}" for j in range(4))
+    return "{ " + "; ".join(lines) + "; }"
+
+
+TRANSPOSITION = gl.constexpr(_transposition())
+WORDS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+
+
+@gluon.constexpr_function
+def pieces(columns):
+    """Register layout of [64, columns] 16-bit values that in_pieces makes."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], *([0, 1 << bit] for bit in range(5, columns.bit_length() - 1)), [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def in_pieces(x):
+    """16-bit x [64, D], an accumulator's: the same values where a thread has 16 bytes of a row, four lanes 64.
+
+    Gluon would go by way of shared memory, for which there may be no room. A thread's 16 values in a row of registers
+    are two rows, of which it has two columns of each eight: with j the eight among 32 and t the lane among four, column
+    8 j + 2 t + e. The exchange puts column 8 t + 2 j + e there, and the names of the dimensions follow.
+    """
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    x = gl.inline_asm_elementwise(TRANSPOSITION, WORDS, [x], dtype=x.dtype, is_pure=True, pack=16)
+    x = x.reshape([M, D // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, D])
+    return gl.convert_layout(x, pieces(D))
+
+
+@gluon.jit
+def part_rows(tile_row, share, R: gl.constexpr):
+    """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
+    problem = share.problem
+    row = tile_row + gl.arange(0, 64, layout=R)
+    token = row // problem.group
+    q_head = problem.head * problem.group + row - token * problem.group
+    return (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head, row < problem.rows
+
+
+@gluon.jit
+def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr):
+    """Half of the columns, O [64, D / 2], normalised, as a short partial result: see combine.py."""
+    tensors, tiles = share.tensors, share.tiles
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    part, there = part_rows(tile_row, share, RS)
+    factor, lse = softmax.finish(m, l, gl.full([64], -float("inf"), gl.float32, RS))
+    if COLUMN == 0:
+        gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
+    if tiles.begin < tiles.end:
+        o = o * gl.convert_layout(factor, RO)[:, None]
+        # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
+        exponent = gl.maximum(gl.max(gl.abs(o), 1).to(gl.int32, bitcast=True) >> 23, 15)
+        up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+        down = gl.convert_layout(((exponent - 14) << 23).to(gl.float32, bitcast=True), RS)
+        gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
+        x = in_pieces((o * up[:, None]).to(gl.float16))
+        LW: gl.constexpr = x.type.layout
+        to, written = part_rows(tile_row, share, gl.SliceLayout(1, LW))
+        column = COLUMN + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LW))
+        values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        gl.store(values_ptr + to[:, None] * D + column[None, :], x, mask=written[:, None])
