@@ -202,6 +202,18 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 
 
 @gluon.jit
+def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
+    """As load_rows, but by cp.async, one group: nothing waits for it here, and no registers are held."""
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    cp_async(smem, q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
 def store_rows(out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
                N: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""

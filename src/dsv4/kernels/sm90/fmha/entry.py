@@ -43,13 +43,14 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
-        return replace(_rows_tiling(64, 128, 3, 3, 160, 24), loop=True)
+        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True), loop=True)
     if large:
         # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
         keys, stages, regs, producer = {
             64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)
         }[p.head_dim]  # fmt: skip
-        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer), loop=True)
+        early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
+        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early), loop=True)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.

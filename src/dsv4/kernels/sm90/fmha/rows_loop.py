@@ -5,8 +5,13 @@ The load warp runs ahead into the next row tile while the attend roles write the
     load      1 warp    | K, V of tile a ...          | K, V of tile b ...
     attend w  4 warps   | Q | S, softmax, O += P V ...| write O | Q | S (K already there) ...
 
+With EARLY the next Q is copied into its place as soon as the last S is computed, by cp.async, and O is written from
+registers meanwhile, since its way through q is taken::
+
+    attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
+
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
-over from tile to tile.
+over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
 
 CTA c takes items c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for every
 CTA; within a block, the tiles by their place in the sequence, those of all heads side by side; every other block
@@ -14,7 +19,19 @@ backwards, the last one from its longest causal tiles on. So a CTA gets long and
 one item more than others get the shortest, and the heads whose keys are read at one time are few.
 """
 
-from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
 from dsv4.kernels.shared.fmha.tiles import DENSE, Pages, end_key, first_key
@@ -68,7 +85,7 @@ def locate(item, scan, BN: gl.constexpr, M: gl.constexpr):
     tile_row = gl.where(((scan.pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
     first = first_key(tile_row // group, tokens, keys, scan.left)
     end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, scan.right)
-    return pair // scan.kv_heads, pair % scan.kv_heads, tile_row, first, (gl.maximum(end - first, 0) + BN - 1) // BN
+    return pair // scan.kv_heads, pair % scan.kv_heads, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
 
 
 @gluon.jit
@@ -86,23 +103,129 @@ def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr
 
 
 @gluon.jit
-def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
-    """Rows 64 W to 64 W + 63 of each tile of M."""
+def rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
+    """-> the first of rows 64 W to 64 W + 63 of an item, their Share"""
     group, tokens, keys = scan.group, scan.tokens, scan.keys
+    seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
+    n = seq.to(gl.int64)
+    lse_ptr = tensors.lse_ptr + n * strides.lb
+    here = Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr, tensors.sink_ptr,
+                   tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
+    problem = Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right, scale,
+                      want_lse)  # fmt: skip
+    return tile_row + 64 * W, Share(here, strides, problem, Tiles(first, 0, tiles, 0), pages)
+
+
+@gluon.jit
+def ask(q, tile_row, share, SIGN: gl.constexpr):
+    """The query rows from tile_row on are on their way into q."""
+    problem, strides = share.problem, share.strides
+    D: gl.constexpr = q.shape[1]
+    if SIGN == 1:
+        loads.copy_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt,
+                        strides.qh, 64, D)  # fmt: skip
+    else:
+        loads.load_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt,
+                        strides.qh, 0, 64, D, D, SIGN)  # fmt: skip
+
+
+@gluon.jit
+def arrived(SIGN: gl.constexpr):
+    """What was asked for may be read by the tensor cores."""
+    if SIGN == 1:
+        async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def scores(q, ring, slot, phase):
+    """S [64, BN] of the K tile in ``slot``: issued, not waited for."""
     BN: gl.constexpr = ring.k.shape[1]
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    mbarrier.wait(ring.k_ready.index(slot), phase)
+    s = gl.zeros([64, BN], gl.float32, LS)
+    return warpgroup_mma(q, ring.k.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
+                 SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+    """What attend_role does with EARLY. The steps are those of rows.attend."""
+    k_free, v_ready, v_free, v = ring.k_free, ring.v_ready, ring.v_free, ring.v
+    STAGES: gl.constexpr = v.shape[0]
+    BN: gl.constexpr = v.shape[1]
+    D: gl.constexpr = v.shape[2]
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
-        seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
-        n = seq.to(gl.int64)
-        lse_ptr = tensors.lse_ptr + n * strides.lb
-        here = Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr,
-                       tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
-        problem = Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right,
-                          scale, want_lse)  # fmt: skip
-        share = Share(here, strides, problem, Tiles(first, 0, tiles, 0), pages)
-        slot, phase = rows.attend(slot, phase, q, tile_row + 64 * W, ring, share, SAME_KV, False, DENSE, SIGN)
+    stride = gl.num_programs(0)
+    first_row, first_share = rows_of(gl.program_id(0), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+    ask(q, first_row, first_share, SIGN)
+    arrived(SIGN)
+    for item in range(gl.program_id(0), scan.items, stride):
+        more = item + stride < scan.items
+        tile_row, share = rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+        tiles = share.tiles
+        seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
+        s = scores(q, ring, slot, phase)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        if not SAME_KV:
+            mbarrier.arrive(k_free.index(slot), count=1)
+        s = work.mask(s, tiles.first, seen, share, DENSE)
+        p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale)
+        l = gl.sum(p, 1)
+        pa = gl.convert_layout(p.to(q.dtype), LA)
+        o = gl.zeros([64, D], gl.float32, LO)
+        for tile in range(1, tiles.end):  # slot: of the tile whose P is in pa
+            after, after_phase = rows.next_slot(slot, phase, STAGES)
+            s = scores(q, ring, after, after_phase)
+            if not SAME_KV:
+                mbarrier.wait(v_ready.index(slot), phase)
+            o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+            if not SAME_KV:
+                mbarrier.arrive(k_free.index(after), count=1)
+            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
+            p, m, alpha = softmax.step(s, m, scale)
+            l = l * alpha + gl.sum(p, 1)
+            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+            mbarrier.arrive(v_free.index(slot), count=1)
+            o = o * gl.convert_layout(alpha, RO)[:, None]
+            pa = gl.convert_layout(p.to(q.dtype), LA)
+            slot = after
+            phase = after_phase
+        if more:
+            next_row, following = rows_of(item + stride, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+            barrier()  # every warp has read the last of q
+            ask(q, next_row, following, SIGN)
+        if not SAME_KV:
+            mbarrier.wait(v_ready.index(slot), phase)
+        o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        mbarrier.arrive(v_free.index(slot), count=1)
+        slot, phase = rows.next_slot(slot, phase, STAGES)
+        work.write_at_once(o, m, l, tile_row, share, D)
+        arrived(SIGN)
+
+
+@gluon.jit
+def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
+                SAME_KV: gl.constexpr, SIGN: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """Rows 64 W to 64 W + 63 of each tile of M."""
+    BN: gl.constexpr = ring.k.shape[1]
+    if EARLY:
+        attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W, M, SAME_KV, SIGN)
+    else:
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
+            tile_row, share = rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+            slot, phase = rows.attend(slot, phase, q, tile_row, ring, share, SAME_KV, False, DENSE, SIGN)
 
 
 @gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
@@ -113,7 +236,7 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
                    stride_kh, stride_vp, stride_vr, stride_vh,
                    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                   PRODUCER_REGS: gl.constexpr):  # fmt: skip
+                   PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
@@ -126,15 +249,20 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
     scan = scan_of(total_q // tokens, kv_heads, group, tokens, keys, left, right, M)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
+                           EARLY)),
+            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
+                           EARLY)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN)),
-            (attend_role, (q.index(2), tensors, ring, strides, scale, want_lse, scan, pages, 2, M, SAME_KV, SIGN)),
+            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
+                           EARLY)),
+            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
+                           EARLY)),
+            (attend_role, (q.index(2), tensors, ring, strides, scale, want_lse, scan, pages, 2, M, SAME_KV, SIGN,
+                           EARLY)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -228,6 +228,28 @@ def in_pieces(x):
 
 
 @gluon.jit
+def write_at_once(o, m, l, tile_row, share, D: gl.constexpr):
+    """Normalise O [64, D] and write it and the LSE, from registers and without a barrier."""
+    tensors, strides, problem = share.tensors, share.strides, share.problem
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    row = tile_row + gl.arange(0, 64, layout=RS)
+    token = row // problem.group
+    q_head = problem.head * problem.group + row - token * problem.group
+    sink = softmax.sink_of(tensors.sink_ptr, q_head, row < problem.rows)
+    factor, lse = softmax.finish(m, l, sink)
+    gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh, lse * softmax.LN2,
+             mask=(row < problem.rows) & (problem.want_lse != 0))  # fmt: skip
+    o = o * gl.convert_layout(factor, RO)[:, None]
+    x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
+    LW: gl.constexpr = x.type.layout
+    row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+    offset = loads.row_offsets(row, problem.head, problem.group, strides.ot, strides.oh)
+    col = gl.arange(0, D, layout=gl.SliceLayout(0, LW))
+    gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=(row < problem.rows)[:, None])
+
+
+@gluon.jit
 def part_rows(tile_row, share, R: gl.constexpr):
     """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
     problem = share.problem
@@ -248,13 +270,13 @@ def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr)
     if COLUMN == 0:
         gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
     if tiles.begin < tiles.end:
-        o = o * gl.convert_layout(factor, RO)[:, None]
+        norm = gl.convert_layout(factor, RO)
         # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
-        exponent = gl.maximum(gl.max(gl.abs(o), 1).to(gl.int32, bitcast=True) >> 23, 15)
+        exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
         up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
         down = gl.convert_layout(((exponent - 14) << 23).to(gl.float32, bitcast=True), RS)
         gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
-        x = in_pieces((o * up[:, None]).to(gl.float16))
+        x = in_pieces((o * (norm * up)[:, None]).to(gl.float16))
         LW: gl.constexpr = x.type.layout
         to, written = part_rows(tile_row, share, gl.SliceLayout(1, LW))
         column = COLUMN + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LW))
