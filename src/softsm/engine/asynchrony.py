@@ -125,7 +125,7 @@ class AsyncEngine:
         ops = self.eligible()
         self.require(ops[self.random.randrange(len(ops))])
 
-    def complete_awaited(self, awaited: set[int]) -> None:
+    def complete_awaited(self) -> None:
         """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
         if self.order == "random":
             return self.complete_random()
@@ -133,7 +133,7 @@ class AsyncEngine:
         for op in self.pending.values():
             if chosen is None:
                 chosen = op
-            if any(id(w) in awaited for w in op.signals):
+            if op.signals and any([w.waiters for w in op.signals]):
                 chosen = op
                 break
         self.require(chosen)

@@ -97,7 +97,7 @@ class DeadlockWatch:
             return
         self.pushes += 1
         if engine.pending:
-            engine.complete_awaited(machine.awaited())
+            engine.complete_awaited()
         elif all(self.polls(w) for w in machine.ready):
             self.found(POLLING)
         for w in machine.ready:
@@ -149,7 +149,7 @@ class DeadlockWatch:
         if self.turns < self.next:
             return
         if engine.pending:  # whoever waits for it has waited long enough
-            engine.complete_awaited(self.machine.awaited())
+            engine.complete_awaited()
         else:
             self.look()
 

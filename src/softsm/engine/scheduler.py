@@ -312,7 +312,7 @@ class Machine:
             watch.turn()
             if not ready:
                 if engine.pending:
-                    engine.complete_awaited(self.awaited())
+                    engine.complete_awaited()
                     continue
                 watch.time_out()
                 continue
@@ -329,9 +329,6 @@ class Machine:
             if warp.spins > 1:
                 watch.spinning()
         engine.drain()
-
-    def awaited(self) -> set[int]:
-        return {id(f.blocked.on) for c in self.live for w in c.warps for f in w.fragments if f.blocked is not None}
 
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""

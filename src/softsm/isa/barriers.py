@@ -105,12 +105,14 @@ class NamedBarrier(Arrivals):
 
     def counted(self, w) -> None:
         self.arrived += 32
-        if self.arrived > self.expected():
+        missing = self.expected() - self.arrived
+        if missing < 0:
             raise w.fault(
                 "barrier-count",
                 f"barrier {self.number}: more threads arrive than the {self.expected()} expected",
             )
-        self.settle()
+        if not missing:
+            self.settle()
 
     def settle(self) -> None:
         if self.arrived and self.arrived == self.expected():
