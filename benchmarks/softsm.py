@@ -1,4 +1,5 @@
-"""Speed of softsm on this machine: `python benchmarks/softsm.py [--json FILE]`. Ratios are taken within one run.
+"""Speed of softsm on this machine: `python benchmarks/softsm.py [--json FILE]`. Ratios are taken within one run; the
+first four figures are CPU time, the others pass on the clock.
 
 Targets: ALU mix >= 60 M warp instructions/s and >= 100x a NumPy-per-instruction loop (60x without AVX-512); a bf16
 128x256x16 MMA from swizzled shared memory <= 100 us; attention forward (head dim 64, 128 rows, 512 keys, one head)
@@ -43,25 +44,32 @@ LOOP:
 }"""
 
 
-def seconds(f, repeat: int = 5) -> float:
+def seconds(f, repeat: int = 5, clock=time.perf_counter) -> float:
     best = float("inf")
     for _ in range(repeat):
-        start = time.perf_counter()
+        start = clock()
         f()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best
 
 
-def alu_mix() -> tuple[float, float]:
-    """(warp instructions per second, the same done by one NumPy call per instruction)."""
+# Seven of the nineteen instructions of the loop make values that nobody reads; here the end reads them.
+USED = "cvt.rn.f32.u32 %f11, %r8; " + "".join(f"add.f32 %f5, %f5, %f{i}; " for i in (7, 8, 9, 10, 11))
+
+
+def instructions(text: str) -> float:
+    """Warp instructions per second."""
     import softsm
 
-    x = np.zeros(32, np.float32)
-    kernel = softsm.load(ALU)
-    steps = kernel.launch(1, 32, [x, 10]).steps
-    n = 200_000
-    steps = kernel.launch(1, 32, [x, n]).steps
-    engine = steps / seconds(lambda: kernel.launch(1, 32, [x, n]))
+    x, n = np.zeros(32, np.float32), 200_000
+    kernel = softsm.load(text)
+    steps = kernel.launch(1, 32, [x, n]).steps  # the loop's blocks are compiled
+    return steps / seconds(lambda: kernel.launch(1, 32, [x, n]), clock=time.process_time)
+
+
+def alu_mix() -> tuple[float, float, float]:
+    """(warp instructions per second, with every result used, the same done by one NumPy call per instruction)."""
+    engine, used = instructions(ALU), instructions(ALU.replace("mul.wide", USED + "mul.wide"))
     registers = np.zeros((8, 32), np.float32)
     mask = np.ones(32, bool)
 
@@ -69,14 +77,14 @@ def alu_mix() -> tuple[float, float]:
         for _ in range(2000):
             np.copyto(registers[3], registers[0] * registers[1] + registers[2], where=mask)
 
-    return engine, 2000 / seconds(numpy_loop)
+    return engine, used, 2000 / seconds(numpy_loop, clock=time.process_time)
 
 
 def mma() -> float:
     """Seconds of one bf16 128x256x16 product, operands in 128-byte-swizzled shared memory, D in tensor memory."""
     from types import SimpleNamespace
 
-    from softsm.isa import tcgen05
+    from softsm.isa import tcgen05, tcgen05_product
     from softsm.memory import swizzle
     from softsm.memory.tensor_memory import TensorMemory
 
@@ -88,8 +96,9 @@ def mma() -> float:
     cta = SimpleNamespace(shared=np.zeros(1 << 17, np.uint8), tmem=TensorMemory())
     product = tcgen05.Product(shape, False, False, 0, 0, descriptor(1024), 0, descriptor(1024 + 128 * 128), add=True)
     plan = tcgen05.plan_of(product)  # once for each instruction and its operands
-    tcgen05.multiply(product, plan, [cta])  # compile
-    return seconds(lambda: [tcgen05.multiply(product, plan, [cta]) for _ in range(20)]) / 20
+    multiply = tcgen05_product.multiply
+    multiply(product, plan, [cta])  # compile
+    return seconds(lambda: [multiply(product, plan, [cta]) for _ in range(20)], clock=time.process_time) / 20
 
 
 def attention() -> tuple[float, float]:
@@ -152,8 +161,9 @@ def cold() -> tuple[float, float]:
 
 def main(json_file: str = typer.Option(None, "--json"), skip_cold: bool = False) -> None:
     rows: list[tuple[str, float, str, str]] = []
-    engine, loop = alu_mix()
+    engine, used, loop = alu_mix()
     rows.append(("ALU mix, M warp instructions/s", engine / 1e6, ">= 60", "higher"))
+    rows.append(("  with every result used", used / 1e6, ">= 60", "higher"))
     rows.append(("  against one NumPy call per instruction", engine / loop, ">= 100 (60 without AVX-512)", "higher"))
     rows.append(("bf16 MMA 128x256x16, us", mma() * 1e6, "<= 100", "lower"))
     one, many = attention()
