@@ -74,8 +74,10 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     part: Any = Null(torch.float32)
     part_lse = part
     # Deterministic: the order of additions must not depend on how many splits there are. fp16: as exact as the results.
-    short = c.short and splits * total_q * p.q_heads * p.head_dim >= SHORT_FROM and split
-    short = short and p.q.dtype == torch.bfloat16 and not (varlen or p.deterministic or is_partial(p))
+    # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
+    values = splits * total_q * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
+    short = split and c.short and values >= SHORT_FROM and p.q.dtype == torch.bfloat16
+    short = short and not (varlen or p.deterministic or is_partial(p))
     if split:
         part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
     unread = Null(torch.int32)
