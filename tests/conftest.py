@@ -49,10 +49,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 class Cost:
-    """Adds up what the workers, or this process, compiled. The processor time is that of all processes of the run."""
+    """Adds up what the workers, or this process, compiled. The processor time is that of all processes of the run. A
+    worker says its own: whether the system counts it among this process's children depends on when it ends."""
 
     def __init__(self) -> None:
-        self.kernels, self.seconds = 0, 0.0
+        self.kernels, self.seconds, self.workers, self.before_workers = 0, 0.0, 0.0, 0.0
 
     def add(self, compiled: dict) -> None:
         self.kernels += compiled["kernels"]
@@ -60,12 +61,15 @@ class Cost:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        self.add(getattr(node, "workeroutput", {}).get("compiled", {"kernels": 0, "seconds": 0}))
+        said = getattr(node, "workeroutput", {})
+        self.add(said.get("compiled", {"kernels": 0, "seconds": 0}))
+        self.workers += said.get("processor", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.add(COMPILED)
         compiled = f"{self.kernels} kernels compiled by Triton in {self.seconds:.0f} s"
-        terminalreporter.write_line(f"{compiled}; {sum(os.times()[:4]):.0f} s of processor time in all")
+        children = self.before_workers + self.workers if self.workers else sum(os.times()[2:4])
+        terminalreporter.write_line(f"{compiled}; {sum(os.times()[:2]) + children:.0f} s of processor time in all")
 
 
 NOTHING = """
@@ -94,6 +98,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             softsm.load(NOTHING).launch(grid=1, block=32)
             with softsm.checking(races=True):
                 softsm.load(NOTHING).launch(grid=1, block=32)
+    session.config.pluginmanager.get_plugin("cost").before_workers = sum(os.times()[2:4])
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +151,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker says what it compiled. A run of GPU tests alone, all of them skipped, has shown nothing: it fails."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["compiled"] = COMPILED
+        session.config.workeroutput |= {"compiled": COMPILED, "processor": sum(os.times()[:4])}
     items = getattr(session, "items", [])
     if items and all(item.get_closest_marker("gpu") for item in items) and not GPU_TESTS_THAT_RAN:
         if not session.config.option.collectonly:
