@@ -122,9 +122,10 @@ def test_padding_is_hidden_as_eager_hides_it(model, ids):
         mask[1, slice(0, 9) if side == "left" else slice(51, 60)] = 0
         want, got = (logits(model, i, some, attention_mask=mask) for i in ("eager", "dsv4"))
         same(got, want)
-        steps = [41, 1, 4, 2, 12]
-        want, got = (cached(model, i, some, steps, attention_mask=mask) for i in ("eager", "dsv4"))
-        same(got, want)
+        if side == "left":  # as generation pads
+            steps = [41, 1, 4, 2, 12]
+            want, got = (cached(model, i, some, steps, attention_mask=mask) for i in ("eager", "dsv4"))
+            same(got, want)
     said = {}
     for implementation in ("eager", "dsv4"):
         model.set_attn_implementation(implementation)
