@@ -15,7 +15,7 @@ from agreement import assert_right
 
 import dsv4.integrations.vllm as plugin
 from dsv4 import reference
-from dsv4.integrations.vllm import compressor, contract, indexer, v4
+from dsv4.integrations.vllm import compressor, contract, indexer, install, v4
 
 RECORDED = json.loads((Path(__file__).parents[2] / "engines" / "vllm_recorded.json").read_text())
 
@@ -90,6 +90,13 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
     with pytest.raises(RuntimeError, match=f"{contract.FLASHMLA}.forward_mqa is not there .*DSV4_VLLM=0 gives"):
         plugin.register()
     assert "dsv4 is on" not in said.text
+
+
+def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
+    """That another process sends it: vLLM's own attention would serve under the name."""
+    monkeypatch.setenv("DSV4_VLLM", "0")
+    with pytest.raises(ValueError, match="DSV4_VLLM: got 0 or unset in a process that is asked for DSV4; accepted: 1"):
+        install.backend_member()
 
 
 def test_the_contract_is_what_was_recorded():
