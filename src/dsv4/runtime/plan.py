@@ -13,7 +13,14 @@ from torch import Tensor
 
 from dsv4.index.sizes import index_block, index_share_words, index_words
 from dsv4.runtime import checks
-from dsv4.runtime.splits import ROWS_PER_TILE, choose_splits, deterministic_cut
+from dsv4.runtime.splits import (
+    NARROW_HEADS,
+    NARROW_KEYS,
+    ROWS_PER_TILE,
+    choose_splits,
+    deterministic_cut,
+    narrow_splits,
+)
 
 OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention", "index_topk")
 
@@ -105,6 +112,9 @@ def plan(
         return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
+    if where.type == "cuda" and name == "v4_attention":
+        tiles, keys = batch * -(-q_heads // NARROW_HEADS), max_seqlen_k + 2 * NARROW_KEYS  # two lists, each in blocks
+        partials = max(partials, narrow_splits(tiles, _multiprocessors(where), keys) * batch * q_heads)
     if deterministic and where.type == "cuda" and name == "v4_attention":
         partials = max(partials, max(deterministic_cut(q_heads, max_seqlen_k)[0], 1) * batch * q_heads)
     if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):

@@ -8,6 +8,7 @@ WHOLE = 4  # rounds of whole tiles from which on keys are not split
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
+NARROW_HEADS, NARROW_KEYS = 16, 64  # of a thread block of V4 attention where few queries are all there is
 
 
 def choose_splits(tiles: int, multiprocessors: int, keys: int, merged: bool = True) -> int:
@@ -40,3 +41,10 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
         return 0, 0
     each = DETERMINISTIC_KEYS * -(-rows // ROWS_PER_TILE)
     return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
+
+
+def narrow_splits(tiles: int, multiprocessors: int, keys: int) -> int:
+    """Splits of NARROW_KEYS or more where latency counts: thread blocks for three quarters of the multiprocessors; 0 =
+    there are more tiles than that."""
+    places = 3 * multiprocessors // 4
+    return max(1, min(-(-keys // NARROW_KEYS), places // tiles)) if tiles <= places else 0

@@ -9,7 +9,7 @@ lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) 
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
-from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared import grids, softmax
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
@@ -57,8 +57,10 @@ def finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, VARLEN: 
 ])  # fmt: skip
 def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
             last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, COLUMNS: gl.constexpr = 64):  # fmt: skip
-    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D].
+            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, COLUMNS: gl.constexpr = 64,
+            EARLY: gl.constexpr = False):  # fmt: skip
+    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D]. EARLY: launched
+    while the splits are still being computed.
 
     SPLITS are added at a time, in an order that depends on SPLITS alone.
     """
@@ -74,6 +76,8 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         # Rows past the last sequence have no partial results.
         belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
 
+    if EARLY:
+        grids.wait_for_last()
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
     acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)

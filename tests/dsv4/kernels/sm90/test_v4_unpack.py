@@ -9,7 +9,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.kernels.sm90.v4 import unpack
+from dsv4.kernels.sm90.v4 import entry, unpack
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
 
@@ -25,7 +25,7 @@ def launches(queries: int, listed: int, rows: int, heads: int = 64, **options) -
 
 def test_rows_are_unpacked_where_they_are_listed_often_enough():
     assert launches(unpack.LISTED, 64, 64) == ["v4_unpack", "v4_listed"]
-    assert launches(unpack.LISTED - 1, 64, 64) == ["v4_listed"]
+    assert "v4_unpack" not in launches(unpack.LISTED - 1, 64, 64)
 
 
 def test_the_copy_is_never_larger_than_q():
@@ -58,6 +58,7 @@ def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
 
     def run(first: bool):
         monkeypatch.setattr(unpack, "pays", lambda p: first)
+        monkeypatch.setattr(entry, "narrow", lambda p, target: None)  # another kernel, which rounds differently
         calls.forget()
         with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
             got = dsv4.v4_attention(**arguments, return_lse=True, backend="softsm")

@@ -122,10 +122,10 @@ def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int
 
 def prepare_merge(
     p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int, *, varlen: bool = False,
-    few: bool = False,
+    few: bool = False, early: bool = False,
 ) -> None:  # fmt: skip
     """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; few: many
-    rows with few splits each, as V4 attention has them."""
+    rows with few splits each, as V4 attention has them; early: the forward kernel lets it be launched early."""
     # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
     at_a_time = 16 if p.deterministic or splits <= 16 else 64
     columns = 32 if splits > 16 else min(p.head_dim, 128)
@@ -135,7 +135,7 @@ def prepare_merge(
     arguments = arguments | dict(out_ptr=out, total_rows=rows, tokens=max(arguments["tokens"], 1))
     program.launch(
         combine, (rows, p.head_dim // columns), arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen,
-        COLUMNS=columns, num_warps=4,
+        COLUMNS=columns, EARLY=early, num_warps=4, **dict(launch_pdl=True) if early else {},
     )  # fmt: skip
 
 

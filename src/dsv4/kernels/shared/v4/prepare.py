@@ -41,16 +41,21 @@ def supports(p: V4Problem) -> str | None:
     return None
 
 
-def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict) -> None:
+def prepare_listed(
+    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0
+) -> None:
     """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
 
-    An item is 64 heads of a query and a split, 128 for a pair of CTAs (num_ctas 2). A kernel that names `items` loops
-    over them, one CTA per multiprocessor; another has a CTA for each. step: rows that the kernel takes at a time, what
-    splits are made of; options: further compile-time arguments.
+    An item is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2). A
+    kernel that names `items` loops over them, one CTA per multiprocessor; another has a CTA for each. step: rows that
+    the kernel takes at a time, what splits are made of; options: further compile-time arguments; splits: how many, 0 =
+    to be chosen here.
     """
     ctas = options.get("num_ctas", 1)
-    tiles = p.batch * -(-p.q_heads // (64 * ctas))
-    splits, steps_per_split = _splits(p, target, tiles * ctas, step)
+    tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
+    steps_per_split = 0
+    if splits == 0:
+        splits, steps_per_split = _splits(p, target, tiles * ctas, step)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
     split = splits > 1 or p.deterministic or is_partial(p)
@@ -70,6 +75,8 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
     _, stride_on, stride_oh = row_strides(out)
     stride_ln, stride_lh = (0, 0) if p.lse is None else p.lse.stride()
 
+    inverse, shift = inverse_of(splits)
+
     def given(x: Slot | None, dtype: torch.dtype = torch.int32) -> Slot | Null:
         return Null(dtype) if x is None else x if x.is_contiguous() else program.copied(x)
 
@@ -88,7 +95,7 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
         rope_positions=positions, rope_width=angles, rope_line=angle_line, num_splits=splits,
         tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
         stride_oh=stride_oh, stride_ln=stride_ln, stride_lh=stride_lh, sign=sign, split=int(split),
-        signed_scale=sign * scale, items=tiles * splits,
+        signed_scale=sign * scale, items=tiles * splits, splits_inverse=inverse, splits_shift=shift,
     )  # fmt: skip
     ways = [CELLS, CELLS]
     if "window_desc" in kernel.arg_names:
@@ -97,18 +104,21 @@ def prepare_listed(p: V4Problem, target: Target, program: Program, kernel: Any, 
         for name, way, pool in zip(("window", "compressed"), ways, (window, compressed)):
             arguments |= _by_tma(name, way, pool.tensor, q, ctas)
     grid: tuple[int, ...] = (tiles, splits)
+    if "splits_inverse" in kernel.arg_names:
+        grid = (tiles // p.batch, p.batch, splits)
     if "items" in kernel.arg_names:
         grid = (min(tiles * splits, target.multiprocessors // ctas),)
     program.launch(
         kernel, grid, arguments, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
         WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=unit_of(p.window),
         COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed), SPLIT=split,
-        num_warps=4, **options,
+        **dict(num_warps=4) | options,
     )  # fmt: skip
     if split:
         strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
         more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
-        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, few=True)
+        early = options.get("EARLY", False)
+        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, few=True, early=early)
     if out is not p.out:
         program.copy(p.out, out)
 

@@ -1,12 +1,14 @@
-"""V4 attention on sm_90a: what the host tells the kernel, which is in listed.py."""
+"""V4 attention on sm_90a: which kernel takes a problem, listed.py or narrow.py, and what the host tells it."""
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.listed import v4_listed
+from dsv4.kernels.sm90.v4.narrow import v4_narrow
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
+from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, narrow_splits
 from dsv4.v4.problem import V4Problem
 
 __all__ = ["prepare", "supports"]
@@ -16,14 +18,50 @@ STEP = 128  # rows per step: two blocks of 64
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False)
+# Where items are few, latency counts. Options of v4_narrow, and us of a CTA: of its first block of rows, of another.
+NARROW = (
+    (dict(HEADS=NARROW_HEADS, num_warps=8, maxnreg=128, EARLY=True), 13.5, 3.0),
+    (dict(HEADS=32, num_warps=4, EARLY=True), 16.5, 3.7),
+)
+LISTED = 20.5, 0.05  # us of v4_listed: of few CTAs with one step each, and for every CTA
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if unpack.pays(p):
         p = unpack.unpacked(p, program)
+    few = narrow(p, target)
+    if few is not None:
+        prepare_listed(p, target, program, v4_narrow, NARROW_KEYS, *few)
+        return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
     prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else RESIDENT if resident(p) else PLAIN)
+
+
+def narrow(p: V4Problem, target: Target) -> tuple[dict, int] | None:
+    """By shapes alone: (options of v4_narrow, splits) where FP8 rows are so few that it is faster than v4_listed."""
+    pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
+    if p.deterministic or not all(isinstance(pool, Fp8Cache) for pool in pools):
+        return None
+    blocks = -(-p.window_indices.shape[1] // NARROW_KEYS) + -(-p.compressed_capacity // NARROW_KEYS)
+    start, each = LISTED
+    ctas = p.batch * -(-p.q_heads // 64) * -(-blocks * NARROW_KEYS // STEP)
+    best = start + each * min(ctas, target.multiprocessors)
+    found = None
+    for options, start, each in NARROW:
+        tiles = p.batch * -(-p.q_heads // options["HEADS"])
+        splits = narrow_splits(tiles, target.multiprocessors, blocks * NARROW_KEYS)
+        if p.scratch is not None:  # a plan's, which has room for the most heads per tile
+            splits = min(splits, max(1, p.scratch.numel() // (p.batch * p.q_heads * (p.head_dim + 1))))
+        elif p.num_splits > 0:
+            splits = min(splits, p.num_splits)
+        if splits == 0:
+            continue
+        longest = max(1, -(-blocks // splits))
+        us = start + each * (longest - 1)
+        if us < best:
+            found, best = (options, max(1, -(-blocks // longest))), us  # no more splits than the blocks need
+    return found
 
 
 def resident(p: V4Problem) -> bool:

@@ -73,10 +73,15 @@ class Queries:
 
 
 @gluon.jit
+def quotient(n, inverse, shift):
+    """n // divisor, for 0 <= n < 2^31: what the host knows of the divisor replaces the division."""
+    wide = n.to(gl.uint32, bitcast=True).to(gl.uint64) * inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
+    return (wide >> shift.to(gl.uint64)).to(gl.int32)
+
+
+@gluon.jit
 def page_of(number, pool):
-    """number // rows per page, for 0 <= number < 2^31."""
-    wide = number.to(gl.uint32, bitcast=True).to(gl.uint64) * pool.inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
-    return (wide >> pool.shift.to(gl.uint64)).to(gl.int32)
+    return quotient(number, pool.inverse, pool.shift)
 
 
 @gluon.jit
@@ -168,8 +173,8 @@ def fp8_rows(pool, number, UNIT: gl.constexpr):
 
 @gluon.jit
 def words_of(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.constexpr):
-    """N words of 4 bytes from word FIRST on of each row: int32 [64, N], 16 bytes per thread."""
-    column = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, words(gl.num_warps())))
+    """N words of 4 bytes from word FIRST on of each row: int32 [64, N], in the layout whose rows data has."""
+    column = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 8:
         word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         x = gl.load(word_ptr + (data // 4)[:, None] + column[None, :], mask=there[:, None], other=0)
@@ -182,21 +187,16 @@ def words_of(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.co
 
 
 @gluon.constexpr_function
-def pieces(warps, panels):
-    """As `words`, with several pieces of 64 bytes per thread."""
-    return gl.BlockedLayout([1, panels, 4], [8, 1, 4], [warps, 1, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def piece_rows(warps, panels):
-    return gl.SliceLayout(1, gl.SliceLayout(2, pieces(warps, panels)))
+def pieces(warps, panels, words=4):
+    """`words` of 32 bits of each of several panels of 64 bytes per thread."""
+    return gl.BlockedLayout([1, panels, words], [2 * words, 1, 16 // words], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
-def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr):
-    """64 x PANELS of the 448 e4m3 values of each row, four to a word: int32 [64, PANELS, 16]."""
-    L: gl.constexpr = pieces(gl.num_warps(), PANELS)
-    R: gl.constexpr = piece_rows(gl.num_warps(), PANELS)
+def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, WORDS: gl.constexpr = 4):
+    """64 x PANELS of the 448 e4m3 values of each row, four to a word, WORDS a thread: int32 [64, PANELS, 16]."""
+    L: gl.constexpr = pieces(gl.num_warps(), PANELS, WORDS)
+    R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     data = gl.convert_layout(data, R)[:, None, None]
     there = gl.convert_layout(there, R)[:, None, None]
     panel = FIRST + gl.arange(0, PANELS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))

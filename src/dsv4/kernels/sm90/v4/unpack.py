@@ -13,25 +13,28 @@ from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared.v4.prepare import PoolArguments, unit_of
-from dsv4.kernels.sm90.v4.gather import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words, words_of
+from dsv4.kernels.sm90.v4.gather import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words_of
 from dsv4.runtime.program import Program
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
-WARPS = 8
+WARPS = 16
+WORDS = 2  # of 4 bytes that a thread reads at a time
 
 
 @gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
-def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr):
+def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr,
+              WORDS: gl.constexpr):  # fmt: skip
     """out: bf16 [rows, 512], written in pairs."""
-    W: gl.constexpr = words(gl.num_warps())
+    # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
     pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
     number = gl.program_id(0) * 64 + entries(W)
     data, there, scales = fp8_rows(pool, number, UNIT)
     out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    x = fp8_load(ptr, data, there, 0, 4, UNIT)
-    y = fp8_load(ptr, data, there, 4, 2, UNIT)
-    z = fp8_load(ptr, data, there, 6, 1, UNIT)
+    x = fp8_load(ptr, data, there, 0, 4, UNIT, WORDS)
+    y = fp8_load(ptr, data, there, 4, 2, UNIT, WORDS)
+    z = fp8_load(ptr, data, there, 6, 1, UNIT, WORDS)
     rest = words_of(ptr, data, there, 112, 32, UNIT)
     put(out_ptr, number, there, fp8_to_bf16(x, scales, 0), 0)
     put(out_ptr, number, there, fp8_to_bf16(y, scales, 4), 4)
@@ -89,5 +92,6 @@ def _unpacked(cache: Fp8Cache, program: Program):
     rows = pool.sizes["rows"]
     out = program.room("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
     sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
-    program.launch(v4_unpack, (-(-rows // 64),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), num_warps=WARPS)
+    program.launch(v4_unpack, (-(-rows // 64),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), WORDS=WORDS,
+                   num_warps=WARPS)  # fmt: skip
     return out

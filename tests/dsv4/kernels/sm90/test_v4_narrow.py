@@ -1,0 +1,102 @@
+"""The Hopper kernel of V4 attention for few items of FP8 rows, on a CPU through softsm."""
+
+import dataclasses
+
+import pytest
+import torch
+from agreement import assert_agrees
+
+import dsv4
+import softsm
+from dsv4 import reference
+from dsv4.runtime import calls, dispatch
+from dsv4.v4 import problem
+
+SEED = 13
+NAN = float("nan")
+
+
+def pool(count: int, per_page: int = 64, **options) -> dsv4.Fp8Cache:
+    return dsv4.Fp8Cache.pack(torch.randn(count, 512).bfloat16(), rows_per_page=per_page, **options)
+
+
+def numbers(*shape: int, of: int) -> torch.Tensor:
+    """Row numbers, repeated ones and -1 among them."""
+    return torch.randint(-1, of, shape, dtype=torch.int32)
+
+
+def launch_of(**arguments):
+    p = problem.build(**arguments)
+    (launch, *_) = calls.launches_of(
+        dataclasses.replace(p, out=torch.empty_like(p.q)), dispatch.compile_target("sm_90a")
+    )
+    return launch
+
+
+def check(order: str = "latest", **arguments) -> None:
+    """What the narrow kernel gives, races checked, against the definition."""
+    assert launch_of(**arguments).kernel.__name__ == "v4_narrow"
+    out = torch.full_like(arguments["q"], NAN)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
+        got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
+    assert not report, str(report)
+    assert_agrees(got, reference.v4_attention, **arguments)
+
+
+@pytest.mark.parametrize("order", ["latest", pytest.param("eager", marks=pytest.mark.slow)])
+def test_blocks_are_split_and_merged(order):
+    """Three blocks of window rows and two of compressed ones, one each per CTA; 20 heads are two tiles. One row has
+    scales that need two products."""
+    window = pool(100)
+    page = window.storage[: window.page_stride]
+    page[64 * 576 + 3 * 8 :][:7] = torch.tensor([140, 127, 0, 120, 136, 134, 135], dtype=torch.uint8)
+    page[3 * 576 :][:448] = 0x08  # 2^-6
+    check(
+        order, q=torch.randn(2, 20, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
+        compressed=pool(90, 2), compressed_indices=numbers(2, 70, of=90), sink=torch.randn(20),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49], dtype=torch.int32)),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_rows_by_block_table_and_requests():
+    """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
+    compressed = dsv4.Fp8Cache.empty(80, 2)
+    compressed.storage.fill_(255)
+    compressed.write(torch.arange(150), torch.randn(150, 512).bfloat16())
+    check(
+        q=torch.randn(4, 16, 512).bfloat16(), window=pool(64), window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
+        compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32), softmax_scale=-0.1,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [0, 1])
+def test_one_pool_of_any_stride_and_one_without_rows(stride):
+    empty = dsv4.Fp8Cache(torch.empty(0, dtype=torch.uint8), 64)
+    check(
+        q=torch.randn(1, 8, 512).bfloat16(), window=pool(9, 3, page_stride=3 * 584 + stride),
+        window_indices=numbers(1, 30, of=9), compressed=empty,
+        compressed_indices=torch.full((1, 5), -1, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def test_few_items_take_it():
+    """Until v4_listed is faster; all CTAs run at once. Deterministic calls do not: a query's result would depend on how
+    many others there are."""
+
+    def launch(queries: int, heads: int, rows: int = 640, **options):
+        lists = torch.zeros(queries, rows, dtype=torch.int32)
+        q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
+        found = launch_of(q=q, window=pool(queries * rows), window_indices=lists, **options)
+        return found.kernel.__name__, found.constants.get("HEADS"), found.grid
+
+    assert launch(1, 64) == ("v4_narrow", 16, (4, 1, 10))
+    assert launch(1, 128, 1152) == ("v4_narrow", 16, (8, 1, 9))
+    assert launch(8, 64, 1152) == ("v4_narrow", 32, (2, 8, 6))
+    assert launch(1, 1, 0) == ("v4_narrow", 16, (1, 1, 1))
+    assert launch(64, 64)[0] == "v4_listed"
+    assert launch(1, 64, deterministic=True)[0] == "v4_listed"
