@@ -146,7 +146,7 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
                 for trace in pickle.loads(kept.read_bytes()):
                     timer.traced(trace)
             else:
-                with softsm.use(GPUS[gpu].arch, sms=timing_cases.SMS), softsm.timing(gpu) as timer:
+                with softsm.use(GPUS[gpu].arch, sms=timing_cases.SMS), softsm.timing(gpu, values=case.values) as timer:
                     case.make("cpu")()
                 if kept is not None:
                     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -247,6 +247,57 @@ def blackwell(predicted: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def cost() -> str:
+    """Seconds of the processor for grids of one CTA: the plain emulation, and a timing run of the same CTA, first with
+    ptxas and nvdisasm, then with the machine code known. Compilation by Triton comes before all of them."""
+    import resource
+
+    import timing_cases
+
+    import softsm
+
+    def seconds() -> float:
+        return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF,
+                                                                             resource.RUSAGE_CHILDREN)))  # fmt: skip
+
+    def took(work) -> float:
+        begin = seconds()
+        work()
+        return seconds() - begin
+
+    lines = ["| one CTA of | plain, s | timed, s | timed again, s | again / plain |", "|---|---:|---:|---:|---:|"]
+    for case in timing_cases.COSTS:
+        call = case.make("cpu")
+
+        def timed(call=call) -> None:
+            with softsm.timing("h200"):
+                call()
+
+        with softsm.use("sm_90a", sms=132):
+            call()  # compiled by Triton, lowered by softsm
+            plain = min(took(call) for _ in range(2))
+            first = took(timed)
+            again = min(took(timed) for _ in range(2))
+        lines.append(f"| {case.name} | {plain:.2f} | {first:.2f} | {again:.2f} | {again / plain:.2f} |")
+    return "\n".join(lines)
+
+
+HEADING = "## Predicted times\n"
+
+
+def write_predictions(predicted: Path, page: Path) -> None:
+    """The last section of docs/kernels.md."""
+    kept = page.read_text().partition(f"\n{HEADING}")[0]
+    text = f"""
+By softsm's timing model ([timing.md](timing.md)): predicted, never run on a B200; rates of tensor memory and the clock
+under load are assumptions, that of TMA gathers is a bound. One problem or more for every kernel; for forward and
+backward passes the times of all launches. Where this table and the budget differ, the table has more in it: waits,
+latencies, starts and ends.
+
+{blackwell(predicted)}"""
+    page.write_text(f"{kept}\n{HEADING}{text}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
@@ -261,8 +312,14 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, help="folder that keeps what --predict emulated")
     parser.add_argument("--table", type=Path, nargs=2, metavar=("MEASURED", "PREDICTED"))
     parser.add_argument("--blackwell", type=Path, metavar="PREDICTED", help="the table of a run with --gpu b200")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="with --blackwell: into the page (docs/kernels.md)")
+    parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     given = parser.parse_args()
-    if given.blackwell:
+    if given.cost:
+        print(cost())
+    elif given.blackwell and given.write:
+        write_predictions(given.blackwell, given.write)
+    elif given.blackwell:
         print(blackwell(given.blackwell))
     elif given.table:
         print(table(*given.table))

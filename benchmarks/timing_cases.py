@@ -14,6 +14,7 @@ import torch
 from timing_foreign import cases as foreign
 
 import dsv4
+from dsv4.index.sizes import GROUP, index_block, index_line, index_words
 from dsv4.runtime import plan as plans
 
 SMS = 132
@@ -39,6 +40,7 @@ class Case:
     group: str  # for the table
     make: Callable[[str], Call]
     variants: str = ""  # cases with the same word here compute the same: their order counts
+    values: bool = False  # whether products are computed: a later launch depends on them
 
 
 def fmha(batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, d: int, causal=False, same=False) -> Case:
@@ -85,6 +87,20 @@ def v4(queries: int, heads: int, window: int, compressed: int, fp8: bool, pool: 
     return Case(f"v4 {kind} {queries} x {heads} x {listed} of {pool}", f"v4 {kind}", make)
 
 
+def scored(queries: int, keys: int, topk: int) -> torch.Tensor:
+    """A plan's room with scores as the first kernel would leave them: a timing run executes a few of its CTAs, without
+    their products, and how many rounds the choice takes depends on the scores of all."""
+    line, words = index_line(keys), index_words(keys, topk)
+    room = index_block(queries, keys, topk)
+    count = -(-queries // -(-queries // room))
+    scratch = torch.zeros(room * words)
+    scores = values(count, line, device="cpu", dtype=torch.float32)
+    scratch[: scores.numel()] = scores.flatten()
+    maxima = scores.view(count, line // GROUP, GROUP).amax(2)
+    scratch[scores.numel() :][: maxima.numel()] = maxima.flatten()
+    return scratch
+
+
 def index(requests: int, each: int, keys: int, topk: int = 512) -> Case:
     def make(device: str) -> Call:
         n, pages = requests * each, keys // 64
@@ -96,10 +112,14 @@ def index(requests: int, each: int, keys: int, topk: int = 512) -> Case:
         out = torch.empty(n, topk, dtype=torch.int32, device=device)
         plan = dsv4.plan(dsv4.index_topk, batch=n, q_heads=64, kv_heads=1, head_dim=128, max_seqlen_k=keys,
                          device=q.device)  # fmt: skip
+        if device == "cpu":  # a plan of the CPU has no room for scores
+            scratch = scored(n, keys, topk)
+            plan = dataclasses.replace(plan, scratch=scratch)
         return lambda: dsv4.index_topk(q, pool, weights, topk, lengths=lengths, block_table=table,
                                        request_starts=starts, out=out, plan=plan, backend=backend(device))  # fmt: skip
 
-    return Case(f"index {requests} x {each} x {keys}", "index", make)
+    # From 16 queries of a sequence on, the CTA that is looked at makes all scores of the queries that are looked at.
+    return Case(f"index {requests} x {each} x {keys}", "index", make, values=each >= 16)
 
 
 def backward(batch: int, heads: int, tokens: int, d: int, causal: bool = False) -> Case:
@@ -269,7 +289,7 @@ ROWS = [
 ]  # fmt: skip
 FOREIGN = foreign(Case, values, lambda: SMS)
 CASES: list[Case] = [*PREFILL, *DECODE, *V4, *INDEX, *COMPRESS, *MATMUL, *ATTENTION, *ROWS, *FOREIGN]
-# One case or more for every sm_100a kernel of the library, then two that were published for a B200.
+# One case or more for every sm_100a kernel of the library, then some that were published for a B200.
 BLACKWELL = [
     *(fmha(4, 16, 16, 4096, 4096, d) for d in (64, 128, 256, 512)), fmha(4, 16, 16, 4096, 4096, 128, True),
     fmha(128, 64, 1, 1, 4096, 512, same=True), fmha(64, 64, 8, 1, 8192, 128),
@@ -277,5 +297,10 @@ BLACKWELL = [
     v4(4096, 128, 128, 1024, True), v4(128, 64, 128, 512, True),
     index(128, 1, 16384), index(1, 1024, 16384), compress("csa", 4096), compress("keys", 4096), compress("hca", 4096),
     *(backward(4, 16, 4096, d) for d in (64, 128)), backward(1, 16, 2048, 512), v4_backward(1024, 64, 512, 8192),
-    attention(192, 4096, 128, 128, 64, 4, 3), matmul(8192, 8192, 8192, 128, 256, 64, 3, 8),
+    *foreign(Case, values, lambda: SMS, blackwell=True),
+]  # fmt: skip
+# Grids of one CTA: what a timing run costs beside the plain emulation of the same CTA.
+COSTS = [
+    fmha(1, 1, 1, 128, 1024, 64), fmha(1, 1, 1, 128, 1024, 128), matmul(128, 128, 1024, 128, 128, 64, 3, 4),
+    attention(1, 128, 64, 128, 64, 4, 3), rowwise("softmax", 1, 4096, 4), rowwise("layer_norm", 1, 8192, 4),
 ]  # fmt: skip

@@ -45,7 +45,8 @@ def tutorial(name: str, before: str = ""):
 
 @contextlib.contextmanager
 def hopper():
-    """Modules ask torch for the GPU while they are imported; without one they are told of an H200."""
+    """Modules ask torch for the GPU while they are imported; without one they are told of an H200. What they were told
+    only decides which configurations their tuners have."""
     if torch.cuda.is_available():
         yield
         return
@@ -77,7 +78,9 @@ def plain(kernel):
     return kernel
 
 
-def cases(case: Callable[..., Any], values: Callable[..., torch.Tensor], sms: Callable[[], int]) -> list:
+def cases(
+    case: Callable[..., Any], values: Callable[..., torch.Tensor], sms: Callable[[], int], blackwell: bool = False
+) -> list:
     """case: the class of a case; values: its maker of inputs."""
 
     def matmul(M: int, N: int, K: int, BM: int, BN: int, BK: int, stages: int, warps: int):
@@ -93,7 +96,7 @@ def cases(case: Callable[..., Any], values: Callable[..., torch.Tensor], sms: Ca
         what = f"tutorial 03 {M}x{N}x{K}"
         return case(f"{what} {BM}x{BN}x{BK} s{stages} w{warps}", "tutorials", make, what)
 
-    def attention(Z: int, H: int, T: int, D: int, causal: bool, BM: int, BN: int, stages: int, warps: int):
+    def attention(Z: int, H: int, T: int, D: int, causal: bool, BM: int, BN: int, stages: int, warps: int, roles=False):
         def make(device: str):
             from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -106,11 +109,12 @@ def cases(case: Callable[..., Any], values: Callable[..., torch.Tensor], sms: Ca
 
             given = [rows(q, BM), rows(k, BN), rows(v, BN), rows(o, BM)]
             return lambda: kernel[(T // BM, Z * H)](1.3, lse, Z, H, *given, T, HEAD_DIM=D, BLOCK_M=BM, BLOCK_N=BN,
-                                                    FP8_OUTPUT=False, STAGE=3 if causal else 1, warp_specialize=False,
-                                                    IS_HOPPER=True, num_stages=stages, num_warps=warps)  # fmt: skip
+                                                    FP8_OUTPUT=False, STAGE=3 if causal else 1, warp_specialize=roles,
+                                                    IS_HOPPER=sms() == 132, num_stages=stages,
+                                                    num_warps=warps)  # fmt: skip
 
         what = f"tutorial 06 {Z}x{H}x{T}x{D}{' causal' if causal else ''}"
-        return case(f"{what} {BM}x{BN} s{stages} w{warps}", "tutorials", make, what)
+        return case(f"{what} {BM}x{BN} s{stages} w{warps}{' roles' if roles else ''}", "tutorials", make, what)
 
     def persistent(M: int, N: int, K: int, BM: int, BN: int, BK: int, stages: int, warps: int, subtile: bool):
         def make(device: str):
@@ -177,6 +181,9 @@ def cases(case: Callable[..., Any], values: Callable[..., torch.Tensor], sms: Ca
         what = f"fla chunk_o {batch}x{tokens}x{heads}x{d}"
         return case(f"{what} {BK}x{BV} w{warps}", "packages", make, what)
 
+    if blackwell:  # published for a B200: tritonbench#1014
+        return [attention(4, 48, t, 128, False, 128, 128, s, w, r) for t in (1024, 4096)
+                for s, w, r in ((2, 4, True), (3, 8, False))]  # fmt: skip
     return [
         matmul(4096, 4096, 4096, 128, 256, 64, 3, 8), matmul(4096, 4096, 4096, 128, 64, 32, 4, 4),
         matmul(2048, 2048, 2048, 128, 128, 32, 4, 4), matmul(8192, 8192, 1024, 128, 256, 64, 3, 8),

@@ -117,7 +117,16 @@ def kernels(
     if write is None:
         console.print(page, soft_wrap=True, markup=False)
     else:
-        write.write_text(page)
+        write.write_text(page + predicted_section(write))
+
+
+PREDICTED = "\n## Predicted times\n"  # written by benchmarks/timing.py
+
+
+def predicted_section(path: Path) -> str:
+    """What the page says of the model's times: it is kept when the rest is written again."""
+    text = path.read_text() if path.exists() else ""
+    return text[text.index(PREDICTED) :] if PREDICTED in text else ""
 
 
 def launch_of(

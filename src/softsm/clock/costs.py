@@ -152,6 +152,8 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
         interval[i] = gpu[f"interval.{name}"]
         latency[i] = latency_of(ins.opcode, gpu, name)
         op = ins.opcode
+        if op.startswith(("FFMA2", "FADD2", "FMUL2")):
+            interval[i] = gpu["interval.fma2"]
         heavy[i] = float(name in ("fma", "imad"))
         if op.startswith(WARPGROUP_PRODUCTS):
             kind[i] = replay.PRODUCT

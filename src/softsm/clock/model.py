@@ -202,6 +202,8 @@ class Model:
             product_wait=g["product.wait"],
             product_wide=g["product.wide"],
             cp_port=g["cp.port"],
+            gather_interval=g["tma.gather"],
+            lds_beside=g["beside.lds"],
         )
         return np.array([named[n] for n in replay.NAMES], np.float64)
 
@@ -229,11 +231,12 @@ class Model:
         return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
 
     def beside(self) -> np.ndarray:
-        """How much longer each pipe is held while a product is under way."""
-        out = np.ones(16)
+        """How much longer each instruction holds its pipe while a product is under way."""
+        out = np.ones(len(self.costs.pipe))
         if self.trace.arch.startswith("sm_90"):  # accumulators in registers
-            for i, name in enumerate(cs.PIPES):
-                key = f"beside.{name}"
+            for i, ins in enumerate(self.code.instructions):
+                logic = ins.opcode.startswith(("LOP3", "SHF", "PRMT"))
+                key = "beside.logic" if logic else f"beside.{cs.PIPES[self.costs.pipe[i]]}"
                 out[i] = self.gpu[key] if key in self.gpu.values else 1.0
         return out
 
@@ -276,6 +279,8 @@ class Model:
         p = self.parameters(clock)
         p[replay.P["store_cycle"]] = write
         order = [n for q in queues for n in q]
+        places = [place for place, q in enumerate(queues) for _ in q]
+        each = -(-trace.threads // 32)
         nexts, begins = [], []
         base = 0
         for q in queues:
@@ -307,7 +312,7 @@ class Model:
                 w_begin.append(placed[n][k][0])
                 w_end.append(placed[n][k][1])
                 w_sm.append(w.cta)
-                w_sched.append(4 * w.cta + w.index % 4)
+                w_sched.append(4 * w.cta + (places[inst] * each + w.index) % 4)  # small CTAs share the schedulers
                 w_inst.append(inst)
                 w_group.append(groups + (w.cta * 64 + w.index) // 4)
                 top = max(top, (w.cta * 64 + w.index) // 4 + 1)
@@ -319,7 +324,7 @@ class Model:
         # The tensor number of loads that none is known for: the last entry.
         tensors = len(self.sources)
         if len(events):
-            load = events[:, 0] == 3
+            load = (events[:, 0] == 3) | (events[:, 0] == 16)
             bad = load & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors))
             events[bad, 3] = tensors
             copies = (events[:, 0] == 8) & ((events[:, 1] < 0) | (events[:, 1] >= tensors))

@@ -35,8 +35,12 @@ FGS = "FlashGPU-Sim, arXiv 2609.15311, H100 SXM at 1500 MHz"
 SA = "SemiAnalysisAI/microbench-blackwell, B200"
 QRC = "ademeure/QuickRunCUDA, B300"
 BPG = "CUDA Best Practices Guide 13.4"
+# An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP;
+# at the 1450 TFLOP/s that it publishes for 148 SMs that takes 3580 cycles of 1.965 GHz at most.
+FLASHMLA = "derived from deepseek-ai/FlashMLA, sm100 sparse prefill, 128 heads: 1450 TFLOP/s on a B200"
 LU = "arXiv 2402.13499 and 2501.12084, H800"
 OURS = "benchmarks/microbench, H200, 2026-11-15"
+OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
 
 
 def _p(
@@ -49,6 +53,7 @@ HOPPER = {
     "sms": _p(132, "count", "driver", "A"),
     "interval.control": _p(1, "cycles", OURS, "A"),
     "interval.fma": _p(1.02, "cycles", OURS, "A"),
+    "interval.fma2": _p(2.0, "cycles, two results", QRC, "B"),  # sm_100a only
     "interval.alu": _p(2.0, "cycles", OURS, "A"),
     "interval.imad": _p(2.0, "cycles", OURS, "A"),
     "interval.mufu": _p(8.0, "cycles", OURS, "A"),
@@ -86,22 +91,23 @@ HOPPER = {
     "bar.arrival": _p(2.0, "cycles", OURS, "A"),
     "tma.issue": _p(30.0, "cycles", OURS, "B", 15, 65),
     "tma.interval": _p(25.0, "cycles", OURS, "A", 15, 42),
+    "tma.gather": _p(25.0, "cycles", OURS, "C", 15, 42),  # sm_100a only
     "tma.l2": _p(125.0, "ns", OURS, "B", 110, 180),
     "tma.hbm": _p(400.0, "ns", OURS, "B", 330, 480),
     "tma.port": _p(0.0, "share", OURS, "A", 0, 1),
-    "cp.port": _p(1.0, "share", "not measured; TMA's fills do not use it", "D", 0, 1),
+    "cp.port": _p(1.0, "share", "assumed; alone beside products 0 (group overlap): docs/timing.md", "D", 0, 1),
     "load.l1": _p(34, "cycles", LU, "B"),
     "load.l2": _p(140.0, "ns", OURS, "B", 130, 170),
-    "load.hbm": _p(400.0, "ns", OURS, "B", 350, 500),
+    "load.hbm": _p(400.0, "ns", OURS, "A", 330, 500),  # 330 alone, 440 where all gather
     "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),
-    "launch": _p(4.3, "us", "benchmarks/NOTES.md", "A", 4.2, 4.6),
-    "launch.next": _p(1.2, "us", "benchmarks/NOTES.md", "B", 1.0, 1.4),
+    "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
+    "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
     "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
-    "cta.gap": _p(120.0, "cycles", OURS, "B", 80, 300),
+    "cta.gap": _p(500.0, "cycles", OVERLAP, "A", 470, 570),
     "branch": _p(5.0, "cycles", OURS, "B", 4, 12),
     "cluster.barrier": _p(900, "cycles", HUT, "C"),
     "remote": _p(200, "cycles", LU, "B"),
@@ -123,6 +129,8 @@ HOPPER = {
     "beside.mufu": _p(1.27, "times", OURS, "A"),
     "beside.memory": _p(1.35, "times", OURS, "A"),
     "beside.pack": _p(1.44, "times", OURS, "A"),
+    "beside.logic": _p(2.1, "times", OVERLAP, "B", 1.45, 2.2),  # e4m3 to bf16
+    "beside.lds": _p(1.5, "times what a product leaves", OVERLAP, "A", 1.5, 1.8),
     "fma.delay": _p(0.24, "cycles", OURS, "B", 0.04, 0.241),
     "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
     "clock.full": _p(0.5, "tensor-core use", "NOTES.md, V4 lists: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
@@ -130,6 +138,7 @@ HOPPER = {
 BLACKWELL = HOPPER | {
     "sms": _p(148, "count", "driver", "A"),
     "tma.interval": _p(48, "cycles", QRC, "B", 48, 65),
+    "tma.gather": _p(13, "cycles", FLASHMLA, "C", 4, 13),
     "tma.hbm": _p(480, "ns", SA, "B", 460, 900),
     "sm.rate": _p(80, "bytes/cycle", SA, "B", 64, 130),
     "l2.rate": _p(20500, "bytes/ns", "TileSight, arXiv 2607.22432", "B", 12000, 22500),

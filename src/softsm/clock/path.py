@@ -95,7 +95,7 @@ def critical_path(p: Prediction) -> tuple[float, list[Link]]:
             what = _kind(run, cause)
             flights = log.copies.get((other, cause), [])
             issued = [b for e, b in flights if e <= ended + 1 and b < ended]
-            if what == tr.LOAD and issued:
+            if what in (tr.LOAD, tr.GATHER) and issued:
                 add("copy", ended - issued[-1])
                 time, barrier, to = issued[-1], "issue", "copy"
             elif what == tr.MMA_COMMIT:

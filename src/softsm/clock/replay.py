@@ -51,6 +51,8 @@ NAMES = (
     "product_wait",
     "product_wide",
     "cp_port",
+    "gather_interval",
+    "lds_beside",
 )
 P = {name: i for i, name in enumerate(NAMES)}
 RING = 64
@@ -135,7 +137,8 @@ def _simulate(
     sched_free = np.zeros(n_sm * 4)
     pipe_free = np.zeros((n_sm * 4, 16))
     tensor_free = np.zeros(n_sm)
-    port_free = np.zeros(n_sm)
+    port_free = np.zeros(n_sm)  # of what threads have asked of shared memory
+    port_share = np.zeros(n_sm)  # what the products of tensor memory under way take of its port
     lsu_free = np.zeros(n_sm)
     mem_free = np.zeros(n_sm)
     write_free = np.zeros(n_sm)
@@ -303,7 +306,7 @@ def _simulate(
         # ---- issue ----
         hold = interval[i]
         if tensor_free[sm] > t:  # a product under way takes register ports
-            hold *= beside[pi]
+            hold *= beside[i]
             if heavy[i] > 0:
                 tensor_free[sm] += p[26]
         sched_free[sched] = t + 1
@@ -320,9 +323,15 @@ def _simulate(
             x = max(t, lsu_free[sm])
             lsu_free[sm] = x + u
             y = max(x, port_free[sm])
-            port_free[sm] = y + u
             busy[16] += u
-            done = y + u + latency[i]
+            if port_share[sm] > 0.0 and tensor_free[sm] > y:
+                # Products come first: threads get what they leave, or wait for their end.
+                slow = 1.0 / max(1.0 - port_share[sm], 0.04)
+                if write_at[i + 1] > write_at[i]:
+                    slow *= p[32]
+                u = min(u * slow, tensor_free[sm] - y + u)
+            port_free[sm] = y + u
+            done = port_free[sm] + latency[i]
         elif k == 2:
             u = units[i]
             lsu_free[sm] = max(t, lsu_free[sm]) + max(1.0, u / 128.0)
@@ -408,19 +417,18 @@ def _simulate(
                 b_pending[b] -= np.int64(events[e, 2])
                 b_tx[b] += np.int64(events[e, 3])
                 eff = t + p[3]
-            elif ek == 3:
+            elif ek == 3 or ek == 16:
                 b = inst * nb + np.int64(events[e, 1])
                 size = events[e, 2]
                 c = np.int64(events[e, 3])
                 if c == -2:
                     eff = max(last_load[sm], t + p[23])
                 else:
-                    tma_free[sm] = max(t + p[7], tma_free[sm]) + p[8]
+                    tma_free[sm] = max(t + p[7], tma_free[sm]) + (p[31] if ek == 16 else p[8])
                     x = max(tma_free[sm], mem_free[sm])
                     mem_free[sm] = x + size * cost[c]
                     busy[17] += size
                     if p[17] > 0:
-                        port_free[sm] = max(port_free[sm], t) + size / 128.0 * p[17]
                         busy[16] += size / 128.0 * p[17]
                     eff = max(tma_free[sm] + delay[c, 1] + size * p[27], mem_free[sm] + delay[c, 2])
                     last_load[sm] = eff
@@ -506,12 +514,12 @@ def _simulate(
                     s0 = max(s0, tensor_free[sm ^ 1])
                 fin = s0 + c2
                 tensor_free[sm] = fin
-                port_free[sm] = max(port_free[sm], s0) + smem
+                port_share[sm] = smem / c2
                 busy[19] += tensor_cycles
                 busy[16] += smem
                 if pair:
                     tensor_free[sm ^ 1] = fin
-                    port_free[sm ^ 1] = max(port_free[sm ^ 1], s0) + smem
+                    port_share[sm ^ 1] = smem / c2
                     busy[19] += tensor_cycles
                     busy[16] += smem
                 mma_last[sm] = fin + p[12] + (0.0 if in_tensor else 24.0) + (32.0 if pair else 0.0)

@@ -19,8 +19,8 @@ from softsm.engine.launch import options
 class Timer:
     machine = TracingMachine
 
-    def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3):
-        self.gpu_name, self.clock, self.most = gpu, clock, samples
+    def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False):
+        self.gpu_name, self.clock, self.most, self.values = gpu, clock, samples, values
         self.sms = 132
         self.predictions: list[Prediction] = []
         self.written: dict[str, float] = {}
@@ -55,7 +55,10 @@ class Timer:
 
 
 @contextlib.contextmanager
-def timing(gpu: str | None = None, clock: float | None = None, samples: int = 3) -> Iterator[Timer]:
-    timer = Timer(gpu, clock, samples)
+def timing(
+    gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False
+) -> Iterator[Timer]:
+    """values: products are computed, for kernels whose path depends on them."""
+    timer = Timer(gpu, clock, samples, values)
     with options(recorder=timer, machine=TracingMachine, order="eager"):
         yield timer

@@ -40,7 +40,8 @@ from softsm.report.roles import role_of
     MMA_COMMIT,
     CLUSTER_ARRIVE,
     CLUSTER_WAIT,
-) = range(16)
+    GATHER,
+) = range(17)
 SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
 GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 LOOKS = 400  # at the addresses of one instruction
@@ -183,7 +184,7 @@ class TracingEngine(AsyncEngine):
         return super().issue(op)
 
     def perform(self, op: AsyncOp) -> None:
-        if op.kind in PRODUCTS:
+        if op.kind in PRODUCTS and not self.machine.timer.values:
             op.effects = nothing
         outer, self.machine.performing = self.machine.performing, op
         super().perform(op)
@@ -480,7 +481,7 @@ class TracingMachine(Machine):
                 trace.starts[tensor].append(address)
             for n, (barrier, amount) in enumerate(barriers):
                 if barrier in self.known:
-                    add((line, LOAD, self.known[barrier], amount, tensor if n == 0 else -2))
+                    add((line, GATHER if gathered else LOAD, self.known[barrier], amount, tensor if n == 0 else -2))
         elif kind.endswith("to a peer") or kind.endswith(".async"):
             for barrier, amount in barriers:
                 if barrier in self.known:

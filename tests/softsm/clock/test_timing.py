@@ -73,3 +73,26 @@ def test_every_parameter_has_bounds_and_a_source() -> None:
 def test_a_gpu_of_another_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match="gpu: got b200, which runs sm_100a; the program was compiled for sm_90a"):
         parameters.gpu_for("b200", "sm_90a")
+
+
+def test_a_timing_run_emulates_the_ctas_it_looks_at_and_each_of_their_instructions_once() -> None:
+    """At most three times the work of a plain emulation: what is counted is the same instructions, and no others."""
+    body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
+    with softsm.counting() as plain:
+        softsm.load(STREAM.replace("%BODY%", body)).launch(1, 256, [np.zeros(1024, np.float32), 50])
+    one = sum(role.instructions for role in plain.roles.values())
+    with softsm.counting() as timed:
+        p = predicted(body, 50, grid=132 * 100)
+    assert p.trace is not None and len(p.trace.clusters) == 3
+    assert sum(role.instructions for role in timed.roles.values()) == 3 * one
+
+
+def test_warps_of_small_ctas_are_spread_over_the_schedulers() -> None:
+    """Four CTAs of one warp each on a multiprocessor take no longer than one."""
+    text = STREAM.replace("%BODY%", "  fma.rn.f32 %f1, %f1, %f2, %f3;\n" * 64).replace("256, 1, 1", "32, 1, 1")
+    cycles = {}
+    for grid in (132, 4 * 132):
+        with softsm.timing("h200") as timer:
+            softsm.load(text).launch(grid, 32, [np.zeros(1024, np.float32), 50])
+        cycles[grid] = timer.predictions[0].cycles
+    assert cycles[4 * 132] < 1.1 * cycles[132]

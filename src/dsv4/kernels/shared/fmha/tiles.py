@@ -99,9 +99,9 @@ def page_bits(first_column, keys, pages):
 
 @gluon.jit
 def see_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
-    """As see_pages, where a thread has whole rows of 32 or 64 keys and no registers for as many page numbers."""
+    """As see_pages, where a thread has whole rows of 32, 64 or 128 keys and no registers for as many page numbers."""
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     bits = page_bits(first_column, keys, pages)
-    if s.shape[1] == 64:
-        bits = gl.where(column < 32, bits, page_bits(first_column + 32, keys, pages))
+    for c in gl.static_range(1, s.shape[1] // 32):
+        bits = gl.where(column < 32 * c, bits, page_bits(first_column + 32 * c, keys, pages))
     return gl.where((((bits >> (column % 32)) & 1) != 0)[None, :], s, -float("inf"))

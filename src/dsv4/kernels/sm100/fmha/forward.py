@@ -28,7 +28,7 @@ slot_ready[r]    TMA bytes, or load warp    mma            K or V is in ring slo
 slot_free[r]     commit of mma              load           the products that read slot r are complete (k is v: both)
 s_ready[s]       commit of mma              softmax        S is complete; also every product issued before it, so P's
                                                            buffer of the same stage may be overwritten
-p_ready[s]       softmax                    mma            P is stored and S is read
+p_ready[s][k]    softmax                    mma            piece k of P is stored; the first one: S is read
 stat_ready[i]    softmax                    correction     alpha (in the end: maximum and sum) of tile i is in stat
 stat_free[i]     correction                 softmax        stat of tile i is read
 o_rescaled[i]    correction                 mma            O of tile i is rescaled for the next P V
@@ -114,14 +114,14 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.c
 
 
 @gluon.jit
-def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
+def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr, PIECES: gl.constexpr):
     STAGES: gl.constexpr = 2
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [STAGES * PIECES, 1], BAR)
     stat_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
     stat_free = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
     o_rescaled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
@@ -134,7 +134,8 @@ def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
         mbarrier.init(slot_free.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
+        for k in gl.static_range(PIECES):
+            mbarrier.init(p_ready.index(i * PIECES + k), count=1)
     for i in gl.static_range(TILES):
         mbarrier.init(stat_ready.index(i), count=1)
         mbarrier.init(stat_free.index(i), count=1)
@@ -143,6 +144,20 @@ def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
         mbarrier.arrive(stat_free.index(i), count=1)  # nothing to read yet
     return Barriers(q_ready, slot_ready, slot_free, s_ready, p_ready, stat_ready, stat_free, o_rescaled, pv_done,
                     landed)  # fmt: skip
+
+
+@gluon.constexpr_function
+def pieces(tiles, p_tmem, d):
+    """In how many pieces P is handed to the tensor core, so that the product of some keys runs under the exponentials
+    of those that follow. The products of head dim 64 are too short for three."""
+    return 1 if tiles == 1 or not p_tmem else 2 if d == 64 else 3
+
+
+@gluon.constexpr_function
+def piece(k, n, keys):
+    """(first key, number of keys) of piece k of n: half of the keys, then the others in one or in two."""
+    rest = keys // 2 // (n - 1)
+    return (0, keys // 2) if k == 0 else (keys // 2 + (k - 1) * rest, rest)
 
 
 @gluon.jit
@@ -158,6 +173,13 @@ def p_operand(s, p, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
 
 
 @gluon.jit
+def multiply_piece(p, v, o, use_acc, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """O += P V of some of the keys."""
+    K: gl.constexpr = piece(PIECE, PIECES, v.shape[0])
+    tcgen05_mma(p.slice(K[0], K[1]), v.slice(K[0], K[1]), o, use_acc=use_acc)
+
+
+@gluon.jit
 def mma_role(memory, barriers, n, k_is_v, D: gl.constexpr, TILES: gl.constexpr, P_TMEM: gl.constexpr):
     q, ring, p_smem, s, o = memory.q, memory.ring, memory.p, memory.s, memory.o
     slot_ready, slot_free, s_ready = barriers.slot_ready, barriers.slot_free, barriers.s_ready
@@ -165,6 +187,7 @@ def mma_role(memory, barriers, n, k_is_v, D: gl.constexpr, TILES: gl.constexpr, 
     SLOTS: gl.constexpr = ring.shape[0]
     DS: gl.constexpr = ring.shape[2]
     PARTS: gl.constexpr = D // DS
+    PIECES: gl.constexpr = pieces(TILES, P_TMEM, D)
     mbarrier.wait(barriers.q_ready, 0)
     slot = 0
     phase = 0
@@ -210,18 +233,22 @@ def mma_role(memory, barriers, n, k_is_v, D: gl.constexpr, TILES: gl.constexpr, 
             else:
                 k_slot, k_phase = advance(slot, phase, SLOTS)
                 mbarrier.wait(slot_ready.index(slot), phase)
+                if j + 1 < n:
+                    mbarrier.wait(slot_ready.index(k_slot), k_phase)
                 for i in gl.static_range(TILES):
-                    mbarrier.wait(p_ready.index(i), j % 2)
-                    if j > 0:
-                        mbarrier.wait(o_rescaled.index(i), (j - 1) % 2)
                     p = p_operand(s.index(i), p_smem.index(i), ring.dtype, P_TMEM)
-                    tcgen05_mma(p, ring.index(slot), o.index(i), use_acc=j > 0)
+                    if j > 0:  # before P is there: what comes early must not be waited for late
+                        mbarrier.wait(o_rescaled.index(i), (j - 1) % 2)
+                    for k in gl.static_range(PIECES):
+                        mbarrier.wait(p_ready.index(i * PIECES + k), j % 2)
+                        if PIECES == 1:
+                            tcgen05_mma(p, ring.index(slot), o.index(i), use_acc=j > 0)
+                        else:
+                            multiply_piece(p, ring.index(slot), o.index(i), (j > 0) | (k > 0), k, PIECES)
                     tcgen05_commit(pv_done.index(i))
                     if i == TILES - 1:
                         tcgen05_commit(slot_free.index(slot))
                     if j + 1 < n:
-                        if i == 0:
-                            mbarrier.wait(slot_ready.index(k_slot), k_phase)
                         # Overwrites S, where P was: the tensor core reads P before, the two are pipelined in order.
                         tcgen05_mma(q.index(i), ring.index(k_slot).permute((1, 0)), s.index(i), use_acc=False)
                         tcgen05_commit(s_ready.index(i))
@@ -236,27 +263,104 @@ def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
     x = s.load()
     if masked:
         x = softmax.see(x, first_column, seen.row_first, seen.row_end, L)
-    if HOW >= loads.PAGES:
-        if seen.bad:
-            x = see_pages_by_bits(x, first_column, seen.keys, seen.pages, L)
+        if HOW >= loads.PAGES:
+            if seen.bad:
+                x = see_pages_by_bits(x, first_column, seen.keys, seen.pages, L)
     return x
 
 
 @gluon.jit
 def store_p(x, scale, m, p):
-    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns row sums, before rounding."""
+    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
     y = gl.exp2(x * scale - m[:, None])
     p.store(y.to(p.dtype))
-    return gl.sum(y, 1)
+    return y
+
+
+@gluon.constexpr_function
+def columns_at_a_time(keys, p_tmem):
+    """Columns of S that a thread has at a time. They are kept in registers from the maximum to P where P takes their
+    place in tensor memory; where S stays and is wide, they are read twice: the addresses of a swizzled P leave no
+    registers for all."""
+    return keys if p_tmem or keys == 64 else 32
+
+
+@gluon.jit
+def step(memory, barriers, seen, m, l, j, stage, column, scale, masked, TILE: gl.constexpr, D: gl.constexpr,
+         TILES: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """P of one tile of keys -> the rows' maxima and sums. masked: whether some row does not see some of these keys."""
+    s, p_smem, stat, q = memory.s, memory.p, memory.stat, memory.q
+    p_ready, stat_ready, stat_free = barriers.p_ready, barriers.stat_ready, barriers.stat_free
+    BM: gl.constexpr = q.shape[1]
+    BN: gl.constexpr = memory.ring.shape[1]
+    C: gl.constexpr = columns_at_a_time(BN, P_TMEM)
+    KEEP: gl.constexpr = P_TMEM or BN == 64
+    PIECES: gl.constexpr = pieces(TILES, P_TMEM, D)
+    LS: gl.constexpr = s.index(0).slice(0, C).get_reg_layout()
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
+    if KEEP:
+        x = scores(parts.index(0), column, masked, seen, LS, HOW)
+        top = gl.max(x, 1)
+    else:
+        top = gl.full([BM], -float("inf"), gl.float32, RS)
+        for c in range(0, BN // C):
+            x = scores(parts.index(c), column + c * C, masked, seen, LS, HOW)
+            top = gl.maximum(top, gl.max(x, 1))
+    grown = top * scale
+    # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
+    moves = (grown - m > softmax.RESCALE_ABOVE) | (j == 0)
+    m_new = gl.where(moves, gl.maximum(grown, m), m)
+    alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
+    if j > 0:
+        mbarrier.wait(stat_free.index(TILE), (j - 1) % 2)
+        stat.index(TILE).store(alpha)
+        mbarrier.arrive(stat_ready.index(TILE), count=1)
+    m = m_new
+    safe = gl.where(m == -float("inf"), 0.0, m)
+    p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
+    l *= alpha
+    if PIECES > 1:
+        LH: gl.constexpr = p.slice(0, BN // 2).get_reg_layout()
+        REST: gl.constexpr = BN // 2 // (PIECES - 1)
+        LR: gl.constexpr = p.slice(0, REST).get_reg_layout()
+        x, rest = x.reshape([BM, 2, BN // 2]).permute((0, 2, 1)).split()
+        shift = gl.convert_layout(safe, gl.SliceLayout(1, LH))
+        y = store_p(gl.convert_layout(x, LH), scale, shift, p.slice(0, BN // 2))
+        mbarrier.arrive(p_ready.index(stage * PIECES), count=1)
+        total = gl.convert_layout(gl.sum(y, 1), RS)
+        shift = gl.convert_layout(safe, gl.SliceLayout(1, LR))
+        if PIECES == 3:
+            x, rest = rest.reshape([BM, 2, REST]).permute((0, 2, 1)).split()
+            y = store_p(gl.convert_layout(x, LR), scale, shift, p.slice(BN // 2, REST))
+            mbarrier.arrive(p_ready.index(stage * PIECES + 1), count=1)
+            total += gl.convert_layout(gl.sum(y, 1), RS)
+        y = store_p(gl.convert_layout(rest, LR), scale, shift, p.slice(BN - REST, REST))
+        mbarrier.arrive(p_ready.index(stage * PIECES + PIECES - 1), count=1)
+        l += total + gl.convert_layout(gl.sum(y, 1), RS)
+    elif KEEP:
+        y = store_p(x, scale, safe, p.slice(0, C, dim=1))
+        if P_TMEM:
+            mbarrier.arrive(p_ready.index(stage), count=1)
+        l += gl.sum(y, 1)
+    else:
+        panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], q.dtype))
+        for c in range(0, BN // 64):
+            for i in gl.static_range(64 // C):
+                x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
+                l += gl.sum(store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1)), 1)
+    if not P_TMEM:
+        fence_async_shared()  # P is read by the tensor core
+        mbarrier.arrive(p_ready.index(stage), count=1)
+    return m, l
 
 
 @gluon.jit
 def softmax_role(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr,
                  P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
     """Rows of one tile: loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
-    q, s, p_smem, stat = memory.q, memory.s, memory.p, memory.stat
-    s_ready, p_ready = barriers.s_ready, barriers.p_ready
-    stat_ready, stat_free = barriers.stat_ready, barriers.stat_free
+    q, s, stat = memory.q, memory.s, memory.stat
+    s_ready, stat_ready, stat_free = barriers.s_ready, barriers.stat_ready, barriers.stat_free
     problem, tiles, pages = share.problem, share.tiles, share.pages
     group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
     scale = problem.scale
@@ -265,15 +369,12 @@ def softmax_role(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D:
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     STAGES: gl.constexpr = 2 if TILES == 1 else 1
-    # C columns of S at a time. They are kept in registers from the maximum to P where P takes their place in tensor
-    # memory; where S stays and is wide, they are read twice: the addresses of a swizzled P leave no registers for all.
-    KEEP: gl.constexpr = P_TMEM or BN == 64
-    C: gl.constexpr = 64 if KEEP else 32
-    LS: gl.constexpr = s.index(0).slice(0, C).get_reg_layout()
+    LS: gl.constexpr = s.index(0).slice(0, columns_at_a_time(BN, P_TMEM)).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     for part in gl.static_range(PARTS):
         loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head, group,
-                        share.strides.qt, share.strides.qh, part * DS, BM, DS, 64, sign)  # fmt: skip
+                        share.strides.qt, share.strides.qh, part * DS, BM, DS, 128 if P_TMEM and DS == 128 else 64,
+                        sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(barriers.q_ready, count=1)
 
@@ -297,45 +398,14 @@ def softmax_role(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D:
             stage = j % 2
         mbarrier.wait(s_ready.index(stage), (j // STAGES) % 2)
         column = tiles.first + (tiles.begin + j) * BN
-        masked = (column < full_first) | (column + BN > full_end)
-        parts = s.index(stage).reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
-        if KEEP:
-            x = scores(parts.index(0), column, masked, seen, LS, HOW)
-            top = gl.max(x, 1)
-            if BN == 128:
-                x1 = scores(parts.index(1), column + C, masked, seen, LS, HOW)
-                top = gl.maximum(top, gl.max(x1, 1))
+        masked = bad | (column < full_first) | (column + BN > full_end)
+        if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
+            if masked:
+                m, l = step(memory, barriers, seen, m, l, j, stage, column, scale, True, TILE, D, TILES, P_TMEM, HOW)
+            else:
+                m, l = step(memory, barriers, seen, m, l, j, stage, column, scale, False, TILE, D, TILES, P_TMEM, HOW)
         else:
-            top = gl.full([BM], -float("inf"), gl.float32, RS)
-            for c in range(0, BN // C):
-                x = scores(parts.index(c), column + c * C, masked, seen, LS, HOW)
-                top = gl.maximum(top, gl.max(x, 1))
-        grown = top * scale
-        # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
-        moves = (grown - m > softmax.RESCALE_ABOVE) | (j == 0)
-        m_new = gl.where(moves, gl.maximum(grown, m), m)
-        alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
-        if j > 0:
-            mbarrier.wait(stat_free.index(TILE), (j - 1) % 2)
-            stat.index(TILE).store(alpha)
-            mbarrier.arrive(stat_ready.index(TILE), count=1)
-        m = m_new
-        safe = gl.where(m == -float("inf"), 0.0, m)
-        p = p_operand(s.index(stage), p_smem.index(stage), q.dtype, P_TMEM)
-        l *= alpha
-        if KEEP:
-            l += store_p(x, scale, safe, p.slice(0, C, dim=1))
-            if BN == 128:
-                l += store_p(x1, scale, safe, p.slice(C, C, dim=1))
-        else:
-            panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], q.dtype))
-            for c in range(0, BN // 64):
-                for i in gl.static_range(64 // C):
-                    x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
-                    l += store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1))
-        if not P_TMEM:
-            fence_async_shared()  # P is read by the tensor core
-        mbarrier.arrive(p_ready.index(stage), count=1)
+            m, l = step(memory, barriers, seen, m, l, j, stage, column, scale, masked, TILE, D, TILES, P_TMEM, HOW)
     last = gl.maximum(tiles.end - tiles.begin, 1) - 1
     mbarrier.wait(stat_free.index(TILE), last % 2)
     stat.index(TILE).store(m)
@@ -439,7 +509,7 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         n = tile_end - tile_begin
 
         memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
-        barriers = make_barriers(TILES, SLOTS)
+        barriers = make_barriers(TILES, SLOTS, pieces(TILES, P_TMEM, D))
 
         # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
         q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
