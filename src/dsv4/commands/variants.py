@@ -164,9 +164,14 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind != "dense" or head_dim == 512):
         return  # only dense problems have a kernel of their own for this
-    batch, queries, heads = {"prefill": (1, 256, 1), "large": (1, 68000, 1)}.get(phase, (1, 1, 8))
+    queries, heads = {"prefill": (256, 1), "large": (68000, 1)}.get(phase, (1, 8))
     keys = 4096
-    for same_kv in (False, True) if head_dim == 512 else (False,):
+    # Few and many splits are merged by two variants; those of many rows at head dim 512 by one for each power of two.
+    split: dict[int, tuple[int, ...]] = {1: (16, 128)}
+    if head_dim == 512:
+        split[64] = (16, 32, 64, 128, 256)
+    same = (False, True) if head_dim == 512 else (False,)
+    for batch, same_kv in itertools.product(split if phase == "split" else (1,), same):
         if kind == "varlen":
             q = torch.empty(batch * queries, heads, head_dim, **options)
             k = torch.empty(keys, 1, head_dim, **options)
@@ -185,7 +190,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k))
         p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
-        for splits in (16, 128) if phase == "split" else (1,):  # few and many splits are merged by two variants
+        for splits in split[batch] if phase == "split" else (1,):
             yield replace(p, out=out, lse=lse, num_splits=splits)
 
 
