@@ -197,9 +197,10 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
 def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]:
     """Queries of a request together: each. Keys in pages; a request is one query, or those between two starts."""
     pages = -(-sizes.index_rows // sizes.page_size)
-    many = 4 * dispatch.MULTIPROCESSORS * each
+    # As many queries as several CTAs each, fewer and fewer, choose rows for (index_shares); one each; many.
+    counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.MULTIPROCESSORS})
     heads, dims = sizes.index_heads, sizes.index_dims
-    for requests, starts in ((1, True), (many // each, True), *([(1, False), (many, False)] if each == 1 else [])):
+    for requests, starts in itertools.product(counts_of_requests, (True, False) if each == 1 else (True,)):
         n = requests * each
         q, weights = torch.empty(n, heads, dims, dtype=torch.bfloat16), torch.empty(n, heads, dtype=torch.bfloat16)
         k = torch.empty(2, sizes.page_size, dims, dtype=torch.bfloat16)
