@@ -26,7 +26,7 @@ def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Itera
     # A process that has used torch's thread pool must not be forked.
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=begin, initargs=(threads,)) as pool:
         waiting = {pool.submit(work, case.suite, str(case), where, seed): str(case) for case in cases}
         for done in as_completed(waiting):
             case = by_name[waiting[done]]
@@ -34,6 +34,12 @@ def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Itera
                 yield replace(done.result(), case=case)
             except BrokenProcessPool as died:  # a crash takes the cases with it that had not finished
                 yield Result(case, [], f"its process died: {died}", 0.0)
+
+
+def begin(threads: int) -> None:
+    """The cores are shared out already: torch has its share, and softsm does not divide a launch further."""
+    torch.set_num_threads(threads)
+    os.environ.setdefault("SOFTSM_PROCESSES", str(threads))
 
 
 def work(suite: str, name: str, where: Where, seed: int) -> Result:
