@@ -9,7 +9,7 @@ lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) 
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
-from dsv4.kernels.shared import grids, softmax
+from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
@@ -77,7 +77,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
 
     if EARLY:
-        grids.wait_for_last()
+        dependent.wait_for_grid_before()
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
     acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)

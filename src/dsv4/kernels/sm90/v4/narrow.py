@@ -32,7 +32,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared import grids, softmax
+from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
 from dsv4.kernels.shared.v4.items import NONE, lists_of
@@ -337,7 +337,7 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr,
               SPLIT: gl.constexpr, HEADS: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
     if EARLY:
-        grids.let_next_begin()
+        dependent.let_next_begin()
     # Both pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     window_page_stride *= WINDOW_UNIT // UNIT
