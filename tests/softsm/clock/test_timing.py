@@ -76,7 +76,7 @@ def test_a_gpu_of_another_architecture_is_refused() -> None:
 
 
 def test_a_timing_run_emulates_the_ctas_it_looks_at_and_each_of_their_instructions_once() -> None:
-    """At most three times the work of a plain emulation: what is counted is the same instructions, and no others."""
+    """Counted in instructions of PTX; the seconds that a trace and a replay take beside them are in docs/timing.md."""
     body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
     with softsm.counting() as plain:
         softsm.load(STREAM.replace("%BODY%", body)).launch(1, 256, [np.zeros(1024, np.float32), 50])
