@@ -14,9 +14,10 @@ There are two attend roles, or three. Shared memory and barriers are those of ro
 over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
 
 CTA c takes items c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for every
-CTA; within a block, the tiles by their place in the sequence, those of all heads side by side; every other block
-backwards, the last one from its longest causal tiles on. So a CTA gets long and short tiles by turns, those that have
-one item more than others get the shortest, and the heads whose keys are read at one time are few.
+CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
+sequence, those of all heads side by side; every other block backwards, the last one from its longest causal tiles on.
+So a CTA gets long and short tiles by turns, those that have one item more than others get the shortest, and the heads
+whose keys are read at one time are few.
 """
 
 from dsv4.kernels.compat import (
@@ -70,6 +71,7 @@ def scan_of(sequences, kv_heads, group, tokens, keys, left, right, M: gl.constex
     row_tiles = (tokens * group + M - 1) // M
     pairs = sequences * kv_heads
     together = gl.minimum(gl.maximum((gl.num_programs(0) + row_tiles // 2) // row_tiles, 1), pairs)
+    together = gl.where(right < 0, 1, together)  # without a mask on the right all tiles are alike
     return Scan(row_tiles, pairs, together, row_tiles * pairs, kv_heads, group, tokens, keys, left, right)
 
 
