@@ -17,24 +17,18 @@ def call():
     assert_agrees(got, reference.v4_attention, **problem)
 
 
-def test_hooks_of_triton_see_every_launch_of_a_call_that_was_prepared_without_them():
+def test_hooks_of_triton_see_every_launch_of_a_call_that_was_prepared_without_them(monkeypatch):
     seen = []
 
-    def enter(launch):
-        seen.append(("enter", launch.get()["name"]))
-
-    def leave(launch):
-        seen.append(("exit", launch.get()["name"]))
+    def hook(when):
+        return lambda launch: seen.append((when, launch.get()["name"]))
 
     with softsm.use("sm_90a"):
         call()
-        knobs.runtime.launch_enter_hook.add(enter)
-        knobs.runtime.launch_exit_hook.add(leave)
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr(knobs.runtime, "launch_enter_hook", hook("enter"))
+            patched.setattr(knobs.runtime, "launch_exit_hook", hook("exit"))
             call()
-        finally:
-            knobs.runtime.launch_enter_hook.remove(enter)
-            knobs.runtime.launch_exit_hook.remove(leave)
         call()
     names = [name for when, name in seen if when == "enter"]
     assert len(names) == 2 and "combine" in names[1]

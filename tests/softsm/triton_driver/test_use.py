@@ -124,17 +124,15 @@ def test_empty_grid_launches_nothing(launches):
     assert launches == []
 
 
-def test_hooks_are_called(launches):
+def test_hooks_are_called(launches, monkeypatch):
     seen = []
     from triton import knobs
 
     with softsm.use("sm_90a"):
-        knobs.runtime.launch_enter_hook = lambda md: seen.append(("enter", md.get()["name"]))
-        knobs.runtime.launch_exit_hook = lambda md: seen.append(("exit", md.get()["name"]))
-        try:
-            call(torch.zeros(64))
-        finally:
-            knobs.runtime.launch_enter_hook = knobs.runtime.launch_exit_hook = None
+        for when in ("enter", "exit"):
+            hook = lambda md, when=when: seen.append((when, md.get()["name"]))  # noqa: E731
+            monkeypatch.setattr(knobs.runtime, f"launch_{when}_hook", hook)
+        call(torch.zeros(64))
     assert seen == [("enter", "add"), ("exit", "add")]
 
 

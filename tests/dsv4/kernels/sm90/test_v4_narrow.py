@@ -61,10 +61,10 @@ def test_blocks_are_split_and_merged(order):
 def test_a_query_without_rows_waits_for_its_copies():
     """Its CTA has no block of rows: Q must have landed before its memory serves the sums at the end."""
     check(
-        q=torch.randn(2, 20, 512).bfloat16(), window=pool(100), window_indices=numbers(2, 150, of=100),
+        q=torch.randn(2, 16, 512).bfloat16(), window=pool(100), window_indices=numbers(2, 128, of=100),
         window_lengths=torch.tensor([30, 0], dtype=torch.int32), compressed=pool(90, 2),
-        compressed_indices=numbers(2, 70, of=90), compressed_lengths=torch.tensor([48, 0], dtype=torch.int32),
-        sink=torch.randn(20),
+        compressed_indices=numbers(2, 48, of=90), compressed_lengths=torch.tensor([48, 0], dtype=torch.int32),
+        sink=torch.randn(16),
     )  # fmt: skip
 
 
