@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import launches
 import pytest
 import torch
 from agreement import assert_agrees, assert_right
@@ -73,9 +74,11 @@ def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     v[..., 7] = 0
     plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
     plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 8 * 513,), float("nan")))
+    names = launches.launched(monkeypatch)
     with softsm.use("sm_90a"), softsm.checking(races=True) as report:
         out = dsv4.fmha(q, k, v, plan=plan, backend="softsm")
     calls.forget()
+    assert names[-1] == "combine_short"
     assert "nothing found" in str(report), str(report)
     want, low = reference.fmha(q, k, v)[0], reference.fmha(q, k, v, p_dtype=torch.bfloat16)[0]
     for half in (slice(0, 256), slice(256, 512)):  # in one comparison the first would hide the second
