@@ -110,7 +110,9 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
 def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
                   stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
                   D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results."""
+    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results.
+    Launched while the last splits are being computed."""
+    dependent.wait_for_grid_before()
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)

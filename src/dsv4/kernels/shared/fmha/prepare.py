@@ -107,7 +107,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         columns = min(128, 8192 // at_once)
         rows = total_q * p.q_heads
         program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
-                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=4)  # fmt: skip
+                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=4, launch_pdl=True)  # fmt: skip
     elif split:
         prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
