@@ -60,14 +60,18 @@ COUNT = "atom.global.add.u32 %r6, [%rd2], 1; ret; }"
 
 
 @pytest.fixture
-def divided(monkeypatch):
+def alone(monkeypatch):
+    """No launch is divided beside other threads. Those that earlier tests left waiting (a compiler's pool, a progress
+    bar's) do not count here."""
+    count, left = threading.active_count, threading.active_count() - 1
+    monkeypatch.setattr(division.threading, "active_count", lambda: count() - left)
+
+
+@pytest.fixture
+def divided(monkeypatch, alone):
     """Divide at the first turn; of each launch that was, how many processes there were and whether they counted."""
     launches = []
     monkeypatch.setattr(division, "TURNS", 1)
-    # No launch is divided beside other threads. Those that earlier tests left waiting (a compiler's pool, a progress
-    # bar's) do not count here.
-    count, left = threading.active_count, threading.active_count() - 1
-    monkeypatch.setattr(division.threading, "active_count", lambda: count() - left)
     original = division.Division.outcomes
 
     def outcomes(self, shares):
@@ -153,7 +157,7 @@ def test_a_busy_machine_changes_nothing(divided):
     assert [p for p, _ in divided] == [2, 2]
 
 
-def test_when_a_launch_is_divided_is_a_number_of_turns(monkeypatch):
+def test_when_a_launch_is_divided_is_a_number_of_turns(monkeypatch, alone):
     """Not a time, whatever the machine."""
     turns = []
 
