@@ -148,10 +148,10 @@ class Overlap(Bench):
                     run(chase(bypass), 1, 32, source=big, n=2 * ((mask + 1) // 4224 + 1), m=mask)
                 stamps = run(chase(bypass), 1, 32, source=big, n=n, m=mask)
                 yield report(stamps.cycles() / (4 * n), "cycles", stamps, load_ns=stamps.ns() / (4 * n))
-        for threads, smem in ((128, 0), (128, 200 << 10), (384, 200 << 10), (128, 100 << 10)):
+        for threads, smem in ((128, 200 << 10), (384, 200 << 10), (128, 100 << 10)):
             with self.point(f"gap between CTAs of {threads} threads and {smem} bytes") as report:
                 each = 10000
-                places = 1 if smem > 114 << 10 else 2 if smem else 16
+                places = 1 if smem > 114 << 10 else 2
                 text = spin().replace(".reqntid 32", f".reqntid {threads}")
                 spans = {w: min(run(text, 132 * places * w, threads, smem, n=each).span_ns() for _ in range(3)) for w in (1, 3)}
                 stamps = run(text, 132 * places * 3, threads, smem, n=each)

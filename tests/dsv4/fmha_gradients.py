@@ -3,6 +3,8 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import launches
+import pytest
 import torch
 from dsink import assert_dsink
 
@@ -91,3 +93,24 @@ def check(b, want, low):
     if b.dsink is not None:
         lse, sink = (p.lse.transpose(1, 2) if p.kind == "dense" else p.lse), p.sink
         assert_dsink(b.dsink, want.sink, p.out, b.dout.nan_to_num(), lse, sink)
+
+
+# Of VARLEN, in which order, dQ too: quickly, dK and dV alone.
+TOGETHER = [
+    ("causal", "latest", False),
+    *(pytest.param(x, y, True, marks=pytest.mark.slow) for x in VARLEN for y in ("latest", "eager", "random")),
+]
+
+
+def check_sequences_go_together(arch, backward, kernels, name, order, dq, monkeypatch):
+    """One launch for dK and dV and one for dQ, whatever number of sequences there is. kernels: names of the two."""
+    import softsm  # here: tests on a GPU use this file too, and do without it
+
+    b, want, low = varlen_request(**VARLEN[name])
+    b = b if dq else replace(b, dq=None)
+    names = launches.one_by_one(monkeypatch)
+    with softsm.use(arch), softsm.checking(races=True, order=order, seed=7) as report:
+        backward(b)
+    assert "nothing found" in str(report), str(report)
+    assert names == ["backward_rows", kernels[0], *[kernels[1]] * dq]
+    check(b, want, low)

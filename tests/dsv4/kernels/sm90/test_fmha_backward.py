@@ -5,7 +5,16 @@ from dataclasses import replace
 import launches
 import pytest
 import torch
-from fmha_gradients import BF16, FP16, SHORT, VARLEN, check, request, varlen_request
+from fmha_gradients import (
+    BF16,
+    FP16,
+    SHORT,
+    TOGETHER,
+    check,
+    check_sequences_go_together,
+    request,
+    varlen_request,
+)
 
 import softsm
 from dsv4 import reference_backward
@@ -81,20 +90,10 @@ def test_only_what_is_wanted(d):
         check(b, want, low)
 
 
-@pytest.mark.parametrize("name, order, dq", [
-    ("causal", "latest", False),
-    *(pytest.param(x, y, True, marks=pytest.mark.slow) for x in VARLEN for y in ("latest", "eager", "random")),
-])  # fmt: skip
+@pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
-    """One launch for dK and dV and one for dQ, whatever number of sequences there is; quickly, dK and dV alone."""
-    b, want, low = varlen_request(**VARLEN[name])
-    b = b if dq else replace(b, dq=None)
-    names = launches.one_by_one(monkeypatch)
-    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
-    assert "nothing found" in str(report), str(report)
-    assert names == ["backward_rows", "backward_keys", *["backward_dq"] * dq]
-    check(b, want, low)
+    kernels = ("backward_keys", "backward_dq")
+    check_sequences_go_together("sm_90a", backward.backward, kernels, name, order, dq, monkeypatch)
 
 
 @pytest.mark.parametrize("name", SHORT)
