@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,36 @@ def test_gradients_are_checked_before_they_are_timed():
             assert contest.error(name, [x * float("nan") for x in found]) == float("inf")
     assert backward.BackwardCase(case).flops == 2.5 * case.flops
     assert backward.V4BackwardCase(2, 64, 128, 512).flops == 2.5 * V4Case(2, 64, 128, 512, True).flops
+
+
+def test_gradients_of_ffpa_are_compared_in_the_layout_of_each_of_its_kernels(monkeypatch):
+    asked = {}
+
+    def attention(q, k, v, is_causal, enable_gqa, backend):
+        asked[backend] = q.is_contiguous(), q.transpose(1, 2).is_contiguous()
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    only = {"FFPA": SimpleNamespace(ffpa_attn_func=attention)}
+    monkeypatch.setattr(peers, "module", only.get)
+    case = DenseCase("x", 1, 4, 2, 40, 40, 512, causal=True)
+    q, k, v = case.inputs("cpu")
+    contest = backward.BackwardContest(case, q, k, v, torch.randn_like(q))
+    calls = {name: call for name, call in contest.contenders() if name.startswith("FFPA")}
+    assert all(contest.error(name, call()) <= 1 for name, call in calls.items())
+    assert asked == {"cutedsl": (False, True), "triton": (True, False)}
+
+
+def test_slow_calls_have_fewer_turns_evenly_spread():
+    assert timing.turns_of(0.001, 30) == set(range(30))
+    assert timing.turns_of(0.1, 30) == {*range(2, 30, 3)}  # ten of them in a second
+    assert timing.turns_of(60.0, 30) == {*range(5, 30, 6)} and timing.turns_of(60.0, 3) == {0, 1, 2}
+    assert timing.turns_of(0.0, 2) == {0, 1}
+
+
+def test_only_the_peers_that_are_asked_for_are_called(monkeypatch):
+    monkeypatch.setattr(measured, "time_calls", lambda calls, repeats, graphs: ({}, {}))
+    found = measured.measure(FakeCase(), peers=["wrong", "absent"])
+    assert [*found.errors, *found.refused] == ["dsv4", "wrong peer", "wrong peer", "absent peer"]
 
 
 def test_without_a_gpu_it_says_so():

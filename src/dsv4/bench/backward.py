@@ -7,7 +7,7 @@ called as a training step calls it, and what the host needs to launch it is in i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +53,7 @@ class BackwardContest:
     k: Tensor
     v: Tensor
     dout: Tensor
+    expected: dict[int, list[Tensor]] = field(default_factory=dict)  # by KV head: what every contender is compared with
 
     def contenders(self) -> peers.Calls:
         inputs = (self.q, self.k, self.v)
@@ -69,9 +70,10 @@ class BackwardContest:
         group = case.q_heads // case.kv_heads
         for head in (0, case.kv_heads - 1):
             heads = slice(head * group, (head + 1) * group)
-            want = self._in_fp32(head, heads)
+            if head not in self.expected:
+                self.expected[head] = self._in_fp32(head, heads)
             own = slice(head, head + 1)
-            for got, where, right in zip(result, (heads, own, own), want):
+            for got, where, right in zip(result, (heads, own, own), self.expected[head]):
                 error = float((got[-1, :, where].float() - right).norm() / right.norm()) / ERROR
                 if error != error:
                     return float("inf")
@@ -181,10 +183,12 @@ def training(
     return BackwardCase(DenseCase(name, batch, heads, kv_heads, tokens, tokens, head_dim, causal))
 
 
-CASES = [
-    *(training(d, causal) for d in (64, 128, 256, 512) for causal in (False, True)),
-    *(training(d, causal, 1, tokens=16384) for d in (128, 512) for causal in (False, True)),
-    *(training(d, True, 2, 32, 4, 8192) for d in (128, 512)),
-    V4BackwardCase(4096, 64, 128, 512), V4BackwardCase(4096, 128, 128, 1024), V4BackwardCase(4096, 64, 128, 0),
-    V4BackwardCase(4096, 64, 128, 32),
+CASES = [  # those that a limit of time should not cut off first
+    *(training(512, causal) for causal in (False, True)),
+    *(training(512, causal, 1, tokens=16384) for causal in (False, True)),
+    V4BackwardCase(4096, 64, 128, 512), V4BackwardCase(4096, 128, 128, 1024),
+    *(training(d, causal) for d in (256, 128, 64) for causal in (False, True)),
+    V4BackwardCase(4096, 64, 128, 0), V4BackwardCase(4096, 64, 128, 32),
+    *(training(128, causal, 1, tokens=16384) for causal in (False, True)),
+    *(training(d, True, 2, 32, 4, 8192) for d in (512, 128)),
 ]  # fmt: skip

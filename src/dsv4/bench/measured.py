@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,7 @@ class Measured:
             "microseconds": {who: round(t, 2) for who, t in us.items()},
             "quartiles": {who: [round(s.low, 2), round(s.high, 2)] for who, s in self.samples.items()},
             "megahertz": {who: round(s.megahertz) for who, s in self.samples.items()},
+            "replays": {who: s.replays for who, s in self.samples.items()},
             "tflops": {who: round(self.case.flops / t / 1e6, 1) for who, t in us.items()},
             "terabytes_per_second": {who: round(self.case.bytes / t / 1e6, 3) for who, t in us.items()},
             "errors": {who: float(f"{error:.3g}") for who, error in self.errors.items()},
@@ -67,13 +68,16 @@ class Measured:
         }  # fmt: skip
 
 
-def measure(case: Case, repeats: int = 30, aot: Path | None = None) -> Measured:
+def measure(case: Case, repeats: int = 30, aot: Path | None = None, peers: Sequence[str] = ("",)) -> Measured:
     """Every contender is checked before it is timed: a wrong result has no speed. What the errors are relative to is
-    the bound of the case: 1 is the most that is right."""
+    the bound of the case: 1 is the most that is right. peers: those whose name contains one of these words take part,
+    and ours always."""
     result = Measured(case)
     contest = case.on_device(aot)
     calls: dict[str, Callable[[], Any]] = {}
     for name, call in contest.contenders():
+        if not name.startswith(OURS) and not any(word in name for word in peers):
+            continue
         try:
             error = contest.error(name, call())
         except Exception as why:  # a peer may fail in any way; that is one line of the record, not the end of it

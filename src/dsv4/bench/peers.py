@@ -151,11 +151,15 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
         yield f"torch {name}", gradients(sdpa, views, dout.transpose(1, 2), heads_first=True)
     ffpa = module("FFPA")
     if ffpa is not None and d > 256:
-        mine = tuple(x.contiguous() for x in views)  # its layout, made beforehand
-        yield "FFPA", gradients(
-            lambda q, k, v: ffpa.ffpa_attn_func(q, k, v, is_causal=causal, enable_gqa=grouped),
-            mine, dout.transpose(1, 2).contiguous(), heads_first=True,
-        )  # fmt: skip
+        for name in ("cutedsl", "triton"):
+            # The layout of its kernels, made beforehand: tokens first for CuTe, though the shape is heads first.
+            mine = [x if name == "cutedsl" else x.contiguous() for x in (*views, dout.transpose(1, 2))]
+            yield f"FFPA {name}", gradients(
+                lambda q, k, v, name=name: ffpa.ffpa_attn_func(
+                    q, k, v, is_causal=causal, enable_gqa=grouped, backend=name
+                ),
+                tuple(mine[:3]), mine[3], heads_first=True,
+            )  # fmt: skip
     for name in ("flash-attn 3", "flash-attn"):
         flash = module(name)
         if flash is not None and d <= 256:

@@ -3,8 +3,9 @@
 Each call is captured in a CUDA graph and its replays are timed with events (a backward pass, which autograd ties to the
 stream of its forward pass, is called instead). Before every replay a buffer larger than
 the L2 is read, so that nothing is found there (read, not written: writing its lines back would be timed too). The
-graphs of all calls take turns, so that a change of the clock or of the temperature meets all of them; after every
-replay a kernel on the same stream reads the clock of a multiprocessor against the nanosecond timer.
+graphs of all calls take turns, so that a change of the clock or of the temperature meets all of them; a call whose
+replays would take more than a second has fewer, spread over the turns. After every replay a kernel on the same stream
+reads the clock of a multiprocessor against the nanosecond timer.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 PROBE_NS = 40_000  # the timer may move in steps of a microsecond
+SECONDS, FEWEST = 1.0, 5  # of all replays of a call; but so many at least
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of the replays of one call: the median, the quartiles, and the median clock right after them."""
+    """Of the replays of one call: the median, the quartiles, the median clock right after them, and how many."""
 
     microseconds: float
     low: float
     high: float
     megahertz: float
+    replays: int = 0
 
 
 def time_call(call: Callable[[], Any], repeats: int = 30, flush: Tensor | None = None) -> float:
@@ -53,7 +56,7 @@ def time_calls(
 
 
 def warmed(call: Callable[[], Any]) -> Callable[[], Any]:
-    for _ in range(3):
+    for _ in range(2):
         call()
     torch.cuda.synchronize()
     return call
@@ -80,26 +83,41 @@ def time_turns(
     runs: Mapping[str, Callable[[], Any]], repeats: int, flush: Tensor | None = None, clocks: bool = True
 ) -> dict[str, Sample]:
     flush = _flush_buffer() if flush is None else flush
+    first = {name: _timed(run, flush) for name, run in runs.items()}
+    torch.cuda.synchronize()
+    turns = {name: turns_of(begin.elapsed_time(end) * 1e-3, repeats) for name, (begin, end) in first.items()}
     times: dict[str, list] = {name: [] for name in runs}
     stamps = torch.zeros(len(runs), max(repeats, 1), 4, dtype=torch.int64, device="cuda")
     for turn in range(repeats):
         for n, (name, run) in enumerate(runs.items()):
-            flush.sum()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
+            if turn not in turns[name]:
+                continue
+            times[name].append(_timed(run, flush))
             if clocks:
-                read_clock[(1,)](stamps[n, turn], PROBE_NS, num_warps=1)
-            times[name].append((begin, end))
+                read_clock[(1,)](stamps[n, len(times[name]) - 1], PROBE_NS, num_warps=1)
     torch.cuda.synchronize()
     found = {}
     for n, name in enumerate(runs):
         us = sorted(begin.elapsed_time(end) * 1e3 for begin, end in times[name])
-        found[name] = Sample(
-            statistics.median(us), us[len(us) // 4], us[3 * len(us) // 4], megahertz(stamps[n]) if clocks else 0.0
-        )
+        mhz = megahertz(stamps[n, : len(us)]) if clocks else 0.0
+        found[name] = Sample(statistics.median(us), us[len(us) // 4], us[3 * len(us) // 4], mhz, len(us))
     return found
+
+
+def turns_of(seconds: float, repeats: int) -> set[int]:
+    """The turns, of `repeats`, in which a call that takes so long is replayed: all, or fewer, evenly spread."""
+    count = min(repeats, max(FEWEST, int(SECONDS / max(seconds, 1e-9))))
+    return {turn for turn in range(repeats) if (turn + 1) * count // repeats > turn * count // repeats}
+
+
+def _timed(run: Callable[[], Any], flush: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """The events before and after a run that finds nothing in the L2."""
+    flush.sum()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    return begin, end
 
 
 @triton.jit

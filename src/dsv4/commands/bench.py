@@ -28,7 +28,12 @@ SUITES = ("dense", "v4", "index", "backward", "all")
 def bench(
     suite: Annotated[str, typer.Option(help="dense, v4, index, backward or all")] = "dense",
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
-    repeats: Annotated[int, typer.Option(help="timed replays per call")] = 30,
+    repeats: Annotated[
+        int, typer.Option(help="timed replays per call; fewer where they take more than a second, but 5 at least")
+    ] = 30,
+    peers: Annotated[
+        str, typer.Option(help="only peers whose name contains one of these words, separated by commas")
+    ] = "",
     aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
@@ -65,14 +70,14 @@ def bench(
     cases = [case for case in measuring.cases(suite) if match in case.name]
     if not cases:
         refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in measuring.cases(suite))}")
-    record, failed = run(cases, repeats, aot, limit, as_json)
+    record, failed = run(cases, repeats, aot, limit, as_json, peers.split(","))
     if plot is not None:
         draw(record, plot)
     raise typer.Exit(1 if failed else 0)
 
 
 def run(
-    cases: list[Any], repeats: int, aot: Path | None, limit: float, as_json: Path | None
+    cases: list[Any], repeats: int, aot: Path | None, limit: float, as_json: Path | None, whose: list[str]
 ) -> tuple[dict[str, Any], bool]:
     """(the record, whether one of ours failed). The JSON is written after every case: an interrupted run loses one."""
     import triton
@@ -99,7 +104,7 @@ def run(
         if time.monotonic() - begin > limit:
             out.print(f"no time left for {case.name}", markup=False)
             continue
-        found = measuring.measure(case, repeats, aot).as_json()
+        found = measuring.measure(case, repeats, aot, whose).as_json()
         record["cases"].append(found)
         failed |= "dsv4" not in found["microseconds"]
         for row in rows(found):
