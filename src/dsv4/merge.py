@@ -112,7 +112,7 @@ def _backward(dout, dlse, outs, lses, sink) -> list[Tensor]:
     per_lse = keep * (g - mean) + keep * (1 - keep) * mean
     if dlse is not None:
         per_lse = per_lse + torch.where(lse == float("-inf"), 0, dlse)
-    grads = [*douts, *(shares * per_lse).unbind(0)]
+    grads = [*douts, *(x * y for x, y in zip(shares, per_lse))]  # one by one: results of an operator share no memory
     if sink is not None:
         of_sink = -(keep * (1 - keep) * mean)
         grads.append((of_sink.transpose(1, 2) if four else of_sink).flatten(0, -2).sum(0))

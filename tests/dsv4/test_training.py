@@ -4,10 +4,12 @@ import pytest
 import torch
 from dsink import assert_dsink
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dsv4
 from dsv4 import reference, reference_backward
+from dsv4.runtime import gradients
 
 D = 64
 FP32 = 3e-6  # a few roundings of fp32 in sums of up to 64 terms of one size, relative to the whole tensor
@@ -154,43 +156,126 @@ def test_gradients_have_the_dtype_of_their_inputs():
             agree([a], [ref], 1.5 * float((rounded.to(dtype).double() - ref).norm() / ref.norm()))
 
 
-def losses():
-    tensors = dense()
-    yield tensors, lambda *x: dsv4.fmha(*x[:3], sink=x[3], causal=True).square().sum()
+def of_fmha():
+    return dense(), lambda *x: dsv4.fmha(*x[:3], sink=x[3], causal=True).square().sum()
+
+
+def of_varlen():
+    cu = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
+    tensors = leaves(draw(22, 4, D), draw(22, 2, D, seed=1), draw(22, 2, D, seed=2), draw(4))
+    return tensors, lambda *x: dsv4.fmha_varlen(*x[:3], cu, cu, sink=x[3], window=(5, 1)).square().sum()
+
+
+def of_v4():
     tensors, *rest = v4_inputs()
-    yield tensors, lambda *x: v4(*x, *rest).square().sum()
+    return tensors, lambda *x: v4(*x, *rest).square().sum()
 
 
-def test_checkpointing_recomputes_the_same():
-    for tensors, loss in losses():
-        want = torch.autograd.grad(loss(*tensors), tensors)
-        got = torch.autograd.grad(checkpoint(loss, *tensors, use_reentrant=False), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(got, want))
+def of_compress():
+    tensors = leaves(*(draw(*x) for x in ((14, 12), (14, 12), (4, 12), (6,))))
+    return tensors, lambda *x: dsv4.compress(*x, cos_sin=reference.rope_table(20, 4))[0].square().sum()
 
 
-def test_compile_sees_forward_and_backward():
+def of_merge_states():
+    tensors = leaves(*(draw(7, 3, D, seed=n) for n in (0, 1)), *(draw(7, 3, seed=n) for n in (2, 3)), draw(3))
+    return tensors, lambda *x: dsv4.merge_states(x[:2], x[2:4], x[4])[0].square().sum()
+
+
+def of_index_loss():
+    lists = torch.tensor([[0, 3, 1], [2, -1, -1], [-1, -1, -1], [4, 0, 2]], dtype=torch.int32)
+    attention = draw(4, 2, D, seed=5), draw(5, D, seed=6), draw(4, 2, seed=7)
+    return leaves(draw(4, 3, 16), draw(5, 16), draw(4, 3)), lambda *x: dsv4.index_loss(*x, lists, *attention)
+
+
+LOSSES = {"fmha": of_fmha, "fmha_varlen": of_varlen, "v4_attention": of_v4, "compress": of_compress,
+          "merge_states": of_merge_states, "index_loss": of_index_loss}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_checkpointing_recomputes_the_same(name):
+    tensors, loss = LOSSES[name]()
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    got = torch.autograd.grad(checkpoint(loss, *tensors, use_reentrant=False), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_compile_sees_forward_and_backward(name):
     """One graph each, no break; the backend that runs the traced graphs as they are."""
-    for tensors, loss in losses():
-        want = torch.autograd.grad(loss(*tensors), tensors)
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-        got = torch.autograd.grad(compiled(*tensors), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    tensors, loss = LOSSES[name]()
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*tensors), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-def test_operators_keep_torchs_rules():
-    q, k, v, sink = dense(5, 6)
-    given = (q, k, v, sink, None, None, None, None, -1, 0, None, False, "auto")
-    torch.library.opcheck(torch.ops.dsv4.fmha_training.default, given)
+class Calls(TorchDispatchMode):
+    """The operators of dsv4 that are called, and with what."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "dsv4":
+            self.seen.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+    def named(self, end):
+        """(operator, its arguments) of the only one whose name ends so."""
+        (found,) = [x for x in self.seen if x[0]._schema.name.endswith(end)]
+        return found
 
 
-def test_the_second_derivative_and_tangents_are_refused_by_name():
-    for tensors, loss in losses():
-        first = torch.autograd.grad(loss(*tensors), tensors[:1], create_graph=True)
-        with pytest.raises(NotImplementedError, match="dsv4.*double backward"):
-            first[0].sum().backward()
-    q, k, v, _ = (x.detach() for x in dense())
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="q: got a tensor with a tangent"):
-        dsv4.fmha(forward_ad.make_dual(q, q), k.requires_grad_(), v)
+@pytest.mark.parametrize("name", LOSSES)
+def test_operators_keep_torchs_rules(name):
+    """Of the fourth of torch's checks, test_aot_dispatch_dynamic, one is enough: it takes seconds."""
+    tensors, loss = LOSSES[name]()
+    with Calls() as calls:
+        loss(*tensors).backward()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for end in ("_training", "_backward"):
+        more = ("test_aot_dispatch_dynamic",) if name + end == "fmha_training" else ()
+        torch.library.opcheck(*calls.named(end), test_utils=checks + more)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_second_derivative_is_refused_by_name(name):
+    tensors, loss = LOSSES[name]()
+    first = torch.autograd.grad(loss(*tensors), tensors[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="dsv4.*double backward"):
+        first[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tangents_are_refused_by_name(name):
+    tensors, loss = LOSSES[name]()
+    first, *rest = (x.detach() for x in tensors)
+    for grad in (False, True):
+        rest[0].requires_grad_(grad)
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="got a tensor with a tangent"):
+            loss(forward_ad.make_dual(first, first), *rest)
+
+
+@pytest.mark.parametrize("name", ["fmha", "fmha_varlen", "v4_attention"])
+def test_deterministic_is_asked_for_by_the_call_or_by_torch(name, monkeypatch):
+    """By torch as it is set when the backward pass runs."""
+    tensors, loss = LOSSES[name]()
+    asked, run = [], gradients.run
+    monkeypatch.setattr(gradients, "run", lambda b, *rest: (asked.append(b.deterministic), run(b, *rest)))
+    value = loss(*tensors)
+    want = torch.autograd.grad(value, tensors, retain_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = torch.autograd.grad(value, tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    call = getattr(dsv4, name)
+    monkeypatch.setattr(dsv4, name, lambda *args, **options: call(*args, **options, deterministic=True))
+    again = torch.autograd.grad(loss(*tensors), tensors)
+    assert asked == [False, True, True]
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(got, want, again))
 
 
 def test_what_has_no_gradient_says_so():
@@ -205,23 +290,18 @@ def test_what_has_no_gradient_says_so():
         dsv4.fmha_paged(q, pages, pages, table, lengths)
 
 
-def test_inference_saves_nothing():
-    """Without a gradient in sight the training operators are not called."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Seen(TorchDispatchMode):
-        names: list[str] = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    q, k, v, sink = dense()
-    with Seen() as seen, torch.no_grad():
-        assert not dsv4.fmha(q, k, v, sink=sink).requires_grad
-    with seen:
-        dsv4.fmha(q.detach(), k.detach(), v.detach())
-    assert seen.names and not any("training" in name or "backward" in name for name in seen.names)
+@pytest.mark.parametrize("name", [x for x in LOSSES if x != "index_loss"])
+def test_inference_saves_nothing(name):
+    """Without a gradient in sight the training operators are not called, and autograd keeps no tensor."""
+    tensors, loss = LOSSES[name]()
+    with Calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda x: 1 / 0, lambda x: x):
+        with torch.no_grad():
+            assert not loss(*tensors).requires_grad
+        loss(*(x.detach() for x in tensors))
+    assert not [x for x, _ in calls.seen if "training" in str(x) or "backward" in str(x)]
+    with calls:
+        loss(*tensors)
+    assert [x for x, _ in calls.seen if "training" in str(x)]
 
 
 @pytest.mark.parametrize("width", [6, 12])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 
 import dsv4
 from dsv4 import reference_backward
@@ -39,6 +40,22 @@ def test_loss_and_gradients(sink, block, monkeypatch):
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
     for got, ref in zip(torch.autograd.grad(3 * loss, learnt), grads):
         torch.testing.assert_close(got.double(), 3 * ref, rtol=1e-4, atol=1e-6)
+
+
+def test_no_scores_of_the_whole_sequence_are_in_memory(monkeypatch):
+    """Forward and backward hold less than half the products of the indexer's queries with their listed keys."""
+    n, h, d, m, listed, e = 512, 16, 8, 100, 64, 64
+    learnt = [draw(*x, seed=6) for x in ((n, h, d), (m, d), (n, h))]
+    attention = draw(n, 4, e, seed=2), draw(m, e, seed=3), torch.full((n, 4), 8.0)
+    indices = torch.randint(0, m, (n, listed), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    scores = 4 * n * h * listed
+    given = (*learnt, indices, *attention, None, 0.1, 0.1)
+    for block, few in ((1 << 17, True), (1 << 30, False)):  # all queries at once: the meter sees them
+        monkeypatch.setitem(module.BLOCK_BYTES, "cpu", block)
+        for run in (lambda: module._forward(*given), lambda: module._backward(torch.ones(()), *given)):
+            with LiveBytes(*learnt, indices, *attention) as live:
+                run()
+            assert (0 < live.peak < scores / 2) == few, f"{live.peak / scores:.2f} times the products"
 
 
 def test_wrong_arguments_are_named():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 
 from dsv4 import reference, reference_backward
 from dsv4.v4 import backward_cpu, cpu, problem
@@ -99,3 +100,21 @@ def test_only_what_is_wanted():
             assert (a is None) == (name != wanted)
             if a is not None:
                 torch.testing.assert_close(a, b)
+
+
+def test_memory_is_within_twice_the_forward_pass(monkeypatch):
+    """Beside inputs, output and gradients no more than twice the bytes of q, rows, lists and out: the rows that all
+    queries list would be seven times as many."""
+    n, heads, d, rows, listed = 512, 4, 64, 300, 64
+    q, out, dout, dq = (torch.randn(n, heads, d) for _ in range(4))
+    window, dwindow = (torch.randn(rows, d) for _ in range(2))
+    indices = torch.randint(0, rows, (n, listed), dtype=torch.int32)
+    lse = torch.full((n, heads), 8.0)
+    p = problem.V4Problem(q=q, window=window, window_indices=indices, softmax_scale=0.1, out=out, lse=lse)
+    forward = sum(x.nbytes for x in (q, out, window, indices))
+    monkeypatch.setattr(cpu, "ROW_BLOCK", listed)
+    for block, few in ((1 << 18, True), (1 << 30, False)):  # all queries at once: the meter sees them
+        monkeypatch.setattr(backward_cpu, "BLOCK_BYTES", block)
+        with LiveBytes(q, out, dout, dq, window, dwindow, indices, lse) as live:
+            backward_cpu.backward(V4Backward(p, dout, None, dq, dwindow))
+        assert (0 < live.peak <= 2 * forward) == few, f"{live.peak / forward:.2f} times the forward's tensors"

@@ -106,13 +106,13 @@ LONG = {"keys": dict(t=60, s=900), "queries": dict(t=900, s=60)}  # eight tiles 
 
 
 @pytest.mark.parametrize(
-    "long, order, all_three",
-    [("keys", "latest", False), *(pytest.param(x, y, True, marks=pytest.mark.slow)
-                                  for x in LONG for y in ("latest", "eager", "random"))],
+    "d, long, order, all_three",
+    [(64, "keys", "latest", False), *(pytest.param(d, x, y, True, marks=pytest.mark.slow)
+                                      for d in (64, 128) for x in LONG for y in ("latest", "eager", "random"))],
 )  # fmt: skip
-def test_no_race_whenever_copies_and_products_complete(long, order, all_three):
+def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three):
     """A tile of dQ meets all keys, one of dK and dV all queries."""
-    b, want, low = request(heads=(1, 1), d=64, **LONG[long])
+    b, want, low = request(heads=(1, 1), d=d, **LONG[long])
     b = b if all_three else replace(b, dk=None, dv=None)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)
@@ -122,7 +122,8 @@ def test_no_race_whenever_copies_and_products_complete(long, order, all_three):
 
 @pytest.mark.parametrize(
     "d, order",
-    [(512, "latest"), *(pytest.param(256, x, marks=pytest.mark.slow) for x in ("latest", "eager", "random"))],
+    [(512, "latest"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (512, "eager"), (512, "random"), (256, "latest"), (256, "eager"), (256, "random")))],
 )
 def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""

@@ -120,15 +120,18 @@ ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager",
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("d, t, s", [
-    (64, 500, 150), (64, 152, 1000), (256, 300, 520),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, 500, 150), (128, 150, 1000))),
+@pytest.mark.parametrize("d, t, s, dtype", [
+    (64, 500, 150, BF16), (64, 152, 1000, BF16), (256, 300, 520, BF16),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (128, 500, 150, BF16), (128, 150, 1000, BF16), (512, 300, 520, BF16),
+        (64, 300, 400, FP16), (128, 300, 400, FP16), (256, 300, 520, FP16), (256, 1, 200, FP16),
+    )),
 ])  # fmt: skip
-def test_no_race_whenever_copies_and_products_complete(order, d, t, s, monkeypatch):
+def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, monkeypatch):
     """Seven tiles and more for each of two multiprocessors, four slots full and more for a CTA: every slot is filled
     again and again."""
     monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
-    b, want, low = request(t=t, s=s, heads=(1, 1), d=d, causal=True)
+    b, want, low = request(t=t, s=s, heads=(1, 1), d=d, dtype=dtype, causal=True)
     with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)
     assert "nothing found" in str(report), str(report)
