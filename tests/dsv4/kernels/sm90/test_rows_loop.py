@@ -54,7 +54,14 @@ def test_causal_work_is_even_and_every_tile_is_taken_once(sequences, kv_heads, g
 
 
 def test_few_heads_are_read_at_one_time():
-    """A round of 132 items lies in two blocks of four heads at most, of 64 heads in all."""
-    found = items(4, 16, 1, 4096, NO_BOUND, 128)
+    """Causal: a round of 132 items lies in two blocks of four heads at most, of 64 heads in all."""
+    found = items(4, 16, 1, 4096, 0, 128)
     for first in range(0, len(found), CTAS):
         assert len(found[first : first + CTAS, 1].unique()) <= 8
+
+
+@pytest.mark.parametrize("rows", [128, 192])
+def test_without_a_mask_heads_come_one_after_the_other(rows):
+    found = items(4, 16, 1, 4096, NO_BOUND, rows)
+    tiles = -(-4096 // rows)
+    assert found[:, 1].tolist() == [item // tiles for item in range(64 * tiles)]

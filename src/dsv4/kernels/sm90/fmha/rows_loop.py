@@ -35,8 +35,10 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
-from dsv4.kernels.shared.fmha.tiles import DENSE, Pages, end_key, first_key
+from dsv4.kernels.shared.fmha.tiles import DENSE, NO_BOUND, Pages, end_key, first_key
 from dsv4.kernels.sm90.fmha import rows, work
+
+NO = gl.constexpr(NO_BOUND)
 
 
 @aggregate
@@ -71,7 +73,7 @@ def scan_of(sequences, kv_heads, group, tokens, keys, left, right, M: gl.constex
     row_tiles = (tokens * group + M - 1) // M
     pairs = sequences * kv_heads
     together = gl.minimum(gl.maximum((gl.num_programs(0) + row_tiles // 2) // row_tiles, 1), pairs)
-    together = gl.where(right < 0, 1, together)  # without a mask on the right all tiles are alike
+    together = gl.where(right >= NO, 1, together)  # without a mask on the right all tiles are alike
     return Scan(row_tiles, pairs, together, row_tiles * pairs, kv_heads, group, tokens, keys, left, right)
 
 
