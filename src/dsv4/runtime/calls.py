@@ -9,7 +9,7 @@ memory of an output lies apart from the inputs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Operation:
 
     name: str  # of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.kernels.<arch>.<folder>.entry
-    tensors: tuple[str, ...]  # its arguments that are tensors, ...
+    tensors: tuple[str, ...]  # its arguments that are tensors, q first, ...
     required: int  # ... of which the first so many must be there
     options: tuple[str, ...]  # the others
     ranks: tuple[int, ...]  # of q
@@ -70,6 +70,7 @@ class Given(NamedTuple):
     """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
 
     arguments: dict[str, Any]
+    tensors: Sequence[Any]  # those of the arguments that are tensors, in the order of the operation
     want_second: bool
     out: Tensor | None = None
     second: Tensor | None = None
@@ -94,7 +95,7 @@ def forget() -> None:
 
 def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | None]:
     """-> (out, second output or None)."""
-    device = given.arguments["q"].device
+    device = given.tensors[0].device
     found = dispatch.resolve(backend, device)
     if found == "cpu":
         problem = _problem(op, given)
@@ -111,7 +112,7 @@ def _run(
     op: Operation, given: Given, backend: str, target: Target, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     problem = None
-    if checks.values_checked(given.arguments["q"]):
+    if checks.values_checked(given.tensors[0]):
         problem = _problem(op, given)
         op.check_values(problem)
     try:
@@ -129,15 +130,15 @@ def _run(
     outputs = _allocated(call.layouts, given, device)
     if call.ready is None:
         return _in_torch(op, problem or _problem(op, given), outputs)
-    call.ready.run([*op.tensors_in(given.arguments), *outputs, given.scratch])
+    call.ready.run([*given.tensors, *outputs, given.scratch])
     return outputs
 
 
 def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
-    arguments, want_second, *provided, capacities = given
+    arguments, tensors, want_second, *provided, capacities = given
     layouts = [
         None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-        for x in (*op.tensors_in(arguments), *provided)
+        for x in (*tensors, *provided)
     ]
     begin = _begin_alike(arguments, *op.same[1:]) if op.same else False
     return (op.name, backend, target, want_second, capacities, begin, op.options_in(arguments), *layouts)
@@ -188,7 +189,7 @@ def _apart(op: Operation, given: Given) -> None:
     """Outputs that the caller provides share no memory with an input, nor with each other."""
     if given.out is None and given.second is None:
         return
-    inputs = {name: given.arguments[name] for name in op.tensors}
+    inputs = dict(zip(op.tensors, given.tensors))
     for name, x in (("out", given.out), (op.second, given.second)):
         if x is not None:
             checks.apart(name, x, inputs)
@@ -207,7 +208,8 @@ def _allocated(
 
 
 def _prepare(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> Call:
-    given = given._replace(arguments=_distinct(given.arguments))
+    arguments = _distinct(given.arguments)
+    given = given._replace(arguments=arguments, tensors=op.tensors_in(arguments))
     problem = _problem(op, given)
     layouts = op.outputs(given.arguments).layouts()
     module = dispatch.kernel_module(op.folder, target.capability)
@@ -223,7 +225,7 @@ def _prepare(op: Operation, given: Given, backend: str, target: Target, device: 
 
     stand_ins = _allocated(layouts, given, torch.device("meta"))  # for those not provided
     results = dict(zip(("out", op.second), stand_ins))
-    tensors = {name: given.arguments[name] for name in op.tensors}
+    tensors = dict(zip(op.tensors, given.tensors))
     program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
     return Call(layouts, Ready(program, target))
 

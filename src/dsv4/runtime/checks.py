@@ -137,11 +137,10 @@ def window(x: Any, causal: bool = False) -> tuple[int, int]:
     accepted = "(left, right), two ints >= 0 or -1 for no bound"
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         fail("window", describe(x), accepted)
-    bounds = [whole(bound) for bound in x]
-    if any(bound is None or bound < -1 for bound in bounds):
+    left, right = whole(x[0]), whole(x[1])
+    if left is None or right is None or left < -1 or right < -1:
         fail("window", describe(x), accepted)
-    left, right = (-1 if bound > NO_BOUND else bound for bound in bounds)
-    return left, 0 if causal else right
+    return -1 if left > NO_BOUND else left, 0 if causal else -1 if right > NO_BOUND else right
 
 
 def bound(name: str, x: Any) -> int | None:

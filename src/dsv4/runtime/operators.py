@@ -66,7 +66,8 @@ def define_operation(op: Operation, arguments: str) -> None:
 
     def kernel(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
-        out, second = calls.run(op, Given(named(args, kwargs), want), backend)
+        arguments = named(args, kwargs)
+        out, second = calls.run(op, Given(arguments, op.tensors_in(arguments), want), backend)
         return out, torch.empty(0, dtype=torch.float32, device=out.device) if second is None else second
 
     def fake(*args, backend="auto", **kwargs):
@@ -80,7 +81,9 @@ def define_operation(op: Operation, arguments: str) -> None:
         scratch, capacities = kwargs.pop("scratch", None), kwargs.pop("capacities", None)
         want = second.shape != (0,)
         capacities = None if capacities is None else tuple(capacities)
-        return Given(named(args, kwargs), want, out, second if want else None, scratch, capacities)
+        arguments = named(args, kwargs)
+        tensors = op.tensors_in(arguments)
+        return Given(arguments, tensors, want, out, second if want else None, scratch, capacities)
 
     def kernel_out(*args, backend="auto", **kwargs):
         calls.run(op, provided(args, kwargs), backend)
@@ -119,7 +122,7 @@ def call(
         if plan.operation != op.name:
             checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
         scratch, capacities = plan.scratch, plan.capacities
-    tensors = [arguments[name] for name in op.tensors]
+    tensors = [arguments[name] for name in op.tensors]  # torch.compile follows no itemgetter
     plain = not _observed() and _plain(tensors, op.required) and not tensors[0].is_meta
     if not plain:
         refuse()
@@ -134,7 +137,7 @@ def call(
             return training(arguments | {"backend": backend}, want_second)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
     if plain and (out is None or _plain((out,))):
-        given = Given(arguments, want_second, out, None, scratch, capacities)
+        given = Given(arguments, tensors, want_second, out, None, scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
     if out is None and plan is None:
