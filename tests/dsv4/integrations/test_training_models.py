@@ -1,37 +1,29 @@
-"""Models of transformers train with dsv4's attention as with their own: steps of SGD on a CPU, in fp32.
+"""The models of tutorials/train.py train with dsv4's attention as with their own: steps of SGD on a CPU, in fp32.
 
 The bound on a loss comes from rounding itself: eager attention in fp32 is compared with eager in fp64, step by step,
 and ours may be off from eager by three times the largest of those differences.
 """
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.models.deepseek_v4")
+pytest.importorskip("transformers.models.gemma4")
 
-import tiny_dense  # noqa: E402
-import tiny_v4  # noqa: E402
 from in_fp64 import StayDouble  # noqa: E402
 
-import dsv4.integrations.transformers as integration  # noqa: E402
-import dsv4.integrations.transformers_dense as dense  # noqa: E402
+ROOT = Path(__file__).parents[3]
+spec = importlib.util.spec_from_file_location("train", ROOT / "tutorials" / "train.py")
+tutorial = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tutorial)
 
 
-def losses(model, implementation, ids, rate, steps):
-    """Of some steps on one batch, after which the model has learnt some of it."""
-    model = copy.deepcopy(model)
-    model.set_attn_implementation(implementation)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    found = []
-    for _ in range(steps):
-        loss = model(ids, labels=ids, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return torch.tensor(found, dtype=torch.float64)
+def losses(*given):
+    return torch.tensor(tutorial.train(*given), dtype=torch.float64)
 
 
 def in_double(model, ids, rate, steps):
@@ -42,28 +34,26 @@ def in_double(model, ids, rate, steps):
         return losses(exact, "eager", ids, rate, steps)
 
 
-def same_training(model, ids, name, rate, steps):
-    eager, ours = (losses(model, kind, ids, rate, steps) for kind in ("eager", name))
+@pytest.mark.parametrize(
+    "name, steps",
+    [("DeepSeek-V4", 6), *(pytest.param(x, 20, marks=pytest.mark.slow) for x in tutorial.MODELS)],
+)
+def test_losses_are_those_of_eager_attention(name, steps):
+    """SWA, CSA and HCA layers: gradients of window and compressed rows, and of the sinks. Head dims 64 and 512."""
+    tutorial.v4.register()
+    tutorial.dense.register()
+    ours_name, build, shape, rate = tutorial.MODELS[name]
+    model = build()
+    ids = tutorial.line(model, shape)
+    eager, ours = (losses(model, kind, ids, rate, steps) for kind in ("eager", ours_name))
     exact = in_double(model, ids, rate, steps)
     assert eager[-1] < eager[0] - 0.1, "the model learns nothing here"
     allowed = 3 * max(float((eager - exact).abs().max()), 2.0**-22 * float(eager.max()))
     assert float((ours - eager).abs().max()) <= allowed, (ours - eager, allowed)
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_deepseek_v4(steps):
-    """SWA, CSA and HCA layers: gradients of window and compressed rows, and of the sinks."""
-    integration.register()
-    layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-    model = tiny_v4.build(num_hidden_layers=3, layer_types=layers)
-    ids = torch.randint(0, 512, (1, 40), generator=torch.Generator().manual_seed(3))
-    same_training(model, ids, "dsv4", 0.005, steps)
-
-
 @pytest.mark.slow
-def test_head_dim_512():
-    """Gemma 4: windows at head dim 64 and full attention at head dim 512."""
-    dense.register()
-    model = tiny_dense.build("gemma4")
-    ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(3))
-    same_training(model, ids, dense.NAME, 0.003, 20)
+def test_the_tutorial_prints_them(capsys):
+    tutorial.main(2)
+    said = capsys.readouterr().out
+    assert "DeepSeek-V4" in said and "head dim 512" in said and "eager" in said
