@@ -32,8 +32,9 @@ def checkpoints(tmp_path_factory):
 def serve(tmp_path_factory):
     """Run requests through vLLM in a process of its own -> its result."""
 
-    def run(checkpoint, requests: dict, plugin: bool, parts: str = "") -> dict:
-        switches = {"DSV4_VLLM": str(int(plugin)), "DSV4_VLLM_PARTS": parts}
+    def run(checkpoint, requests: dict, plugin: bool | None, parts: str = "") -> dict:
+        """plugin None: as the configuration says."""
+        switches = {"DSV4_VLLM": "" if plugin is None else str(int(plugin)), "DSV4_VLLM_PARTS": parts}
         return in_a_process("vLLM", "vllm_run.py", tmp_path_factory.mktemp("engine"), checkpoint, requests, switches)
 
     return run
@@ -43,8 +44,9 @@ def serve(tmp_path_factory):
 def serve_sglang(tmp_path_factory):
     """Run requests through SGLang in processes of its own -> its result."""
 
-    def run(checkpoint, requests: dict, plugin: bool) -> dict:
-        folder, switches = tmp_path_factory.mktemp("engine"), {"DSV4_SGLANG": str(int(plugin))}
+    def run(checkpoint, requests: dict, plugin: bool, parts: str = "", v4: bool = False) -> dict:
+        folder = tmp_path_factory.mktemp("engine")
+        switches = {"DSV4_SGLANG": str(int(plugin)), "DSV4_SGLANG_PARTS": parts, "SGLANG_RUN_V4": "1" if v4 else ""}
         return in_a_process("SGLang", "sglang_run.py", folder, checkpoint, requests, switches)
 
     return run

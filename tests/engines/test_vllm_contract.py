@@ -108,7 +108,7 @@ assert nvidia._select_dsv4_attn_cls(config(AttentionBackendEnum.DSV4)) is v4.cud
 try:
     nvidia._select_dsv4_attn_cls(config(AttentionBackendEnum.FLASHMLA_SPARSE))
 except ValueError as error:
-    assert "FLASHMLA_SPARSE with DSV4_VLLM=1" in str(error), error
+    assert "FLASHMLA_SPARSE in a process where dsv4 is on" in str(error), error
 else:
     raise AssertionError("FlashMLA and dsv4 at once")
 assert [v4.cuda_class().get_padded_num_q_heads(n) for n in (1, 8, 16, 128)] == [1, 8, 16, 128]
@@ -139,6 +139,43 @@ def test_on_it_replaces_the_v4_class_and_names_a_backend_and_refuses_the_rest():
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
 
 
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=1, num_key_value_heads=1, vocab_size=64, max_position_embeddings=64, torch_dtype="bfloat16",
+)  # fmt: skip
+
+
+def test_the_configuration_alone_switches_it_on(tmp_path):
+    """--attention-backend DSV4 without DSV4_VLLM; any other leaves vLLM as it is. DSV4_VLLM=0 wins."""
+    code = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.models.deepseek_v4.nvidia import flashmla
+theirs = flashmla.flash_mla_sparse_fwd
+def ask(name):
+    return EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, attention_backend=name).create_engine_config()
+assert ask(None).attention_config.backend is None
+assert flashmla.flash_mla_sparse_fwd is theirs
+print("left alone")
+assert ask("DSV4").attention_config.backend.name == "DSV4"
+from dsv4.integrations.vllm import v4
+assert flashmla.flash_mla_sparse_fwd is v4.sparse_fwd
+print("all held")
+"""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    def run(switch: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-c", code, tmp_path], env=os.environ | {"DSV4_VLLM": switch, "HF_HUB_OFFLINE": "1"},
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    done = run("")
+    assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
+    off = run("0")
+    assert "left alone" in off.stdout and "Unknown attention backend" in off.stderr, off.stderr[-3000:]
+
+
 def test_what_is_not_named_as_a_part_stays_vllms():
     code = """
 import dsv4.integrations.vllm as plugin
@@ -156,8 +193,8 @@ print("all held")
 
 
 def test_the_name_of_the_backend_reaches_processes_that_have_loaded_no_plug_in():
-    """As vLLM sends its configuration to the process of the engine. One that was not switched on says so: it would
-    serve with vLLM's own attention."""
+    """As vLLM sends its configuration to the process of the engine. One that is switched off says so: it would serve
+    with vLLM's own attention."""
 
     def run(code: str, switch: str, *arguments: str) -> subprocess.CompletedProcess:
         environment = os.environ | {"DSV4_VLLM": switch}
@@ -176,4 +213,5 @@ print([member.name for member in pickle.loads(bytes.fromhex(sys.argv[1]))])
 """
     sent = run(send, "1").stdout.split()[-1]
     assert run(receive, "1", sent).stdout.endswith("['DSV4', 'FLASH_ATTN']\n")
-    assert "DSV4_VLLM: got 0 or unset in a process that is asked for DSV4" in run(receive, "0", sent).stderr
+    assert run(receive, "", sent).stdout.endswith("['DSV4', 'FLASH_ATTN']\n")
+    assert "DSV4_VLLM: got 0 in a process that is asked for DSV4" in run(receive, "0", sent).stderr

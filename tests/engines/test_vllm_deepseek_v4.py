@@ -32,8 +32,8 @@ def wanted(checkpoints):
 
 @pytest.fixture(scope="module")
 def run(checkpoints, serve, wanted):
-    """(plug-in, prefix caching) -> the results, of an engine that is started once. All parts are dsv4's, but without
-    prefix caching the indexer alone."""
+    """(plug-in, prefix caching) -> the results, of an engine that is started once. With prefix caching DSV4_VLLM=1
+    switches the plug-in on and all parts are dsv4's; without, the backend's name does, and the indexer alone is."""
     folder, done = checkpoints("deepseek_v4")[0], {}
     many = [prompt(n, seed=n) for n in LENGTHS] + [wanted["prompt"]]
     long = [prompt(LONG, seed=2), many[1], many[2]]
@@ -52,8 +52,10 @@ def run(checkpoints, serve, wanted):
                 kv_cache_memory_bytes=1 << 25,  # small: the oracle unpacks all of it, call by call
             )  # fmt: skip
             asked = batches if cached else {name: batches[name] for name in UNCACHED}
-            parts = "indexer,compressor,insertion" if cached else "indexer"
-            got = serve(folder, dict(engine=engine, batches=list(asked.values())), plugin, parts)
+            parts, on = "indexer,compressor,insertion" if cached else "indexer", plugin
+            if plugin and not cached:  # switched on by the configuration
+                on, engine["attention_backend"] = None, "DSV4"
+            got = serve(folder, dict(engine=engine, batches=list(asked.values())), on, parts)
             done[plugin, cached] = got | {"batches": dict(zip(asked, got["batches"]))}
         return done[plugin, cached]
 

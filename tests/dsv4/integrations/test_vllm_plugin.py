@@ -39,12 +39,12 @@ def vllm(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize("switch, on", [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_switch_is_off_unless_it_is_1(monkeypatch, switch, on):
+@pytest.mark.parametrize("said, on", [(None, None), ("", None), ("0", False), ("1", True)])
+def test_the_switch_says_on_or_off_or_leaves_it_to_the_configuration(monkeypatch, said, on):
     monkeypatch.delenv("DSV4_VLLM", raising=False)
-    if switch is not None:
-        monkeypatch.setenv("DSV4_VLLM", switch)
-    assert plugin.switched_on() is on
+    if said is not None:
+        monkeypatch.setenv("DSV4_VLLM", said)
+    assert plugin.switch() is on
 
 
 def test_a_switch_that_says_neither_is_refused(monkeypatch):
@@ -95,8 +95,67 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
 def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
     """That another process sends it: vLLM's own attention would serve under the name."""
     monkeypatch.setenv("DSV4_VLLM", "0")
-    with pytest.raises(ValueError, match="DSV4_VLLM: got 0 or unset in a process that is asked for DSV4; accepted: 1"):
+    with pytest.raises(ValueError, match="DSV4_VLLM: got 0 in a process that is asked for DSV4; accepted: 1 or unset"):
         install.backend_member()
+
+
+def test_not_switched_on_another_version_is_left_alone_and_named(monkeypatch, vllm, said):
+    monkeypatch.delenv("DSV4_VLLM", raising=False)
+    vllm.__version__ = "0.33.0"  # which has no other attribute here: none is looked at
+    plugin.register()
+    assert "off, and cannot be switched on: got vLLM 0.33.0; accepted: 0.32.x" in said.text
+
+
+@pytest.fixture
+def configured(monkeypatch, vllm):
+    """A vLLM of stubs with a configuration and names of backends -> (the class of the configuration, an entry for each
+    time that everything was installed)."""
+
+    class VllmConfig:
+        def __init__(self, name):
+            self.attention_config = SimpleNamespace(backend=name and SimpleNamespace(name=name))
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    backend = type("Backends", (), dict(__members__={}))
+    modules = {
+        "vllm.config": dict(VllmConfig=VllmConfig),
+        "vllm.v1.attention.backends.registry": dict(
+            AttentionBackendEnum=backend, register_backend=lambda name, path: backend.__members__.update({name: path})
+        ),
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    installed: list = []
+    monkeypatch.delenv("DSV4_VLLM", raising=False)
+    monkeypatch.setattr(install, "everything", lambda: installed.append(1))
+    monkeypatch.setattr(install, "asked", False)
+    monkeypatch.setattr(install, "ready", False)
+    return VllmConfig, installed
+
+
+def test_the_configuration_switches_it_on_where_it_names_the_backend(configured, said):
+    config, installed = configured
+    plugin.register()
+    plugin.register()  # twice is once
+    assert "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4" in said.text
+    assert config(None).checked and config("FLASH_ATTN").checked and not installed
+    assert config("DSV4").checked and installed == [1]
+
+
+def test_a_configuration_from_another_process_switches_it_on(configured, monkeypatch):
+    """Before vLLM has called register() in this process, or after."""
+    _, installed = configured
+    monkeypatch.setattr(install, "backend_name", lambda: None)
+    sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum = {"DSV4": "the member"}
+    assert install.backend_member() == "the member" and not installed
+    plugin.register()
+    assert installed == [1]
+    assert install.backend_member() == "the member" and installed == [1, 1]
 
 
 def test_the_contract_is_what_was_recorded():

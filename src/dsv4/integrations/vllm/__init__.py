@@ -1,21 +1,22 @@
 """The plug-in for vLLM: DeepSeek-V4's sparse attention, and dense models with head dims to 512, on dsv4.
 
     pip install 'dsv4[vllm]'
-    DSV4_VLLM=1 vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4 ...
+    vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4 ...
 
-vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. Without
-``DSV4_VLLM=1`` that does nothing but say so in the log. With it:
+vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. It is off,
+and says so in the log, until ``DSV4_VLLM=1`` or the configuration, ``--attention-backend DSV4``, switches it on
+(``DSV4_VLLM=0``: neither does). Then:
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has.
   ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
   ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, rows into the
   pages), the last two not measured yet. The default is the indexer;
-* ``--attention-backend DSV4`` is accepted, and puts dense models on :func:`dsv4.fmha_paged`. A dense model without it
-  keeps vLLM's choice.
+* ``--attention-backend DSV4`` puts dense models on :func:`dsv4.fmha_paged`. A dense model without it keeps vLLM's
+  choice.
 
 Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels or another
-``--attention-backend`` for DeepSeek-V4 raise, and say how to switch the plug-in off. The name DSV4 is unknown to vLLM
-where the plug-in is off, so asking for it there is an error of vLLM's.
+``--attention-backend`` for DeepSeek-V4 raise, and say how to switch the plug-in off. With ``DSV4_VLLM=0``, or a version
+of vLLM that was not tested, vLLM does not know the name DSV4, and asking for it is an error of vLLM's.
 """
 
 import logging
@@ -36,12 +37,12 @@ calls: Counter[str] = Counter()
 logger = logging.getLogger("vllm.dsv4")
 
 
-def switched_on() -> bool:
-    """Whether DSV4_VLLM asks for the plug-in; ValueError where it is neither 0 nor 1."""
-    said = os.environ.get(SWITCH) or "0"
-    if said not in ("0", "1"):
-        raise ValueError(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
-    return said == "1"
+def switch() -> bool | None:
+    """What DSV4_VLLM says: on, off, or nothing: then the configuration decides. ValueError where it is neither."""
+    said = os.environ.get(SWITCH) or None
+    if said not in (None, "0", "1"):
+        raise ValueError(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 (off), unset (--attention-backend {BACKEND})")
+    return None if said is None else said == "1"
 
 
 def parts() -> list[str]:
@@ -55,15 +56,18 @@ def parts() -> list[str]:
 def register() -> None:
     """What vLLM calls in each of its processes. Twice is once. Imports that may fail are in here: vLLM swallows
     errors of the entry point's import, but not of this call."""
-    if not switched_on():
+    on = switch()
+    if on is False:
         logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
         return
     from dsv4.integrations.vllm import contract, install
 
-    contract.check_version()
-    install.everything()
-    what = ", ".join(["attention", *parts()])
-    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+    if on is None and (why := contract.other_version()):
+        logger.warning("dsv4 is installed and off, and cannot be switched on: %s", why)
+    elif on is None:
+        install.by_configuration()
+    else:
+        install.everything()
 
 
 def refuse(what: str, got: object, accepted: str) -> None:

@@ -94,15 +94,18 @@ LOOKED_UP = {
 }
 
 
-def check_version() -> None:
-    """RuntimeError where vLLM is not of the version that the plug-in was tested with."""
+def other_version() -> str | None:
+    """In words, where vLLM is not of the version that the plug-in was tested with."""
     import vllm
 
-    if ".".join(vllm.__version__.split(".")[:2]) != TESTED:
-        raise RuntimeError(
-            f"dsv4: got vLLM {vllm.__version__}; accepted: {TESTED}.x, with which the plug-in was tested. "
-            "DSV4_VLLM=0 gives vLLM's own attention"
-        )
+    tested = ".".join(vllm.__version__.split(".")[:2]) == TESTED
+    return None if tested else f"got vLLM {vllm.__version__}; accepted: {TESTED}.x, with which the plug-in was tested"
+
+
+def check_version() -> None:
+    """RuntimeError where vLLM is not of the version that the plug-in was tested with."""
+    if why := other_version():
+        raise RuntimeError(f"dsv4: {why}. DSV4_VLLM=0 gives vLLM's own attention")
 
 
 def check() -> None:

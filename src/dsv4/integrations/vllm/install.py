@@ -5,13 +5,18 @@ import copyreg
 import functools
 from typing import Any
 
-from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, parts, refuse, switched_on
+from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, logger, parts, refuse, switch
 
 MARK = "_dsv4_wrapped"
 
 
+asked = False  # by a configuration that another process sent
+ready = False  # vLLM has called register() in this process
+
+
 def everything() -> None:
     """Twice is once."""
+    contract.check_version()
     contract.check()
     from vllm.platforms import current_platform
 
@@ -23,6 +28,34 @@ def everything() -> None:
         on_cuda()
     else:
         refuse(SWITCH, f"1 on {current_platform.device_name or 'an unknown platform'}", "CUDA or a CPU")
+    what = ", ".join(["attention", *parts()])
+    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+
+
+def by_configuration() -> None:
+    """A name that vLLM may be asked for, and nothing else until it is: in a configuration that is made in this process,
+    or in one that another process sends."""
+    global ready
+    from vllm.config import VllmConfig
+
+    ready = True
+    backend_name()
+    made = VllmConfig.__post_init__
+    if not hasattr(made, MARK):
+
+        @functools.wraps(made)
+        def post_init(self: Any) -> None:
+            if getattr(self.attention_config.backend, "name", None) == BACKEND:
+                everything()
+            made(self)
+
+        setattr(post_init, MARK, True)
+        VllmConfig.__post_init__ = post_init
+    if asked:
+        everything()
+    else:
+        on = f"{SWITCH}=1 or --attention-backend {BACKEND}"
+        logger.warning("dsv4 is installed and off; %s switches its attention on", on)
 
 
 def backend_name() -> None:
@@ -41,11 +74,15 @@ def _pickled(member: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def backend_member() -> Any:
     """The name, in a process that another one sends it to."""
-    if not switched_on():  # or vLLM's own attention would serve under the name
-        refuse(SWITCH, f"0 or unset in a process that is asked for {BACKEND}", "1 in every process")
+    global asked
+    if switch() is False:  # or vLLM's own attention would serve under the name
+        refuse(SWITCH, f"0 in a process that is asked for {BACKEND}", "1 or unset in every process")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend_name()
+    asked = True
+    if ready:
+        everything()
     return AttentionBackendEnum[BACKEND]
 
 
@@ -111,7 +148,8 @@ def on_a_cpu() -> None:
 
 
 def check_choice(vllm_config: Any) -> None:
-    """DSV4_VLLM=1 and another --attention-backend for DeepSeek-V4 contradict each other."""
+    """Another --attention-backend for DeepSeek-V4 where the plug-in is on: a contradiction, or a second engine in a
+    process."""
     asked = vllm_config.attention_config.backend
     if asked is not None and asked.name != BACKEND:
-        refuse("--attention-backend", f"{asked.name} with {SWITCH}=1", f"{BACKEND}, or none")
+        refuse("--attention-backend", f"{asked.name} in a process where dsv4 is on", f"{BACKEND}, or none")
