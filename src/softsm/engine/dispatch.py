@@ -46,7 +46,7 @@ GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
 LETTERS = "abcd"
 HOT = 10_000  # executions after which a block is compiled: that takes about as long as interpreting it so often
-BLOCK = ir.FunctionType(ir.VoidType(), [_I64] * 3)  # of engine/blocks.py: R, Q, P
+BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: R, Q, P, S, most turns; how many it made
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
 RUN = ir.FunctionType(_I64, [_I64] * 9)  # lane operation, cold operations, S, pc, mask, stop, quantum, multi, results
 
@@ -185,12 +185,18 @@ def dispatch(module: ir.Module) -> None:
         end, row = b.add(pc, b.zext(rd, _I64)), b.add(field(S, pg.S_BLOCKS), b.shl(b.zext(ra, _I64), _I64(6)))
         fits = b.and_(b.icmp_unsigned("==", mask, _I32(FULL)), b.icmp_signed("<=", end, b.load(limit_)))
         with b.if_then(fits):
-            address, executed = (b.inttoptr(b.add(row, _I64(8 * k)), _I64.as_pointer()) for k in range(2))
+            address, executed, turn = (b.inttoptr(b.add(row, _I64(8 * k)), _I64.as_pointer()) for k in range(3))
             native_block = b.load(address)
             with b.if_then(b.icmp_unsigned("!=", native_block, _I64(0))):
-                b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [R, Q_, P])
-                b.store(end, pc_)
-                b.branch(loop)
+                per_turn = b.load(turn)
+                most = b.add(b.udiv(b.sub(b.load(limit_), end), per_turn), _I64(1))
+                turns = b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [R, Q_, P, S, most])
+                with b.if_then(b.icmp_unsigned("!=", turns, _I64(0)), likely=True):  # 0: a load is not plain
+                    jumps = b.add(b.load(jumps_), b.mul(b.sub(turns, _I64(1)), per_turn))
+                    b.store(jumps, jumps_)
+                    b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
+                    b.store(end, pc_)
+                    b.branch(loop)
             count = b.add(b.load(executed), _I64(1))
             b.store(count, executed)
             with b.if_then(b.icmp_unsigned("==", count, _I64(HOT))):

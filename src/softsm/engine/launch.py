@@ -112,7 +112,7 @@ class Kernel:
         self.module, self.function, self.name, self.checking = module, function, function.name, checking
         self.program = Assembler(module, function, micro_numbers(), checking).assemble()
         self.interpreter = interpreter(self.program, checking)
-        self.blocks = Blocks(self.program)
+        self.blocks = Blocks(self.program, checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
                          if r[0] in (pg.OP_MACRO, pg.OP_WAIT)}
         products = {i: m.operands for i, m in self.macro_at.items() if m.function is tcgen05.do_mma}

@@ -26,7 +26,7 @@ from softsm.engine.vec_types import (
     _function,
     _splat,
     _suffix,
-    _table,
+    _table_number,
     as_vector,
     here,
     kind_of,
@@ -167,8 +167,7 @@ def floats_to_halves(x: Vector) -> Vector:
 def canonical(x: Vector) -> Vector:
     """PTX's f32 NaN: every NaN result is 0x7fffffff. F or X."""
     b, bits = here(), ir.VectorType(_I32, x.kind.count)
-    # The constant is loaded: LLVM would take a literal apart into more instructions than the select itself.
-    nan = _splat(b, b.load(_table(b, "softsm_nan", [0x7FFFFFFF])), x.kind.count)
+    nan = _splat(b, _table_number(b, "softsm_nan", 0x7FFFFFFF), x.kind.count)
     ordered = b.fcmp_ordered("ord", x.value, x.value)
     return Vector(b.bitcast(b.select(ordered, b.bitcast(x.value, bits), nan), x.kind.ir), x.kind)
 

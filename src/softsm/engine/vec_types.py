@@ -305,6 +305,14 @@ def _table(b, name: str, values: list[int], element=_I32):
     return b.bitcast(g, element.as_pointer())
 
 
+def _table_number(b, name: str, value: int):
+    """An i32 that LLVM does not see: it would take a literal apart into more instructions than a select of it."""
+    number = b.load(_table(b, name, [value]))
+    if first_lane() is not None:  # in a loop over lanes, which may keep it in a register
+        number.set_metadata("invariant.load", b.module.add_metadata([]))
+    return number
+
+
 def _spread(b, m):
     """i32 mask -> <32 x i32> of 0 and -1, by table: eight lanes per byte of the mask, no vector arithmetic."""
     table = _table(b, "softsm_mask_bytes", [-(byte >> lane & 1) for byte in range(256) for lane in range(8)])
@@ -398,7 +406,6 @@ def spread(m: Mask) -> Vector:
 
 
 def loaded(bits: int) -> Vector:
-    """A number spread over the lanes, loaded from memory: for selects whose constant LLVM would otherwise take apart
-    into more instructions than the select itself."""
+    """A number spread over the lanes, for selects."""
     b = here()
-    return Vector(_splat(b, b.load(_table(b, f"softsm_constant_{bits:x}", [bits])), U.count), U)
+    return Vector(_splat(b, _table_number(b, f"softsm_constant_{bits:x}", bits), U.count), U)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.engine import assemble, blocks, dispatch
+from softsm.engine import assemble, blocks, dispatch, translation
 from softsm.engine import program as pg
 from softsm.engine.launch import aligned
 
@@ -61,7 +61,10 @@ def run(made: pg.Program, code: np.ndarray, table: np.ndarray, files: tuple) -> 
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_every_micro_operation_alike(part):
+def test_every_micro_operation_alike(part, monkeypatch):
+    width, _ = translation.vector_registers()
+    number = part % 2 * 1000  # of registers: one vector per value, or two
+    monkeypatch.setattr(translation, "vector_registers", lambda: (width, number))
     rng = np.random.default_rng(part)
     micros = lane_local()[part::6]
     code = random_code([micros[i] for i in rng.permutation(len(micros))], rng)
@@ -162,7 +165,7 @@ def test_what_nobody_reads_need_not_be_kept(body, monkeypatch):
     results, steps = [], []
     for kind in ("blocks", "interpreter"):
         if kind == "interpreter":
-            monkeypatch.setattr(blocks, "find", lambda program, local: [])
+            monkeypatch.setattr(blocks, "find", lambda *_: [])
         kernel = softsm.load(HEAD + BODIES[body] + TAIL + f"// {kind}")
         x = start.copy()
         steps.append(kernel.launch(1, 32, [x, dispatch.HOT + 50]).steps)
