@@ -9,9 +9,8 @@ INDEX_BYTES = 256 << 20
 GROUP = 16
 LINE_UNIT = 4 * GROUP
 MAX_TOPK_BY_GROUPS = 1024
-# CTAs that find the places of one query's rows together: with fewer, one that sorts is as fast; with more, where the
-# groups to look into are a list, they are slower.
-LEAST_SHARES, MOST_SHARES, MOST_SHARES_LISTED = 16, 64, 32
+# CTAs that find the places of one query's rows together; with fewer, one that sorts is as fast.
+LEAST_SHARES, MOST_SHARES = 16, 64
 
 
 def index_line(capacity: int) -> int:
@@ -49,10 +48,9 @@ def index_groups(capacity: int) -> int:
     return power_of_two(index_line(capacity) // GROUP)
 
 
-def index_shares(queries: int, capacity: int, topk: int, multiprocessors: int) -> int:
+def index_shares(queries: int, multiprocessors: int) -> int:
     """CTAs to a query for the choice by groups: a power of two."""
-    listed = index_groups(capacity) > index_kept(capacity, topk)
-    fit = min(multiprocessors // max(queries, 1), MOST_SHARES_LISTED if listed else MOST_SHARES)
+    fit = min(multiprocessors // max(queries, 1), MOST_SHARES)
     return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES else 1
 
 

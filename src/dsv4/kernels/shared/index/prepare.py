@@ -62,7 +62,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
         room = index_block(p.batch, p.max_seqlen_k, p.topk) * words
-        shares = index_shares(p.batch, p.max_seqlen_k, p.topk, target.multiprocessors)
+        shares = index_shares(p.batch, target.multiprocessors)
         room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
         scratch = program.room("scratch", (room,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
@@ -175,7 +175,7 @@ def _choose(
     line = index_line(p.max_seqlen_k)
     kept = index_kept(p.max_seqlen_k, p.topk)
     at = count * (line + line // GROUP)
-    shares = index_shares(count, p.max_seqlen_k, p.topk, target.multiprocessors)
+    shares = index_shares(count, target.multiprocessors)
     if at + count * shares * index_share_words(p.max_seqlen_k, p.topk) > scratch.numel():  # a plan for others
         shares = 1
     size = count * shares * kept
@@ -192,10 +192,11 @@ def _choose(
         topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
         want_scores=int(p.scores is not None), kept_size=kept,
     )  # fmt: skip
+    # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
     program.launch(
         index_choose, (count, shares), arguments, HOW=how, POOL=not p.request_rows, SHARES=shares,
         GROUPS=index_groups(p.max_seqlen_k), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
-        num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1,
+        num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
     )  # fmt: skip
 
 
