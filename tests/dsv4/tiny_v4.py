@@ -1,7 +1,7 @@
 """A tiny random DeepSeek-V4 of transformers: 2 SWA + 2 CSA + 2 HCA layers, real code."""
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+import transformers
 
 WINDOW, CSA, HCA, TOPK = 16, 4, 16, 8
 
@@ -23,7 +23,7 @@ def build(head_dim=64, dtype=torch.float32, rope=16, **changes):
         },
         hc_sinkhorn_iters=2, initializer_range=0.08, attn_implementation="eager", experts_implementation="eager",
     )  # fmt: skip
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**options | changes)).eval()
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**options | changes)).eval()
     with torch.no_grad():  # parts that start as zeros must count
         for name, p in model.named_parameters():
             if name.endswith(("sinks", "position_bias")):

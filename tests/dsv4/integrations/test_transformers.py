@@ -9,7 +9,6 @@ transformers = pytest.importorskip("transformers")
 
 import in_fp64  # noqa: E402
 from tiny_v4 import WINDOW, build  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
 
 import dsv4.integrations.transformers as integration  # noqa: E402
 
@@ -46,7 +45,7 @@ def logits(model, implementation, ids, **options):
 def cached(model, implementation, ids, steps, **options):
     """Feed the tokens in these steps; the last one takes the rest."""
     model.set_attn_implementation(implementation)
-    cache, out, begin = DynamicCache(config=model.config), [], 0
+    cache, out, begin = transformers.DynamicCache(config=model.config), [], 0
     for n in steps:
         end = begin + n
         more = {k: v[:, :end] for k, v in options.items()}

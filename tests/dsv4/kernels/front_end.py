@@ -4,10 +4,11 @@ were lowered and what failed.
 The front end turns a kernel's Python into Triton's IR: it knows the language, and differs most between versions of
 Triton. It takes a third of a second a kernel, the rest of the compiler ten times as long. `dsv4 compile` knows hundreds
 of variants; of each kernel as many are lowered as it takes to meet every value of every compile-time constant and every
-type of every argument once, not every combination.
+type of every argument once, not every combination; of sizes (head dims, keys of a tile) the least and the greatest.
 """
 
 import json
+from collections import defaultdict
 
 import triton
 from triton._C.libtriton import ir
@@ -35,16 +36,27 @@ def launches():
 
 
 def choices(launch):
-    """What a launch fixes at compile time, but for numbers of registers and warps: no line of a kernel reads them."""
-    types = enumerate(aot.argument_type(x) for x in launch.arguments)
+    """What a launch fixes at compile time, but for numbers of registers and warps, which no line of a kernel reads, and
+    descriptors, whose dtype a pointer has too and whose box is made of sizes."""
+    types = [(i, t) for i, x in enumerate(launch.arguments) if not (t := aot.argument_type(x)).startswith("tensordesc")]
     constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
     return frozenset((launch.kernel.__name__, *x) for x in (*types, *constants))
 
 
+def sizes_between(choices):
+    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is no size but a kind."""
+    sizes = defaultdict(list)
+    for kernel, name, value in choices:
+        if isinstance(name, str) and type(value) is int and value > 8:
+            sizes[kernel, name].append(value)
+    return {(*key, x) for key, values in sizes.items() for x in values if min(values) < x < max(values)}
+
+
 def chosen(found):
-    """A few launches that have together all the choices of all, those first that add most."""
+    """A few launches that have together the choices of all, those first that add most."""
     by_choices = {choices(x): x for x in found}
     missing, few = set().union(*by_choices), []
+    missing -= sizes_between(missing)
     while missing:
         best = max(by_choices, key=lambda x: len(x & missing))
         missing -= best

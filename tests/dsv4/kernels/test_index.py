@@ -38,17 +38,21 @@ def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypat
     assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
 
 
-@pytest.mark.parametrize("page, heads, dtype", [(64, 33, torch.bfloat16), (128, 12, torch.float16)])
+@pytest.mark.parametrize("arch, page, heads, dtype", [
+    ("sm_90a", 64, 33, torch.bfloat16), ("sm_90a", 128, 12, torch.float16), ("sm_100a", 64, 33, torch.bfloat16),
+    pytest.param("sm_100a", 128, 12, torch.float16, marks=pytest.mark.slow),
+], indirect=["arch"])  # fmt: skip
 def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dtype, monkeypatch):
     """128 dims: TMA copies them on Hopper, for four queries at a time, of 33 heads in two products. Requests of 7 and 1
-    queries, a CTA has both."""
+    queries, a CTA has both. 512 rows have as many groups as those of index_cases.ragged: the same choice."""
     monkeypatch.setattr("dsv4.runtime.checks.values_checked", lambda x: False)
     whole = index_cases.whole_numbers
     k = torch.cat([whole(9, page, 128), torch.full((9, page, 8), index_cases.NAN)], -1)[..., :128]  # rows apart
-    table = torch.tensor([[4, 0, 7, 99], [2, -1, 5, 99]], dtype=torch.int32)
+    table = torch.full((2, 512 // page), 99, dtype=torch.int32)
+    table[:, :3] = torch.tensor([[4, 0, 7], [2, -1, 5]])
     lengths = torch.tensor([3 * page, 2 * page + 1, page, 1, 0, 7, 130, 3 * page - 7], dtype=torch.int32)
     weights = -whole(8, heads, size=2).float().abs() - 1  # all scores are negative: zeros would come first
-    arguments = dict(q=whole(8, heads, 128).to(dtype), k=k.to(dtype), weights=weights, topk=100, scale=1.0,
+    arguments = dict(q=whole(8, heads, 128).to(dtype), k=k.to(dtype), weights=weights, topk=20, scale=1.0,
                      lengths=lengths, block_table=table,
                      request_starts=torch.tensor([0, 7, 8], dtype=torch.int32))  # fmt: skip
     lists, scores = index_cases.kernel(arch, **arguments)
@@ -57,7 +61,10 @@ def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dty
     assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
 
 
-@pytest.mark.parametrize("rows", [300, 2100])
+# What chooses is one kernel for both architectures.
+@pytest.mark.parametrize("arch, rows", [("sm_90a", 2100), *(
+    pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_90a", 300), ("sm_100a", 300), ("sm_100a", 2100))
+)], indirect=["arch"])  # fmt: skip
 def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
     """Two CTAs to a query; 2100 rows have more groups than are looked into. Ties everywhere, so that more rows than
     there is room for are not below the first cut; a list that is not full."""

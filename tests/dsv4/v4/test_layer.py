@@ -5,8 +5,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM  # noqa: E402
-
 import dsv4  # noqa: E402
 from dsv4.reference import apply_rope, rope_table  # noqa: E402
 
@@ -17,7 +15,7 @@ KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = DeepseekV4Config(
+    config = transformers.DeepseekV4Config(
         vocab_size=64, hidden_size=96, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=HEADS,
         head_dim=DIM, q_lora_rank=48, qk_rope_head_dim=ROPE, num_experts_per_tok=1, n_routed_experts=2,
         max_position_embeddings=4096, layer_types=KINDS, sliding_window=WINDOW, o_groups=2, o_lora_rank=24,
@@ -29,7 +27,7 @@ def model():
         },
         attn_implementation="eager",
     )  # fmt: skip
-    model = DeepseekV4ForCausalLM(config).eval()
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("sinks", "position_bias", "norm.weight")):

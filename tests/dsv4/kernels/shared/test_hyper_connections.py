@@ -9,14 +9,12 @@ from dsv4.kernels.shared import hyper_connections as streams
 transformers = pytest.importorskip("transformers")
 
 import in_fp64  # noqa: E402
-from transformers import DeepseekV4Config  # noqa: E402
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection  # noqa: E402
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_block_in_streams(arch, n=3, d=96):
-    config = DeepseekV4Config(hidden_size=d, hc_mult=4, hc_sinkhorn_iters=20)
-    module = DeepseekV4HyperConnection(config)
+    config = transformers.DeepseekV4Config(hidden_size=d, hc_mult=4, hc_sinkhorn_iters=20)
+    module = transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4HyperConnection(config)
     g = torch.Generator().manual_seed(0)
     h, y = (torch.randn(*shape, generator=g) for shape in ((1, n, 4, d), (1, n, d)))
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """The Blackwell FMHA kernel, run by softsm: right under every order of completion, and no race found.
 
 Compiling a variant takes much longer than running it, so the quick tests share five of them through Triton's disk
-cache, and a lock keeps two workers from compiling the same one. Head dim 128 is that of 64 with other constants: slow.
+cache, and a lock keeps two workers from compiling the same one. Together they have every head dim and every way to read
+keys: rows at 64, 256 and 512, pages by TMA at 128, by cp.async at 64. Other combinations are slow.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
 SLOW = [(64, False), (128, True), (128, False), (256, False)]
 QUICK_PATHS = [pytest.param(*path, marks=[pytest.mark.slow] * (path in SLOW)) for path in PATHS]
 SEEDS = [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim in (128, 256))) for case in suites.seeds()]
-VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (512, BF16, False, 16), (64, BF16, True, CELLS),
-             (128, BF16, True, CELLS)]
+VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (128, BF16, True, 16), (512, BF16, False, 16),
+             (64, BF16, True, CELLS), (128, BF16, True, CELLS)]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
 
 
@@ -60,10 +61,9 @@ def default_path(head_dim: int) -> bool:
 
 def variant(case: Case) -> tuple:
     """What Triton compiles for a case of the suites, with the default P path."""
-    call = case.make(Draw(0))
     how: str | int = ROWS
-    if isinstance(call, Call) and call.op == "fmha_paged":
-        page = call.args["k_pages"].shape[1]
+    if "paged" in case.features:
+        page = case.make(Draw(0)).args["k_pages"].shape[1]
         how = min(page & -page, 128 if case.head_dim < 256 else 64) if page % 8 == 0 else CELLS
     return case.head_dim, case.dtype, default_path(case.head_dim), how
 
@@ -174,9 +174,9 @@ def test_k_is_v(key: tuple, compiled) -> None:
 
 
 FEATURES = [case for case in suites.fmha() if variant(case) in VARIANTS]
-# A variant takes seconds to compile: fp16, which differs by one bit of a descriptor, head dim 128, and pages at a
-# second head dim are left to make test-slow.
-SLOW_VARIANTS = [(256, FP16, True, ROWS), (512, BF16, False, 16), (128, BF16, True, CELLS)]
+# A variant takes seconds to compile: fp16, which differs by one bit of a descriptor, and pages at a second head dim are
+# left to make test-slow.
+SLOW_VARIANTS = [(256, FP16, True, ROWS), (512, BF16, False, 16), (64, BF16, True, 16), (128, BF16, True, CELLS)]
 SLOW_FEATURES = [(128, BF16, True, ROWS), *SLOW_VARIANTS]
 
 
@@ -192,7 +192,8 @@ def test_features(case: Case, compiled) -> None:
 
 def test_features_meet_every_way_to_read_keys() -> None:
     met = {variant(case) for case in FEATURES}
-    assert {(64, BF16, True, 16), (512, BF16, False, 16), (256, FP16, True, ROWS)} <= met
+    assert {(128, BF16, True, 16), (512, BF16, False, 16), (256, FP16, True, ROWS)} <= met
+    assert {d for d, *_ in met - set(SLOW_FEATURES)} == set(DIMS)
     assert {"varlen", "sink", "window", "nan", "strided", "zero", "softmax", "deterministic"} <= {
         feature for case in FEATURES for feature in case.features
     }
@@ -210,7 +211,7 @@ def test_pages_by_cp_async(d: int, page: int, compiled) -> None:
     assert not report, str(report)
 
 
-@pytest.mark.parametrize("key", [(64, BF16, True, 16), (64, BF16, True, CELLS), *(
+@pytest.mark.parametrize("key", [(128, BF16, True, 16), (64, BF16, True, CELLS), *(
     pytest.param(key, marks=pytest.mark.slow) for key in SLOW_VARIANTS[1:])], ids=str)  # fmt: skip
 def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatch) -> None:
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
@@ -240,13 +241,13 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
 
 def test_unaligned_pages(compiled) -> None:
     """Rows that start at odd multiples of 2 bytes: neither TMA nor 16-byte copies can read them in place."""
-    compiled((64, BF16, True, 16))
-    call = paged(Draw(0), 64, BF16, page=16, lengths=[40, 100])
+    compiled((128, BF16, True, 16))
+    call = paged(Draw(0), 128, BF16, page=16, lengths=[40, 100])
     for name in ("k_pages", "v_pages"):
         x = call.args[name]
-        wide = torch.full((*x.shape[:-1], 64 + 3), float("nan"), dtype=BF16)
-        wide[..., 1:65] = x
-        call.args[name] = wide[..., 1:65]
+        wide = torch.full((*x.shape[:-1], 128 + 3), float("nan"), dtype=BF16)
+        wide[..., 1:129] = x
+        call.args[name] = wide[..., 1:129]
     right(call)
 
 

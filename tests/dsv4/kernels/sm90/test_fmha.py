@@ -22,12 +22,13 @@ WHERE = suites.Where("softsm", "sm_90a")
 CASES = {str(case): case for case in suites.fmha()}
 QUICK = [
     "fmha/causal-odd-gqa-d64-bf16",  # one consumer, packed heads, masks
-    "fmha/t129-s257-d64-fp16",  # three consumers under Triton 3.6
     "fmha/varlen-d64-bf16",  # rows of neighbours zeroed
     "fmha/paged-d256-bf16",
     "fmha/paged-12-d64-fp16",  # pages that TMA boxes do not tile
     "fmha/window-sink-mqa-d512-bf16",
 ]
+if dispatch.triton_version() < (3, 9):
+    QUICK.append("fmha/t129-s257-d64-fp16")  # three consumers; a newer Triton compiles these elsewhere
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -85,12 +86,12 @@ def test_short_partial_results_hold_values_of_any_size(monkeypatch):
         assert_right(out[..., half], want[..., half], low[..., half])
 
 
-LARGE = [(64, False), (128, False), (256, True)]
+LARGE = [(64, True), (64, False), (128, False), (256, True)]
 
 
 @pytest.mark.parametrize(
     "head_dim, causal",
-    [(64, True), (128, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)],
+    [(128, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)],
 )
 def test_one_block_loops_over_many_tiles(head_dim, causal):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
@@ -146,10 +147,11 @@ def test_no_slot_is_filled_before_all_have_seen_it(seed, same_kv):
     assert_agrees(got, reference.fmha, q, k, v)
 
 
-@pytest.mark.parametrize("page, head_dim, dtype", [
-    (16, 64, torch.bfloat16), (5, 64, torch.float16), pytest.param(16, 512, torch.bfloat16, marks=pytest.mark.slow)
+@pytest.mark.parametrize("page, head_dim, dtype, splits", [
+    (16, 64, torch.bfloat16, 2), (5, 64, torch.float16, 1),
+    *(pytest.param(*x, 2, marks=pytest.mark.slow) for x in ((5, 64, torch.float16), (16, 512, torch.bfloat16))),
 ])  # fmt: skip
-def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, monkeypatch):
+def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, splits, monkeypatch):
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
     monkeypatch.setattr(checks, "values_checked", lambda x: False)
     q = torch.randn(3, 2, 2, head_dim).to(dtype)
@@ -162,7 +164,7 @@ def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, monkeypat
     table[bad] = torch.tensor([-1, 40, -(1 << 31), (1 << 31) - 1], dtype=torch.int32).repeat(pages)[: int(bad.sum())]
     plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=head_dim, max_seqlen_q=2,
                      max_seqlen_k=pages * page, device="cpu")  # fmt: skip
-    plan = dataclasses.replace(plan, num_splits=2)
+    plan = dataclasses.replace(plan, num_splits=splits)
     with softsm.use("sm_90a"), softsm.checking(order="latest") as report:
         out, lse = dsv4.fmha_paged(q, k, v, table, lengths, plan=plan, return_lse=True, backend="softsm")
     assert not report, str(report)

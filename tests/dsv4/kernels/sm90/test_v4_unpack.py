@@ -44,19 +44,26 @@ def test_deterministic_calls_do_not_depend_on_how_many_queries_there_are():
         *(pytest.param(*x, id=n, marks=pytest.mark.slow) for x, n in (((2, 1176), "by 8"), ((5, 2925), "by 1"))),
     ],
 )
-def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
-    """Scales from 2^-12 to 2^12, rows that are not there, a last page in part; two pools in one call."""
+@pytest.mark.parametrize("tabled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
+    """Scales from 2^-12 to 2^12, rows that are not there, a last page in part; two pools in one call. Rows that are not
+    unpacked are those of a block table, a kernel that test_v4.py compiles, or of lists, which is one more."""
     torch.manual_seed(3)
     rows = torch.randn(70, 512) * torch.exp2(torch.randint(-12, 13, (70, 1)))
-    arguments = dict(
+    table = torch.randint(0, 15, (2, 25), dtype=torch.int32)
+    common = dict(
         q=torch.randn(2, 16, 512).bfloat16() / 64,
         window=dsv4.Fp8Cache.pack(rows, rows_per_page=page, page_stride=stride),
         window_indices=torch.randint(-1, 70, (2, 60), dtype=torch.int32),
         compressed=dsv4.Fp8Cache.pack(torch.randn(30, 512), rows_per_page=2),
-        compressed_indices=torch.randint(-1, 30, (2, 50), dtype=torch.int32),
     )
+    listed = common | dict(compressed_indices=(2 * table[..., None] + torch.arange(2)).flatten(1).int())
+    by_table = common | dict(
+        compressed_block_table=table, compressed_lengths=torch.tensor([50, 50], dtype=torch.int32),
+        request_starts=torch.tensor([0, 1, 2], dtype=torch.int32),
+    )  # fmt: skip
 
-    def run(first: bool):
+    def run(first: bool, arguments: dict):
         monkeypatch.setattr(unpack, "pays", lambda p: first)
         monkeypatch.setattr(entry, "narrow", lambda p, target: None)  # another kernel, which rounds differently
         calls.forget()
@@ -67,9 +74,9 @@ def test_unpacked_rows_give_the_same_bits(page, stride, monkeypatch):
         assert report.launches == 1 + 2 * first
         return got
 
-    got = run(first=True)
-    assert_agrees(got, reference.v4_attention, **arguments)
-    for mine, other in zip(got, run(first=False)):
+    got = run(True, listed)
+    assert_agrees(got, reference.v4_attention, **listed)
+    for mine, other in zip(got, run(False, by_table if tabled else listed)):
         assert torch.equal(mine, other)
 
 
