@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  else each rank imports it, and sympy, with its first gradient
-from agreement import assert_agrees, assert_lse, assert_right, relative
+from agreement import FP32_BOUND, assert_agrees, assert_lse, assert_right, relative
 from dsink import assert_dsink
 
 import dsv4
@@ -27,6 +27,7 @@ from dsv4.distributed import decode, local_lengths, local_rows, merge, positions
 from dsv4.fmha import cpu as cpu_fmha
 
 COARSE = 2.0**-14  # error of that exp, relative, so of the LSE, absolute
+FP32 = 3 * FP32_BOUND  # of gradients: P, the weights of partial results and dO . O may each be off by the bound
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -195,17 +196,16 @@ def check_prefill_gradients(rank, size):
                     gradient_is_right(unshard(x, order=order), getattr(want, name), getattr(low, name))
                 dist.all_reduce(dsink)
                 if dtype == torch.float32:
-                    assert float((dsink - want.sink).norm() / want.sink.norm()) < 1e-5
+                    assert float((dsink - want.sink).norm() / want.sink.norm()) < 2 * FP32  # of dO . O, another sum
                 else:
                     whole_out, whole_lse = unshard(out, order=order), unshard(lse, 2, order=order)
                     assert_dsink(dsink, want.sink, whole_out, dout, whole_lse.transpose(1, 2), sink)
 
 
 def gradient_is_right(got, want, low):
-    """fp32: a few roundings in sums of 64 terms, each partial and the sum of them. 16 bits: the rounding of P, dS and
-    the result, and of every partial once more."""
+    """16 bits: the rounding of P, dS and the result, and of every partial once more."""
     error = relative(got.double() - want, want)
-    bound = 6e-6
+    bound = FP32
     if got.dtype != torch.float32:
         rounded = low.to(got.dtype).double()
         bound = 1.5 * (relative(rounded - want, want) + relative(want.to(got.dtype).double() - want, want))
@@ -220,10 +220,10 @@ def check_gradients_of_one_tensor_and_of_some(rank, size):
         mine = shard(k).requires_grad_()
         prefill(shard(q), mine, mine, method=method).backward(shard(dout))
         whole = want.k + want.v
-        assert float((unshard(mine.grad).double() - whole).norm() / whole.norm()) < 6e-6
+        assert float((unshard(mine.grad).double() - whole).norm() / whole.norm()) < FP32
         again = shard(k).requires_grad_()
         prefill(shard(q), again, mine.detach(), method=method).backward(shard(dout))
-        assert float((unshard(again.grad).double() - want.k).norm() / want.k.norm()) < 6e-6
+        assert float((unshard(again.grad).double() - want.k).norm() / want.k.norm()) < FP32
 
 
 def check_gradients_of_rows_brought_together(rank, size):
@@ -238,7 +238,7 @@ def check_gradients_of_rows_brought_together(rank, size):
     mine_q, mine = shard(q, 0).requires_grad_(), shard(rows, 0).requires_grad_()
     dsv4.v4_attention(mine_q, unshard(mine, 0), lists(positions(tokens))).backward(shard(dout, 0))
     for got, right in ((mine_q.grad, want.q), (mine.grad, want.window)):
-        assert float((unshard(got, 0).double() - right).norm() / right.norm()) < 6e-6
+        assert float((unshard(got, 0).double() - right).norm() / right.norm()) < FP32
 
 
 def check_what_has_no_gradient_says_so(rank, size):

@@ -9,6 +9,7 @@ from agreement import qkv
 from dsv4 import reference
 
 INF = float("inf")
+FP64 = dict(rtol=1e-12, atol=1e-12)  # thousands of roundings of 2^-53
 
 
 def token_loop(q, k, v, seen, sink, scale):
@@ -47,7 +48,7 @@ def test_fmha_is_the_formula(t, s, window, causal):
 
     got = reference.fmha(q, k, v, causal=causal, window=window, sink=sink, softmax_scale=0.1)
     for a, b in zip(got, token_loop(q, k, v, seen, sink.tolist(), 0.1)):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, **FP64)
 
 
 @pytest.mark.parametrize("d", [64, 512])
@@ -56,7 +57,7 @@ def test_fmha_equals_sdpa(d):
     want = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
-    torch.testing.assert_close(reference.fmha(q, k, v, causal=True)[0], want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(reference.fmha(q, k, v, causal=True)[0], want, **FP64)
 
 
 def test_the_sink_is_a_key_with_value_zero():
@@ -65,7 +66,7 @@ def test_the_sink_is_a_key_with_value_zero():
     s = torch.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * 64**-0.5
     p = torch.cat([s, sink.double()[None, :, None, None].expand(1, 2, 4, 1)], -1).softmax(-1)[..., :-1]
     want = torch.einsum("bhts,bsd->bthd", p, v[:, :, 0])
-    torch.testing.assert_close(reference.fmha(q, k, v, sink=sink)[0], want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.fmha(q, k, v, sink=sink)[0], want, **FP64)
 
 
 def test_infinite_sinks():
@@ -115,8 +116,8 @@ def test_merge_states_of_parts_is_the_whole():
     parts = [reference.fmha(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 3), (3, 3), (3, 12))]
     out, lse = reference.merge_states(*zip(*parts), sink=sink)
     want, want_lse = reference.fmha(q, k, v, sink=sink)
-    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, want, **FP64)
+    torch.testing.assert_close(lse, want_lse, **FP64)
 
 
 def test_v4_attention_is_one_softmax_over_both_pools():
@@ -131,8 +132,8 @@ def test_v4_attention_is_one_softmax_over_both_pools():
     rows = [torch.cat([window[[0, 3]], compressed[[4, 0]]]), torch.cat([window[[1, 2]], compressed[[1]]])]
     for n, kv in enumerate(rows):
         want, want_lse = reference.fmha(q[n][None, None], kv[None, :, None], kv[None, :, None], sink=sink)
-        torch.testing.assert_close(out[n], want[0, 0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse[n], want_lse[0, :, 0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out[n], want[0, 0], **FP64)
+        torch.testing.assert_close(lse[n], want_lse[0, :, 0], **FP64)
     assert bool((out[2] == 0).all()) and bool((lse[2] == -INF).all())
 
 
@@ -189,6 +190,7 @@ def test_rope_turns_interleaved_pairs_and_back():
     i, n = 5, 2
     cos, sin = table[7, i].double(), table[7, 32 + i].double()
     even, odd = x[n, :, 448 + 2 * i], x[n, :, 449 + 2 * i]
-    torch.testing.assert_close(y[n, :, 448 + 2 * i], even * cos - odd * sin, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(y[n, :, 449 + 2 * i], odd * cos + even * sin, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(reference.apply_rope(y, table, at, inverse=True), x, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y[n, :, 448 + 2 * i], even * cos - odd * sin, **FP64)
+    torch.testing.assert_close(y[n, :, 449 + 2 * i], odd * cos + even * sin, **FP64)
+    back = reference.apply_rope(y, table, at, inverse=True)
+    torch.testing.assert_close(back, x, rtol=0, atol=6 * 2.0**-23)  # fp32 cos and sin, |x| < 6

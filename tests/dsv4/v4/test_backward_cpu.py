@@ -55,7 +55,7 @@ def agree(got, want):
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)  # fp64: sums that cancel, 2^-53 a rounding
 
 
 CALLS = {

@@ -10,6 +10,12 @@ from softsm.museum.exhibits import Program, on_boundary
 from softsm.museum.tiles import ROWS, D
 
 
+def bound(a, b) -> float:
+    """Exact products of 16-bit numbers; each of their sums is rounded or cut to fp32."""
+    a, b = (np.abs(x.astype(np.float32)) for x in (a, b))
+    return a.shape[1] * 2.0**-23 * float((a @ b.T).max())
+
+
 def launch(program: Program, *, order="latest", expect=None, **checks):
     arrays = [on_boundary(a) if isinstance(a, np.ndarray) else a for a in program.args]
     given = [a(arrays) if callable(a) else a for a in arrays]
@@ -30,7 +36,7 @@ def test_the_tap_keeps_operands_and_results_by_tile_and_step(order):
         rows, part = slice(m.tile * ROWS, (m.tile + 1) * ROWS), slice(16 * m.step, 16 * m.step + 16)
         np.testing.assert_array_equal(m.a, q[:, part])
         np.testing.assert_array_equal(m.b, k[rows, part])
-        np.testing.assert_allclose(m.d, q[:, : part.stop] @ k[rows, : part.stop].T, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(m.d, q[:, : part.stop] @ k[rows, : part.stop].T, rtol=0, atol=bound(q, k))
     assert not report
 
 
@@ -79,7 +85,7 @@ def test_mma_sync_is_tapped():
     for m, times in zip(report.tap.mma, (1, 2, 1)):
         np.testing.assert_array_equal(m.a, a.astype(np.float32))
         np.testing.assert_array_equal(m.b, b.astype(np.float32))
-        np.testing.assert_allclose(m.d, times * whole, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(m.d, times * whole, rtol=0, atol=times * bound(a, b))
 
 
 def test_wgmma_is_tapped():
@@ -111,7 +117,7 @@ def test_wgmma_is_tapped():
     (m,) = report.tap.mma
     np.testing.assert_array_equal(m.a, a.astype(np.float32))
     np.testing.assert_array_equal(m.b, b.astype(np.float32))
-    np.testing.assert_allclose(m.d, a.astype(np.float32) @ b.astype(np.float32).T, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(m.d, a.astype(np.float32) @ b.astype(np.float32).T, rtol=0, atol=bound(a, b))
     assert not report
 
 

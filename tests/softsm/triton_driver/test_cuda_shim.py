@@ -219,7 +219,8 @@ def test_gradients_of_a_norm_are_summed_in_float32(shim):
         assert y.dtype == dtype
         y.backward(torch.full_like(y, 0.0625))
         grads.append(w.grad.float())
-    torch.testing.assert_close(*grads, atol=4e-3, rtol=1e-3)
+    # Rounded to fp16 once; fp32 sums of 600 terms of up to 0.25 in another order.
+    torch.testing.assert_close(*grads, rtol=2.0**-11, atol=600 * 2.0**-24 * 0.25)
 
 
 @triton.jit
