@@ -128,6 +128,7 @@ $(VENVGPU)/.installed: $(BOTH)
 
 # vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another torch.
 # torch comes first and alone: the index of its CPU builds is asked only where the usual one has none.
+# The oldest and the newest transformers lie beside the one that vLLM needs.
 $(VENVE)/.installed: tests/engines/requirements.txt tests/engines/constraints.txt $(BOTH)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
 	  || { echo "$(PYTHON) is not Python 3.11, for which $< is made; set PYTHON="; exit 1; }
@@ -138,5 +139,7 @@ $(VENVE)/.installed: tests/engines/requirements.txt tests/engines/constraints.tx
 	   || $$install --retries 1 --timeout 20 --extra-index-url $(CPU_TORCH_INDEX) "$$torch" 2>>$(VENVE)/pip.log \
 	   || { echo "$$torch is not available here, see $(VENVE)/pip.log: the engines were not tested"; exit 1; }; \
 	 $$install -r $< -c tests/engines/constraints.txt; $$pip uninstall -y torchvision torchaudio torchcodec; \
-	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e ./packages/softsm -e .
+	 $$install --no-deps numba==0.68.1 llvmlite==0.50.0 sglang==0.5.23 -e ./packages/softsm -e .; \
+	 beside="$$install --no-deps --upgrade --target $(VENVE)/transformers"; \
+	 $$beside/5.17.0 transformers==5.17.0 huggingface_hub==1.33.0 kernels==0.16.2 kernels-data==0.16.2; $$beside/5.22.2 transformers==5.22.2
 	@touch $@

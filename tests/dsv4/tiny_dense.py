@@ -1,4 +1,4 @@
-"""Tiny random decoders of transformers: Llama, gpt-oss (sinks, windows) and Gemma 4 (windows, head dim 512)."""
+"""Tiny random decoders of transformers: Llama, gpt-oss (sinks, windows), Gemma 3 and 4 (windows, head dim 512)."""
 
 import torch
 import transformers
@@ -21,6 +21,12 @@ def build(kind):
             **COMMON,
         )  # fmt: skip
         model = transformers.GptOssForCausalLM(config)
+    elif kind == "gemma3":
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=2, head_dim=512, query_pre_attn_scalar=512, sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"], **COMMON,
+        )  # fmt: skip
+        model = transformers.Gemma3ForCausalLM(config)
     else:
         from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
 

@@ -1,12 +1,13 @@
 """One engine of SGLang on a CPU: python sglang_run.py CHECKPOINT REQUESTS.json RESULT.json
 
 REQUESTS: {"engine": {options of sglang.Engine}, "batches": [{"prompts": [[token, ..], ..], "tokens": n}]}.
-RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [of each prompt], "calls": {dsv4's}}]}.
+RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [of each prompt], "calls": {dsv4's}}],
+"kernels": {stand-ins of CUDA kernels: calls}}.
 DSV4_SGLANG in the environment says whether the plug-in is on; SGLang finds it through its entry point.
 
 SGLang starts a scheduler and a detokenizer, each in a process that imports this file first. What is outside of main()
 happens in all of them: a torchvision without code and two operators in the place of packages that exist for GPUs
-only, and calls that are counted in a file.
+only, calls that are counted in a file, and for DeepSeek-V4 (SGLANG_RUN_V4=1) stand-ins of CUDA kernels.
 """
 
 import importlib.machinery
@@ -66,9 +67,15 @@ def cpu_operators() -> None:
 
 
 class CountedInAFile(Counter):
+    suffix = ".calls"
+
     def __setitem__(self, name: str, n: int) -> None:
         super().__setitem__(name, n)
-        Path(os.environ["DSV4_CALLS"]).write_text(json.dumps(self))
+        Path(os.environ["DSV4_CALLS"]).with_suffix(self.suffix).write_text(json.dumps(self))
+
+
+class KernelsInAFile(CountedInAFile):
+    suffix = ".kernels"
 
 
 def counted_calls() -> None:
@@ -81,12 +88,19 @@ no_torchvision()
 cpu_operators()
 if os.environ.get("DSV4_CALLS"):
     counted_calls()
+if os.environ.get("SGLANG_RUN_V4"):
+    import sglang_cuda_kernels
+
+    sglang_cuda_kernels.prepare()
+    if os.environ.get("DSV4_CALLS"):
+        sglang_cuda_kernels.counts = KernelsInAFile()
 
 
 def main(checkpoint: str, requests: str, result: str) -> None:
     asked = json.loads(Path(requests).read_text())
-    calls = Path(result).with_suffix(".calls")
+    calls, kernels = (Path(result).with_suffix(suffix) for suffix in (".calls", ".kernels"))
     calls.write_text("{}")
+    kernels.write_text("{}")
     os.environ["DSV4_CALLS"] = str(calls)  # for the processes that SGLang starts
 
     import sglang
@@ -110,7 +124,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         if batch.get("logprobs"):
             got["logprobs"] = [[p for p, *_ in o["meta_info"]["input_token_logprobs"][1:]] for o in outs]
         batches.append(got)
-        Path(result).write_text(json.dumps(dict(batches=batches)))
+        Path(result).write_text(json.dumps(dict(batches=batches, kernels=json.loads(kernels.read_text()))))
     engine.shutdown()
 
 

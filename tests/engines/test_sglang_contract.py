@@ -1,8 +1,9 @@
-"""SGLang's calls against dsv4's functions. SGLang has no CPU path for DeepSeek-V4, and its module needs FlashMLA's
-binary, so its source is read and not run: `pip install --no-deps sglang` is enough. Its indexer does run on a CPU, in
-torch, beside dsv4's. Whole models in SGLang on a CPU are in test_sglang_dense.py."""
+"""SGLang's calls against dsv4's functions, by its source, which is read and not run: `pip install --no-deps sglang` is
+enough. Its indexer runs on a CPU, in torch, beside dsv4's. Whole models in SGLang on a CPU are in
+test_sglang_deepseek_v4.py and test_sglang_dense.py."""
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -17,7 +18,7 @@ from engines_here import needs
 
 import dsv4
 from dsv4.integrations import flash_mla, sglang
-from dsv4.integrations.sglang import indexer, install, v4
+from dsv4.integrations.sglang import indexer, install, rows, v4
 
 installed = needs("sglang")
 
@@ -89,7 +90,7 @@ def hooked(monkeypatch):
     stub(
         "sglang.srt.plugins.hook_registry",
         HookRegistry=types.SimpleNamespace(register=lambda t, f, kind: noted.update({t: f}), _patched=set()),
-        HookType=types.SimpleNamespace(REPLACE="replace", BEFORE="before"),
+        HookType=types.SimpleNamespace(REPLACE="replace", BEFORE="before", AROUND="around"),
     )
     stub(
         "sglang.srt.arg_groups",
@@ -202,6 +203,34 @@ def test_parameters_of_the_indexer_are_those_of_the_method_that_is_replaced():
     module, _, name = install.INDEXER.rsplit(".", 2)
     theirs = function(module, name).args
     assert list(inspect.signature(indexer.forward_c4_indexer).parameters) == [a.arg for a in theirs.args]
+
+
+@installed
+@pytest.mark.parametrize(
+    "target, ours", [(install.INSERTION, rows.insert), (install.COMPRESSOR, functools.partial(rows.compressed, None))]
+)
+def test_parameters_of_rows_are_those_of_what_is_hooked(target, ours):
+    """The compressor's function is looked up in the module that is hooked, and defined in another."""
+    name = target.rpartition(".")[2]
+    pool = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
+    compress = "sglang.kernels.ops.attention.dsv4.compress"
+    theirs = function(pool if target == install.INSERTION else compress, name).args
+    parameters = inspect.signature(ours).parameters
+    assert [*parameters][: len(theirs.args)] == [a.arg for a in theirs.args]
+    assert {*parameters} == {a.arg for a in theirs.args + theirs.kwonlyargs}
+    user = ast.unparse(source(pool if target == install.INSERTION else target.rpartition(".")[0]))
+    assert f"{name}(" in user
+
+
+def test_compressor_and_insertion_are_hooked_where_they_are_asked_for(monkeypatch, hooked):
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    monkeypatch.delenv("DSV4_SGLANG_PARTS", raising=False)
+    assert not {install.COMPRESSOR, install.INSERTION} & hooked().keys()
+    monkeypatch.setenv("DSV4_SGLANG_PARTS", "compressor,insertion")
+    noted = hooked()
+    assert noted[install.COMPRESSOR] is rows.compressed and noted[install.INSERTION] is rows.insert
+    with pytest.raises(RuntimeError, match="did not apply the hooks on .*fused_norm_rope, .*compress_norm_rope_store"):
+        noted[install.V4_BACKEND]()
 
 
 def test_the_indexer_is_replaced_where_it_is_asked_for(monkeypatch, hooked):

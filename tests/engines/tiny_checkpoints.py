@@ -147,9 +147,10 @@ def logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
     return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
-def rounded_like_an_engine(say, model: torch.nn.Module, *arguments):
-    """What say(model, *arguments) gives of a DeepSeek-V4 in fp32 that is rounded where vLLM's CPU class in fp32 is:
-    rows of keys to bf16 and then to the FP8 rows of the caches, before and after the grouped projection to bf16."""
+def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arguments):
+    """What say(model, *arguments) gives of a DeepSeek-V4 in fp32 that is rounded where an engine in fp32 is: rows of
+    keys to the FP8 rows of the caches (in vLLM's CPU class to bf16 first), before and after the grouped projection to
+    bf16."""
     from unittest import mock
 
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
@@ -159,7 +160,7 @@ def rounded_like_an_engine(say, model: torch.nn.Module, *arguments):
     eager, grouped = modeling.eager_attention_forward, modeling.DeepseekV4GroupedLinear.forward
 
     def attention(module, query, key, value, *rest, **options):
-        packed = quantize_rows(key.flatten(0, -2).bfloat16())
+        packed = quantize_rows(key.flatten(0, -2).to(first))
         rows = dequantize_rows(*packed, key.dtype).view(key.shape)
         return eager(module, query, rows, rows, *rest, **options)
 
@@ -191,7 +192,8 @@ def main(kind: str, directory: str, tokens: int = 300) -> None:
     exact, tokens = logprobs(model, ids), greedy(model, ids, 6)
     said = dict(prompt=ids, fp32=exact, tokens=tokens)
     if kind == "deepseek_v4":
-        said["fp8 rows"] = rounded_like_an_engine(logprobs, model, ids)
+        for name, first in (("fp8 rows", torch.bfloat16), ("fp8 rows at once", torch.float32)):
+            said[name] = rounded_like_an_engine(first, logprobs, model, ids)
     said["bf16"] = logprobs(model.bfloat16(), ids)
     (folder / "transformers.json").write_text(json.dumps(said))
 

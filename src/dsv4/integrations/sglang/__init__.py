@@ -7,9 +7,10 @@
 SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`register` in every process. Without
 ``DSV4_SGLANG=1`` that does nothing but say so in the log. With it:
 
-* SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists,
-  compressor and schedule stay SGLang's. ``DSV4_SGLANG_PARTS=indexer`` also replaces the indexer by
-  :func:`dsv4.index_topk`; it has not run in a whole engine yet and is off by default;
+* SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists and
+  schedule stay SGLang's. ``DSV4_SGLANG_PARTS`` names what else is replaced, separated by commas: ``indexer``
+  (:func:`dsv4.index_topk`), ``compressor`` (its last step) and ``insertion`` (new rows into the pages). They have run
+  in a whole engine on a CPU, not on a GPU, and are off by default;
 * ``--attention-backend dsv4_dense`` puts dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
@@ -26,11 +27,12 @@ from typing import NoReturn
 
 SWITCH = "DSV4_SGLANG"
 PARTS_SWITCH = "DSV4_SGLANG_PARTS"
-PARTS = ("indexer",)  # that may be replaced besides the attention
+PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention
 TESTED = "0.5.23"
 BACKEND = "dsv4_dense"
 
-calls: Counter[str] = Counter()  # "decode", "prefill", "index", "dense decode", "dense prefill": of this process
+# "decode", "prefill", "index", "compress", "insert", "dense decode", "dense prefill": of this process
+calls: Counter[str] = Counter()
 logger = logging.getLogger("sglang.dsv4")
 
 

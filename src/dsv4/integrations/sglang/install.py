@@ -1,9 +1,9 @@
-"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, its indexer where
-that is asked for, and one name of a backend for dense models."""
+"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, what else is asked
+for of its attention, and one name of a backend for dense models."""
 
 from typing import Any, NoReturn
 
-from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, v4
+from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, rows, v4
 
 INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
@@ -11,6 +11,10 @@ REPLACED = {
     f"{INTERFACE}.flash_mla_sparse_fwd": v4.flash_mla_sparse_fwd,
 }
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer"
+COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor_v2.compress_norm_rope_store"
+INSERTION = (
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope"
+)
 # reached in place of the two functions above, with other layouts of queries or results
 BYPASSES = {
     f"{INTERFACE}.flash_mla_mega_prefill": "fused norm and RoPE around attention",
@@ -22,7 +26,13 @@ V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 
 def replaced() -> dict[str, Any]:
     """What is hooked -> what takes its place."""
-    return REPLACED | ({INDEXER: indexer.forward_c4_indexer} if "indexer" in parts() else {})
+    more = {"indexer": {INDEXER: indexer.forward_c4_indexer}, "insertion": {INSERTION: rows.insert}}
+    return REPLACED | {target: f for part in parts() for target, f in more.get(part, {}).items()}
+
+
+def wrapped() -> dict[str, Any]:
+    """What is hooked -> what is called with it."""
+    return {COMPRESSOR: rows.compressed} if "compressor" in parts() else {}
 
 
 def everything() -> None:
@@ -31,6 +41,8 @@ def everything() -> None:
 
     for target, function in replaced().items():
         HookRegistry.register(target, function, HookType.REPLACE)
+    for target, function in wrapped().items():
+        HookRegistry.register(target, function, HookType.AROUND)
     for target, what in BYPASSES.items():
         HookRegistry.register(target, _refusing(what), HookType.REPLACE)
     HookRegistry.register(V4_BACKEND, check_hooks, HookType.BEFORE)
@@ -41,7 +53,7 @@ def check_hooks(*_: Any, **__: Any) -> None:
     """SGLang logs a hook that it could not apply and continues: a DeepSeek-V4 backend must not."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    if missing := [target for target in (*replaced(), *BYPASSES) if target not in HookRegistry._patched]:
+    if missing := [target for target in (*replaced(), *wrapped(), *BYPASSES) if target not in HookRegistry._patched]:
         raise RuntimeError(
             f"{SWITCH}=1, but SGLang did not apply the hooks on {', '.join(missing)}; its log says why. "
             f"{SWITCH}=0 gives SGLang's own attention"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4.integrations import flash_mla
@@ -56,8 +57,14 @@ def flash_mla_sparse_fwd(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As SGLang's, which looks at the first result alone."""
+    """As SGLang's, which looks at the first result alone. kv is a bf16 workspace; what is behind topk_length in indices
+    is undefined."""
     calls["prefill"] += 1
     if kv.ndim == 2:
         kv = kv[:, None]
+    if not q.is_cuda:
+        kv = kv.to(q.dtype)  # whatever the model is; exact
+        if topk_length is not None:  # values are checked there
+            behind = torch.arange(indices.shape[-1]) >= topk_length[:, None, None]
+            indices = indices.masked_fill(behind, -1)
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
