@@ -192,4 +192,7 @@ class DeadlockWatch:
         value = self.machine.left
         for allocation in self.machine.global_memory.allocations:
             value = zlib.crc32(allocation.bytes, value)
+        for sm in self.machine.sms:
+            if sm.tmem is not None:
+                value = zlib.crc32(sm.tmem.cells, value)
         return value

@@ -23,6 +23,7 @@ from softsm.engine import build, native, selftest, vec
 from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
+from softsm.engine.vec_tensor import tensor_access
 from softsm.engine.vec_types import (
     _I32,
     _I64,
@@ -129,6 +130,7 @@ class ColdOperations:
 def dispatch(module: ir.Module) -> None:
     """Add the function `run` to the module."""
     hot, _ = numbered()
+    tensor = {pg.OP_TENSOR_LD: tensor_access(module, False), pg.OP_TENSOR_ST: tensor_access(module, True)}
     function = ir.Function(module, RUN, "run")
     lane_operation, cold, S, pc0, mask0, stop, quantum, multi, results = function.args
     block = function.append_basic_block
@@ -255,6 +257,17 @@ def dispatch(module: ir.Module) -> None:
         b.branch(asking)
         b.position_at_end(asking)
         leave(_I64(pg.MACRO), pc, m, following)
+
+        # tcgen05.ld and st: rd where the pool has the registers, rb the address, rc their number.
+        for number, access in tensor.items():
+            case(number)
+            with b.if_then(b.icmp_unsigned("==", m, _I32(FULL)), likely=True):
+                done = b.call(access, [S, rd, rb, rc])
+                with b.if_then(b.icmp_unsigned("!=", done, _I32(0)), likely=True):
+                    b.branch(loop)
+            with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
+                b.branch(loop)
+            leave(_I64(pg.MACRO), pc, m, following)
 
         case(pg.OP_MACRO)  # rd: 1 if it only waits for what is in flight
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):

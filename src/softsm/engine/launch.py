@@ -114,7 +114,7 @@ class Kernel:
         self.interpreter = interpreter(self.program, checking)
         self.blocks = Blocks(self.program, checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
-                         if r[0] in (pg.OP_MACRO, pg.OP_WAIT)}
+                         if r[0] in (pg.OP_MACRO, pg.OP_WAIT, pg.OP_TENSOR_LD, pg.OP_TENSOR_ST)}
         products = {i: m.operands for i, m in self.macro_at.items() if m.function is tcgen05.do_mma}
         product_chain.mark(self.program, products)
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
@@ -326,7 +326,11 @@ class Kernel:
             local[:] = 0xFF
         S[pg.S_WRITES] = S[pg.S_HIT] = S[pg.S_RACES] = 0  # where the files are stays as `new_files` has it
         S[pg.S_ALIVE], S[pg.S_PHASES] = pg.ALL, cta.phases_address
-        S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
+        idle = S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
+        S[pg.S_COLUMNS] = cta.columns.ctypes.data if idle and cta.tmem is not None else 0
+        if S[pg.S_COLUMNS]:
+            lane = 32 * (index % 4)
+            S[pg.S_TENSOR], S[pg.S_TENSOR_LANE] = cta.tmem.address + 4 * lane, lane << 16
         S[pg.S_SHARED], S[pg.S_SHARED_SIZE], S[pg.S_SHARED_BASE] = cta.shared_address, len(cta.shared), cta.shared_base
         S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
 

@@ -22,7 +22,7 @@ from llvmlite import ir
 
 _ENGINE = pathlib.Path(__file__).parent
 VOCABULARY = ("native", "vec", "vec_types", "vec_rows", "vec_ops", "vec_math", "vec_round", "vec_access", "vec_small",
-              "vec_lanes")
+              "vec_lanes", "vec_tensor")
 _kept: list = []  # engines own the code
 
 

@@ -96,8 +96,8 @@ class Warp:
 class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
-    __slots__ = ("barriers", "cluster", "cluster_barrier", "ctaid", "exit_hooks", "gpu", "lane_hooks", "live",
-                 "machine", "named_barriers", "phases", "phases_address", "rank", "shared", "shared_address",
+    __slots__ = ("barriers", "cluster", "cluster_barrier", "columns", "ctaid", "exit_hooks", "gpu", "lane_hooks",
+                 "live", "machine", "named_barriers", "phases", "phases_address", "rank", "shared", "shared_address",
                  "shared_base", "sm", "threads",
                  "view", "warpgroups", "warps")
 
@@ -113,6 +113,8 @@ class Cta(Waitable):
         # or races are checked, the compiled loop does not look there.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
         self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
+        # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.
+        self.columns = np.zeros(2, np.int64)
         self.named_barriers: dict[int, object] = {}
         self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
         self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number

@@ -29,9 +29,8 @@ from softsm.engine.vec_types import (
     Mask,
     U,
     Vector,
-    _declare,
     _splat,
-    _suffix,
+    any_bit,
     as_vector,
     building,
     first_lane,
@@ -95,12 +94,6 @@ def group_mask(bits: ir.Value) -> Mask:
 def places() -> Vector:
     """1, 2, 4, ..: the bit of each lane within its group."""
     return Vector(ir.Constant(U.ir, [1 << i for i in range(U.count)]), U)
-
-
-def any_bit(x: Vector) -> ir.Value:
-    """i32: the bits that some lane has."""
-    kind = x.value.type
-    return here().call(_declare(here(), f"llvm.vector.reduce.or.{_suffix(kind)}", _I32, [kind]), [x.value])
 
 
 class Translation:

@@ -53,6 +53,12 @@ def _field(S: ir.Value, k: int) -> ir.Value:
     return here().inttoptr(here().add(S, _I64(8 * k)), _I64.as_pointer())
 
 
+def add_write(S: ir.Value) -> None:
+    """Memory has changed once more."""
+    at = _field(S, pg.S_WRITES)
+    here().store(here().add(here().load(at), _I64(1)), at)
+
+
 def _word(address: ir.Value) -> ir.Value:
     return here().load(here().inttoptr(address, _I32.as_pointer()))
 
@@ -200,8 +206,7 @@ def plain_access(module: ir.Module) -> None:
 
                 def done(write=write, inner=inner):
                     if write:
-                        at = _field(S, pg.S_WRITES)
-                        inner.store(inner.add(inner.load(at), _I64(1)), at)
+                        add_write(S)
                     inner.ret(_I64(0))
 
                 access(_Access(function, count, decline), write, done)

@@ -386,6 +386,12 @@ def any_lane(m: Mask) -> ir.Value:
     return here().call(_declare(here(), f"llvm.vector.reduce.or.v{t.count}i1", _I1, [t]), [m.value])
 
 
+def any_bit(x: Vector) -> ir.Value:
+    """i32: the bits that some lane has."""
+    kind = x.value.type
+    return here().call(_declare(here(), f"llvm.vector.reduce.or.{_suffix(kind)}", _I32, [kind]), [x.value])
+
+
 def everywhere(condition: ir.Value) -> Bits:
     """i1 -> all lanes or none."""
     return Bits(here().select(condition, _I32(FULL), _I32(0)))

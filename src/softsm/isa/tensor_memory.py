@@ -149,6 +149,7 @@ def do_alloc(w, mask, o):
         column = located(w, allocate_pair, w, pair, columns)
     if column is None:
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")
+    cta.columns[:] = column, column + columns
     owner, offset = shared_bytes(
         w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4
     )
@@ -215,6 +216,7 @@ def do_dealloc(w, mask, o):
     if w.machine.checker is not None:
         w.machine.checker.tensor.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
+    w.cta.columns[:] = 0
 
 
 @form("relinquish_alloc_permit")
@@ -271,6 +273,7 @@ def lower_ld(asm, ins, modifiers) -> None:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     settle(asm)
     asm.macro(do_ld, ins, address=row, rows=rows_index(rows), split=split, note="", **access)
+    in_loop(asm, pg.OP_TENSOR_LD, row, rows, access)
     asm.tmem_flush = flush_tmem_loads
     asm.tmem_pending.update(("R", r) for r in rows)
 
@@ -289,6 +292,14 @@ def lower_st(asm, ins, modifiers) -> None:
     kinds = {asm.produced.get(("R", r), "") for r in rows} if asm.checking else set()
     note = "f32" if kinds == {"f32"} else "packed" if kinds and all(k.endswith(("x2", "x4")) for k in kinds) else ""
     asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note=note, **access)
+    in_loop(asm, pg.OP_TENSOR_ST, row, rows, access)
+
+
+def in_loop(asm, op: int, row: int, rows: list[int], access: dict) -> None:
+    """Where a register is a column and nothing is in flight, the compiled loop can do it (engine/vec_tensor.py)."""
+    if access["shape"] == "32x32b" and not access["packed"]:
+        _, _, number, _, _, _, *guard = asm.records[-1]
+        asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), 0, *guard]
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:

@@ -1,0 +1,66 @@
+"""tcgen05.ld and st of shape 32x32b: a register is a column of the warp's 32 lanes of tensor memory.
+
+`tensor_access` is what the dispatch loop calls where nothing is ever in flight. It moves the registers when nothing is
+out of the ordinary (one address, the warp's own lanes, columns that the CTA allocated last). Else nothing has been
+touched, and the macro-operation says what is wrong.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from softsm.engine import program as pg
+from softsm.engine.vec_access import add_write, field
+from softsm.engine.vec_rows import lane_get, load_row, store_row
+from softsm.engine.vec_types import _I32, _I64, FULL, LANES, Bits, U, Vector, _splat, any_bit, building
+
+COLUMN = 4 * 128  # bytes from one to the next
+
+
+def tensor_access(module: ir.Module, write: bool) -> ir.Function:
+    """done = access(S, where the pool has the registers, row of the address, number of registers)"""
+    name = "softsm_tensor_store" if write else "softsm_tensor_load"
+    function = ir.Function(module, ir.FunctionType(_I32, [_I64, _I32, _I32, _I32]), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    S, rd, row, count = function.args
+    with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
+        decline, allocated, loop, over = (
+            function.append_basic_block(name) for name in ("decline", "allocated", "loop", "over"))  # fmt: skip
+        columns = field(S, pg.S_COLUMNS)
+        b.cbranch(b.icmp_unsigned("==", columns, _I64(0)), decline, allocated)
+
+        b.position_at_end(allocated)
+        R = field(S, pg.S_R)
+        addresses = load_row(R, row, U)
+        address = lane_get(addresses, 0)
+        differ = any_bit(addresses ^ Vector(_splat(b, address, LANES), U))
+        elsewhere = b.icmp_unsigned("!=", b.zext(b.and_(address, _I32(0xFFFF0000)), _I64), field(S, pg.S_TENSOR_LANE))
+        first, number = b.zext(b.and_(address, _I32(0xFFFF)), _I64), b.zext(count, _I64)
+        low, high = (b.load(b.inttoptr(b.add(columns, _I64(8 * k)), _I64.as_pointer())) for k in range(2))
+        outside = b.or_(b.icmp_unsigned("<", first, low), b.icmp_unsigned(">", b.add(first, number), high))
+        begin = b.add(field(S, pg.S_TENSOR), b.mul(first, _I64(COLUMN)))
+        pool = b.add(field(S, pg.S_POOL), b.shl(b.zext(rd, _I64), _I64(2)))
+        b.cbranch(b.or_(b.or_(b.icmp_unsigned("!=", differ, _I32(0)), elsewhere), outside), decline, loop)
+
+        b.position_at_end(loop)
+        i = b.phi(_I64)
+        i.add_incoming(_I64(0), allocated)
+        register = b.load(b.inttoptr(b.add(pool, b.shl(i, _I64(2))), _I32.as_pointer()))
+        cells = b.inttoptr(b.add(begin, b.mul(i, _I64(COLUMN))), U.ir.as_pointer())
+        if write:
+            b.store(load_row(R, register, U).value, cells, align=16)
+        else:
+            store_row(R, register, Bits(_I32(FULL)), Vector(b.load(cells, align=16), U))
+        following = b.add(i, _I64(1))
+        i.add_incoming(following, b.block)
+        b.cbranch(b.icmp_unsigned("<", following, number), loop, over)
+
+        b.position_at_end(over)
+        if write:
+            add_write(S)
+        b.ret(_I32(1))
+
+        b.position_at_end(decline)
+        b.ret(_I32(0))
+    return function
