@@ -66,7 +66,7 @@ def test_continuous_batching_gives_the_tokens_of_eager(kernel, monkeypatch, kind
 
     @functools.wraps(varlen)  # transformers looks at the signature
     def counted(*arguments, **options):
-        calls.append(options.get("learnable_sink") is not None)
+        calls.append(options.get("s_aux") is not None)
         return varlen(*arguments, **options)
 
     monkeypatch.setattr(kernel, "flash_attn_varlen_func", counted)

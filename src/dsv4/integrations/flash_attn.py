@@ -2,9 +2,10 @@
 
     from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-Names, positions and shapes are those of flash-attn 2; ``learnable_sink`` is from flash-attn 4. Causal masks and
-``window_size`` count from the bottom right corner there and here. softmax_lse is fp32 and natural log, [batch, heads,
-queries] or, varlen, [heads, total queries].
+Names, positions and shapes are those of flash-attn 2; ``learnable_sink`` is from flash-attn 4 and
+``s_aux`` the same in vLLM's flash-attn 3, which transformers asks for. Causal masks and ``window_size`` count
+from the bottom right corner there and here. softmax_lse is fp32 and natural log, [batch, heads, queries] or, varlen,
+[heads, total queries].
 
 Where the versions of flash-attn differ from each other, or from dsv4:
 
@@ -48,6 +49,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     backend: str = "auto",
 ) -> Result:
     """q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], as :func:`dsv4.fmha`.
@@ -62,7 +64,7 @@ def flash_attn_func(
     wide, width, scale = _padded(q, k, v, softmax_scale)
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
-            *wide, causal=causal, window=_window(window_size), sink=_sink(learnable_sink), softmax_scale=scale,
+            *wide, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softmax_scale=scale,
             return_lse=True, deterministic=deterministic, backend=backend,
         )  # fmt: skip
     out = out[..., :width]
@@ -88,6 +90,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     backend: str = "auto",
 ) -> Result:
     """q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen.
@@ -102,7 +105,7 @@ def flash_attn_varlen_func(
     checks.flag("return_attn_probs", return_attn_probs)
     checks.tensor("q", q, ("total_q", "heads", "headdim"), checks.FLOATS)
     more: dict[str, Any] = dict(
-        causal=causal, window=_window(window_size), sink=_sink(learnable_sink), deterministic=deterministic,
+        causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), deterministic=deterministic,
         backend=backend,
     )  # fmt: skip
     if block_table is None:
@@ -146,6 +149,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -175,7 +179,7 @@ def flash_attn_with_kvcache(
     lengths = _seqlens(cache_seqlens, batch, capacity, like)
     window = _window(window_size)
     options: dict[str, Any] = dict(
-        causal=causal, window=window, sink=_sink(learnable_sink), softmax_scale=softmax_scale
+        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale
     )
     names = dict(sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache",
                  lengths="cache_seqlens")  # fmt: skip
@@ -183,7 +187,7 @@ def flash_attn_with_kvcache(
         problem.paged(q, k_cache, v_cache, table, lengths, **options)  # before anything is written
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
-    checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink)
+    checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)
     if k is None and v is None:
         for name, given in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if given is not None:
@@ -228,7 +232,11 @@ def _window(x: Any) -> Any:
     return tuple(-1 if bound is None else bound for bound in x) if isinstance(x, (tuple, list)) else x
 
 
-def _sink(x: Any) -> Any:
+def _sink(x: Any, s_aux: Any) -> Any:
+    """Both names are of the same thing."""
+    if s_aux is not None and x is not None:
+        checks.fail("s_aux", checks.describe(s_aux), "None beside learnable_sink")
+    x = s_aux if x is None else x
     return x.float() if checks.is_tensor(x) and x.dtype in checks.LOW_PRECISION else x
 
 

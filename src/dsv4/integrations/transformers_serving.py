@@ -15,7 +15,6 @@ head dims (Gemma 4). ``transformers serve`` only takes names from the hub: see `
 """
 
 import functools
-import inspect
 from typing import Any
 
 from dsv4.integrations import flash_attn
@@ -68,23 +67,10 @@ def _answering(find: Any) -> Any:
         from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
         calls = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
-        return (*(_with_s_aux(f, backend) for f in calls), None, _pad_input, _unpad_input)
+        return (*(functools.partial(f, backend=backend) for f in calls), None, _pad_input, _unpad_input)
 
     lazy_imports._dsv4 = True  # type: ignore[attr-defined]
     return lazy_imports
-
-
-def _with_s_aux(f: Any, backend: str) -> Any:
-    """A call whose sink is named s_aux: transformers 5.17 looks for no other name. It looks at the signature."""
-
-    @functools.wraps(f)
-    def call(*arguments: Any, s_aux: Any = None, **options: Any) -> Any:
-        return f(*arguments, learnable_sink=s_aux, backend=backend, **options)
-
-    there = inspect.signature(f)
-    named = [p.replace(name="s_aux") if p.name == "learnable_sink" else p for p in there.parameters.values()]
-    call.__signature__ = there.replace(parameters=named)  # type: ignore[attr-defined]
-    return call
 
 
 def _list(module: str, cls: str, names: list[str]) -> None:

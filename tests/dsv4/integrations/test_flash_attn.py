@@ -195,6 +195,23 @@ def test_new_keys_are_rotated_written_and_seen(paged, interleaved, causal):
         assert_right(out[n : n + 1], want)
 
 
+def test_the_sink_has_a_second_name():
+    """Of vLLM's flash-attn 3; transformers 5.17 knows no other in continuous batching."""
+    q, sink = torch.randn(2, 5, 3, 64), torch.randn(3)
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
+    lines = (*(q.flatten(0, 1),) * 3, starts, starts, 5, 5)
+    for call, given in (
+        (flash_attn_func, (q, q, q)),
+        (flash_attn_varlen_func, lines),
+        (flash_attn_with_kvcache, (q, q, q)),
+    ):
+        wanted = call(*given, causal=True, learnable_sink=sink)
+        assert torch.equal(call(*given, causal=True, s_aux=sink), wanted)
+        assert not torch.equal(call(*given, causal=True), wanted)
+        with pytest.raises(ValueError, match="s_aux: got .*; accepted: None beside learnable_sink"):
+            call(*given, causal=True, s_aux=sink, learnable_sink=sink)
+
+
 def test_signatures_are_those_of_flash_attn():
     common = ["softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
     assert list(inspect.signature(flash_attn_func).parameters)[:11] == ["q", "k", "v", "dropout_p", *common]

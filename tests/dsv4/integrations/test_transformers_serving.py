@@ -19,11 +19,11 @@ def served(monkeypatch):
     varlen = flash_attn.flash_attn_varlen_func
 
     @functools.wraps(varlen)  # transformers looks at the signature
-    def counted(*arguments, learnable_sink=None, window_size=(-1, -1), **options):
+    def counted(*arguments, s_aux=None, window_size=(-1, -1), **options):
         counts["varlen"] += 1
-        counts["sink"] += learnable_sink is not None
+        counts["sink"] += s_aux is not None
         counts["window"] += window_size[0] >= 0
-        return varlen(*arguments, learnable_sink=learnable_sink, window_size=window_size, **options)
+        return varlen(*arguments, s_aux=s_aux, window_size=window_size, **options)
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", counted)
     from transformers import modeling_flash_attention_utils as utils
