@@ -113,8 +113,8 @@ def plan(
     splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
     if where.type == "cuda" and name == "v4_attention":
-        tiles, keys = batch * -(-q_heads // NARROW_HEADS), max_seqlen_k + 2 * NARROW_KEYS  # two lists, each in blocks
-        partials = max(partials, narrow_splits(tiles, _multiprocessors(where), keys) * batch * q_heads)
+        tiles, blocks = batch * -(-q_heads // NARROW_HEADS), -(-max_seqlen_k // NARROW_KEYS) + 2  # of two lists
+        partials = max(partials, narrow_splits(tiles, _multiprocessors(where), blocks) * batch * q_heads)
     if deterministic and where.type == "cuda" and name == "v4_attention":
         partials = max(partials, max(deterministic_cut(q_heads, max_seqlen_k)[0], 1) * batch * q_heads)
     if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):

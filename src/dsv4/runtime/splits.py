@@ -43,8 +43,8 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
     return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
 
 
-def narrow_splits(tiles: int, multiprocessors: int, keys: int) -> int:
-    """Splits of NARROW_KEYS or more where latency counts: thread blocks for three quarters of the multiprocessors; 0 =
-    there are more tiles than that."""
+def narrow_splits(tiles: int, multiprocessors: int, blocks: int) -> int:
+    """Splits of one block of keys or more where latency counts: thread blocks for three quarters of the
+    multiprocessors; 0 = there are more tiles than that."""
     places = 3 * multiprocessors // 4
-    return max(1, min(-(-keys // NARROW_KEYS), places // tiles)) if tiles <= places else 0
+    return max(1, min(blocks, places // tiles)) if tiles <= places else 0

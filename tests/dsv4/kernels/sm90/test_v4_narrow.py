@@ -10,6 +10,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
+from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
 
@@ -93,12 +94,25 @@ def test_rows_by_block_table_and_requests(check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager"])
-def test_32_heads_in_a_cta(order, check):
-    """Where CTAs of 16 would be too many."""
-    lengths = torch.tensor([0, 1, 64, 65, 150, 500, 640, 640], dtype=torch.int32)
-    problem = dict(q=torch.randn(8, 64, 512).bfloat16(), window=pool(5200), window_indices=numbers(8, 640, of=5200))
-    assert launch_of(**problem).constants["HEADS"] == 32
+@pytest.mark.parametrize("rows, keys", [(640, 128), (1152, 64)])
+def test_32_heads_in_a_cta(rows, keys, order, check):
+    """Where CTAs of 16 would be too many. Blocks of 128 rows where that is one for each CTA."""
+    lengths = torch.tensor([0, 1, 64, 65, 129, 500, rows, rows], dtype=torch.int32)
+    problem = dict(q=torch.randn(8, 64, 512).bfloat16(), window=pool(9300), window_indices=numbers(8, rows, of=9300))
+    constants = launch_of(**problem).constants
+    assert (constants["HEADS"], constants["KEYS"]) == (32, keys)
     check(order, **problem, window_lengths=lengths)
+
+
+def test_blocks_of_128_rows(check, monkeypatch):
+    """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
+    options = next(options for options, *_ in entry.NARROW if options["KEYS"] == 128)
+    monkeypatch.setattr(entry, "narrow", lambda p, target: (options, 2))
+    check(
+        q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
+        compressed=pool(90, 2), compressed_indices=numbers(1, 150, of=90), sink=torch.randn(40),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -120,11 +134,13 @@ def test_few_items_take_it():
         lists = torch.zeros(queries, rows, dtype=torch.int32)
         q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
         found = launch_of(q=q, window=pool(queries * rows), window_indices=lists, **options)
-        return found.kernel.__name__, found.constants.get("HEADS"), found.grid
+        return found.kernel.__name__, found.constants.get("HEADS"), found.constants.get("KEYS"), found.grid
 
-    assert launch(1, 64) == ("v4_narrow", 16, (4, 1, 10))
-    assert launch(1, 128, 1152) == ("v4_narrow", 16, (8, 1, 9))
-    assert launch(8, 64, 1152) == ("v4_narrow", 32, (2, 8, 6))
-    assert launch(1, 1, 0) == ("v4_narrow", 16, (1, 1, 1))
+    assert launch(1, 64) == ("v4_narrow", 16, 64, (4, 1, 10))
+    assert launch(1, 128, 1152) == ("v4_narrow", 16, 64, (8, 1, 9))
+    assert launch(8, 64, 1152) == ("v4_narrow", 32, 64, (2, 8, 6))
+    assert launch(8, 64) == ("v4_narrow", 32, 128, (2, 8, 5))
+    assert launch(2, 128, 1152) == ("v4_narrow", 16, 64, (8, 2, 6))
+    assert launch(1, 1, 0) == ("v4_narrow", 16, 64, (1, 1, 1))
     assert launch(64, 64)[0] == "v4_listed"
     assert launch(1, 64, deterministic=True)[0] == "v4_listed"

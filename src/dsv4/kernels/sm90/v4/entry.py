@@ -20,22 +20,25 @@ RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False)
 # Where items are few, latency counts. Options of v4_narrow, and us of a CTA: of its first block of rows, of another.
 NARROW = (
-    (dict(HEADS=NARROW_HEADS, num_warps=8, maxnreg=128, EARLY=True), 13.5, 3.0),
-    (dict(HEADS=32, num_warps=4, EARLY=True), 16.5, 3.7),
+    (dict(HEADS=NARROW_HEADS, KEYS=NARROW_KEYS, num_warps=8, maxnreg=128, EARLY=True), 13.5, 3.0),
+    (dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True), 16.5, 3.7),
+    (dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True), 19.6, 6.5),
 )
 LISTED = 20.5, 0.05  # us of v4_listed: of few CTAs with one step each, and for every CTA
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
+    after: dict = {}
     if unpack.pays(p):
         p = unpack.unpacked(p, program)
+        after = dict(AFTER=True, launch_pdl=True)
     few = narrow(p, target)
     if few is not None:
         prepare_listed(p, target, program, v4_narrow, NARROW_KEYS, *few)
         return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
-    prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else RESIDENT if resident(p) else PLAIN)
+    prepare_listed(p, target, program, v4_listed, STEP, (FP8 if fp8 else RESIDENT if resident(p) else PLAIN) | after)
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[dict, int] | None:
@@ -43,14 +46,14 @@ def narrow(p: V4Problem, target: Target) -> tuple[dict, int] | None:
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     if p.deterministic or not all(isinstance(pool, Fp8Cache) for pool in pools):
         return None
-    blocks = -(-p.window_indices.shape[1] // NARROW_KEYS) + -(-p.compressed_capacity // NARROW_KEYS)
     start, each = LISTED
-    ctas = p.batch * -(-p.q_heads // 64) * -(-blocks * NARROW_KEYS // STEP)
+    ctas = p.batch * -(-p.q_heads // 64) * -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
     best = start + each * min(ctas, target.multiprocessors)
     found = None
     for options, start, each in NARROW:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
-        splits = narrow_splits(tiles, target.multiprocessors, blocks * NARROW_KEYS)
+        blocks = _blocks(p, options["KEYS"])
+        splits = narrow_splits(tiles, target.multiprocessors, blocks)
         if p.scratch is not None:  # a plan's, which has room for the most heads per tile
             splits = min(splits, max(1, p.scratch.numel() // (p.batch * p.q_heads * (p.head_dim + 1))))
         elif p.num_splits > 0:
@@ -62,6 +65,11 @@ def narrow(p: V4Problem, target: Target) -> tuple[dict, int] | None:
         if us < best:
             found, best = (options, max(1, -(-blocks // longest))), us  # no more splits than the blocks need
     return found
+
+
+def _blocks(p: V4Problem, keys: int) -> int:
+    """Blocks of so many rows in the two lists of a query."""
+    return -(-p.window_indices.shape[1] // keys) + -(-p.compressed_capacity // keys)
 
 
 def resident(p: V4Problem) -> bool:

@@ -19,6 +19,7 @@ from dsv4.kernels.compat import (
     reinterpret,
     reinterpret_as,
 )
+from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 
@@ -86,9 +87,10 @@ def page_of(number, pool):
 
 @gluon.jit
 def numbers_of(lists, block, wanted, pool, entry, HOW: gl.constexpr):
-    """Row numbers of entries of a block, -1 past the end, or everywhere unless it is wanted. entry: below 64."""
+    """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
+    KEYS: gl.constexpr = entry.shape[0]
     in_window = block < lists.window_blocks
-    place = block * 64 - gl.where(in_window, 0, lists.window_blocks * 64) + entry
+    place = block * KEYS - gl.where(in_window, 0, lists.window_blocks * KEYS) + entry
     listed = (place < lists.window_count) & in_window & wanted
     if HOW == NONE:
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
@@ -118,8 +120,8 @@ def pool_of(pools, in_window):
 
 
 @gluon.jit
-def entries(L: gl.constexpr):
-    return gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+def entries(L: gl.constexpr, KEYS: gl.constexpr = 64):
+    return gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
 
 
 @gluon.jit
@@ -172,8 +174,20 @@ def fp8_rows(pool, number, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def scale_word(ptr, at, there, FIRST: gl.constexpr, UNIT: gl.constexpr):
+    """Four of the scale bytes of each row, from byte FIRST (0 or 4) on."""
+    if UNIT >= 8:
+        x = gl.load((ptr + at + FIRST).to(gl.pointer_type(gl.int32), bitcast=True), mask=there, other=0)
+    else:
+        x = gl.load(ptr + at + FIRST, mask=there, other=0).to(gl.int32)
+        for i in gl.static_range(1, 4 if FIRST == 0 else 3):
+            x = x | (gl.load(ptr + at + FIRST + i, mask=there, other=0).to(gl.int32) << (8 * i))
+    return x
+
+
+@gluon.jit
 def words_of(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.constexpr):
-    """N words of 4 bytes from word FIRST on of each row: int32 [64, N], in the layout whose rows data has."""
+    """N words of 4 bytes from word FIRST on of each row: int32 [rows, N], in the layout whose rows data has."""
     column = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 8:
         word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -194,7 +208,7 @@ def pieces(warps, panels, words=4):
 
 @gluon.jit
 def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, WORDS: gl.constexpr = 4):
-    """64 x PANELS of the 448 e4m3 values of each row, four to a word, WORDS a thread: int32 [64, PANELS, 16]."""
+    """64 x PANELS of the 448 e4m3 values of each row, four to a word, WORDS a thread: int32 [rows, PANELS, 16]."""
     L: gl.constexpr = pieces(gl.num_warps(), PANELS, WORDS)
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     data = gl.convert_layout(data, R)[:, None, None]
@@ -215,7 +229,7 @@ def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: 
 
 @gluon.jit
 def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
-    """e4m3 values [64, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [64, panels, 32].
+    """e4m3 values [rows, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [rows, panels, 32].
 
     S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
     corrects that. Four bytes at a time: their low and high bytes in bf16 are made apart, then interleaved. The scale is
@@ -225,7 +239,7 @@ def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
     L: gl.constexpr = x.type.layout
     panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    s = (scales >> (8 * panel.to(gl.int64))[None, :, None]).to(gl.int32) & 255
+    s = (scales >> (8 * panel.to(scales.dtype))[None, :, None]).to(gl.int32) & 255
     s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)) * 0x10001
     x, s = gl.broadcast(x, s)
     a, b = gl.inline_asm_elementwise(
@@ -246,7 +260,7 @@ def fp8_to_bf16(x, scales, FIRST: gl.constexpr):
         }""",
         "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.join(a, b).reshape([64, x.shape[1], 32])
+    return gl.join(a, b).reshape([x.shape[0], x.shape[1], 32])
 
 
 @gluon.jit
@@ -353,55 +367,60 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr):
 
 @gluon.jit
 def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
-    """Blocks [first, end) of FP8 rows. As values leave the registers, those of the next block are asked for: loads do
-    not wait for a free slot. By block table, rows come into the L2 a block before that: pages of few rows come slowly
-    from memory, whereas rows picked by a list came later for it."""
+    """Blocks [first, end) of FP8 rows, through registers.
+
+    The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
+    for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
+    its first is stored, the first half of a row of the next block as the second is.
+
+    By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory, whereas rows
+    picked by a list came later for it.
+    """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
     entry = entries(words(gl.num_warps()))
-    following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
-    later = following
+    following = number
     if HOW == TABLE:
-        later = numbers_of(lists, first + 2, first + 2 < end, pools.compressed, entry, HOW)
+        following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
     pool = pool_of(pools, first < lists.window_blocks)
     ptr = pool.ptr
-    data, there, scales = fp8_rows(pool, number, UNIT)
+    data, there, at = fp8_place(pool, number, UNIT)
+    low = scale_word(ptr, at, there, 0, UNIT)
     x = fp8_load(ptr, data, there, 0, 2, UNIT)
     y = fp8_load(ptr, data, there, 2, 2, UNIT)
-    z = fp8_load(ptr, data, there, 4, 2, UNIT)
-    u = fp8_load(ptr, data, there, 6, 1, UNIT)
     if HOW == TABLE:
         prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
     for block in range(first, end):
         slot = block % 2 * 2
-        pool = pool_of(pools, block + 1 < lists.window_blocks)
-        next_data, next_there, next_scales = fp8_rows(pool, following, UNIT)
-        if HOW == TABLE:
-            following = later
-            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
-            later = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, HOW)
-        else:
-            following = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
-
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(x, scales, 0))
-        x = fp8_load(pool.ptr, next_data, next_there, 0, 2, UNIT)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(y, scales, 2))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(x, low, 0))
+        later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
+        high = scale_word(ptr, at, there, 4, UNIT)
+        z = fp8_load(ptr, data, there, 4, 2, UNIT)
+        u = fp8_load(ptr, data, there, 6, 1, UNIT)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(y, low, 2))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
-        y = fp8_load(pool.ptr, next_data, next_there, 2, 2, UNIT)
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
         fp8_rest(ptr, data, there, tile, ready.index(slot + 1), UNIT)
         write_bias(bias.index(block % 2), there)
-        ptr, data, there = pool.ptr, next_data, next_there
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, scales, 4))
-        z = fp8_load(ptr, data, there, 4, 2, UNIT)
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, scales, 6))
+        if HOW != TABLE:
+            following = later
+        pool = pool_of(pools, block + 1 < lists.window_blocks)
+        ptr = pool.ptr
+        data, there, at = fp8_place(pool, following, UNIT)
+        low = scale_word(ptr, at, there, 0, UNIT)
+        x = fp8_load(ptr, data, there, 0, 2, UNIT)
+        y = fp8_load(ptr, data, there, 2, 2, UNIT)
+        if HOW == TABLE:
+            following = later
+            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2))
         mbarrier.arrive(ready.index(slot + 1), count=1)
-        u = fp8_load(ptr, data, there, 6, 1, UNIT)
-        scales = next_scales
         phase = phase ^ (block % 2)
     return phase
 
@@ -436,8 +455,11 @@ def write_job(job, turn, steps, query, first_head, split):
 
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
-                FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
-    """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free."""
+                FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr, AFTER: gl.constexpr):  # fmt: skip
+    """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free.
+    AFTER: the grid before makes rows, and may still run."""
+    if AFTER:
+        dependent.wait_for_grid_before()
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1

@@ -275,7 +275,7 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-              GATHER_WARPS: gl.constexpr):  # fmt: skip
+              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False):  # fmt: skip
     # Two Fp8Caches are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     if WINDOW_FP8:
@@ -307,5 +307,5 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
         (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N, RESIDENT)),
         (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N, RESIDENT)),
         (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT,
-                       RESIDENT)),
+                       RESIDENT, AFTER)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -1,8 +1,9 @@
 """V4 attention on sm_90a for FP8 rows and few heads per CTA: keys are the rows of the scores.
 
 listed.py has 64 heads per CTA, roles and a ring: right where multiprocessors have more to do than they can. Where one
-query or a few are all there is, latency counts. Here the warps of a CTA do one thing after the other for HEADS heads
-(16, eight warps; 32, four) of one query and one split of its rows, of which one block (64 rows) is best::
+query or a few are all there is, latency counts. Here the warps of a CTA do one thing after the other for HEADS heads of
+one query and one split of its rows, of which one block is best. Of 16 heads a block has 64 rows, for eight warps; of 32
+heads 64 for four or 128 for eight, where blocks of 64 would be too many for one each::
 
     ask for rows | O^T += V^T P^T of the last block | e4m3 -> bf16 -> kv | S^T = K Q^T | softmax over keys -> P^T
 
@@ -11,9 +12,9 @@ half of the code: instructions that run once come from the L2 or from memory, as
 
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
-kv              4 x 16384           [64, 128] each: columns of a block; at the end, of O
-p               128 HEADS           [64, HEADS]: P^T
-bias            256                 fp32 per key: what is added to its scores
+kv              4 x 256 KEYS        [KEYS, 128] each: columns of a block; at the end, of O
+p               2 KEYS HEADS        [KEYS, HEADS]: P^T
+bias            4 KEYS              fp32 per key: what is added to its scores
 
 Rows are asked for after the last fence of a block: the assembler makes a fence wait for loads under way.
 """
@@ -85,8 +86,10 @@ class Rows:
 
 
 @gluon.constexpr_function
-def scores_layout(warps, heads):
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, heads * 4 // warps, 16])
+def scores_layout(warps, heads, keys):
+    """Warps go down the keys, 16 each, and what is left of them across the heads."""
+    down = min(warps, keys // 16)
+    return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, heads * down // warps, 16])
 
 
 @gluon.constexpr_function
@@ -102,17 +105,17 @@ def heads_layout(warps, heads):
 
 
 @gluon.jit
-def make_memory(HEADS: gl.constexpr):
+def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr):
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 128], gl.bfloat16)
-    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEADS], gl.bfloat16)
+    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 128], gl.bfloat16)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEADS], gl.bfloat16)
     q = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], Q)
-    kv0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], KV)
-    kv1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], KV)
-    kv2 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], KV)
-    kv3 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], KV)
-    p = gl.allocate_shared_memory(gl.bfloat16, [1, 64, HEADS], P)
-    bias = gl.allocate_shared_memory(gl.float32, [1, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kv0 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
+    kv1 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
+    kv2 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
+    kv3 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
+    p = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, HEADS], P)
+    bias = gl.allocate_shared_memory(gl.float32, [1, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Memory(q, kv0, kv1, kv2, kv3, p, bias)
 
 
@@ -146,38 +149,41 @@ def ask(pool, number, UNIT: gl.constexpr):
 
 @gluon.jit
 def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Panels of 64 columns of a quarter of a block as bf16 in pairs: [64, COUNT, 32]."""
+    """Panels of 64 columns of a quarter of a block as bf16 in pairs: [keys, COUNT, 32]."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
-    panels = reinterpret_as(quarter, gl.int32, [2 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT)
+    KEYS: gl.constexpr = quarter.shape[0]
+    panels = reinterpret_as(quarter, gl.int32, [2 // COUNT, COUNT, KEYS, 32], PANEL).index(FIRST // COUNT)
     return panels.permute((1, 0, 2))
 
 
 @gluon.jit
-def unpack(rows, memory):
+def unpack(rows, memory, slot):
     """e4m3 -> bf16 -> kv, and the bias."""
     LAST: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    pairs_in(memory.kv0.index(0), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
-    pairs_in(memory.kv1.index(0), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
-    pairs_in(memory.kv2.index(0), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
-    pairs_in(memory.kv3.index(0), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
-    reinterpret_as(memory.kv3.index(0), gl.int32, [2, 64, 32], LAST).index(1).store(rows.rest)
-    memory.bias.index(0).store(gl.where(rows.there, 0.0, -float("inf")))
+    KEYS: gl.constexpr = memory.kv3.shape[1]
+    pairs_in(memory.kv0.index(slot), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
+    pairs_in(memory.kv1.index(slot), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
+    pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
+    pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
+    reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
+    memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
 
 
 @gluon.jit
-def scores(memory, at, HEADS: gl.constexpr):
-    """S^T [64, HEADS] = K Q^T: issued, not waited for. at: 0."""
-    s = gl.zeros([64, HEADS], gl.float32, scores_layout(gl.num_warps(), HEADS))
-    s = warpgroup_mma(memory.kv0.index(at), memory.q.index(at + 0).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(memory.kv1.index(at), memory.q.index(at + 1).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(memory.kv2.index(at), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(memory.kv3.index(at), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
+def scores(memory, slot, at, HEADS: gl.constexpr):
+    """S^T [keys, HEADS] = K Q^T: issued, not waited for. at: 0."""
+    KEYS: gl.constexpr = memory.kv0.shape[1]
+    s = gl.zeros([KEYS, HEADS], gl.float32, scores_layout(gl.num_warps(), HEADS, KEYS))
+    s = warpgroup_mma(memory.kv0.index(slot), memory.q.index(at + 0).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(memory.kv1.index(slot), memory.q.index(at + 1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(memory.kv2.index(slot), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(memory.kv3.index(slot), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def partial_sums(p):
-    """What each thread holds of the sums over keys: [64, HEADS] -> [4, 8, HEADS], no exchange between lanes."""
-    return gl.sum(p.reshape([4, 2, 8, p.shape[1]]), 1)
+    """What each thread holds of the sums over keys: [16 n, HEADS] -> [n, 8, HEADS], no exchange between lanes."""
+    return gl.sum(p.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
 
 
 @gluon.jit
@@ -249,17 +255,18 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
            SIGN: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
     """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows."""
     WARPS: gl.constexpr = gl.num_warps()
-    LS: gl.constexpr = scores_layout(WARPS, HEADS)
+    KEYS: gl.constexpr = memory.kv0.shape[1]
+    LS: gl.constexpr = scores_layout(WARPS, HEADS, KEYS)
     LO: gl.constexpr = output_layout(WARPS, HEADS)
-    LP: gl.constexpr = partial_sums(gl.zeros([64, HEADS], gl.float32, LS)).type.layout
-    entry = entries(words(WARPS))
+    LP: gl.constexpr = partial_sums(gl.zeros([KEYS, HEADS], gl.float32, LS)).type.layout
+    entry = entries(words(WARPS), KEYS)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
     o3 = gl.zeros([128, HEADS], gl.float32, LO)
     m = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(0, LS))
     factor = gl.full([HEADS], 0.0, gl.float32, gl.SliceLayout(0, LS))
-    l = gl.zeros([4, 8, HEADS], gl.float32, LP)
+    l = gl.zeros([KEYS // 16, 8, HEADS], gl.float32, LP)
     # A turn more than blocks: every part of the code is there once.
     for block in range(begin, end + 1):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT)
@@ -274,11 +281,11 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             barrier()
         if block < end:
-            unpack(rows, memory)
+            unpack(rows, memory, 0)
             async_copy.wait_group(0)  # Q
             fence_async_shared()
             barrier()
-            s = scores(memory, at, HEADS)
+            s = scores(memory, at, at, HEADS)
             bias = memory.bias.index(0).load(gl.SliceLayout(1, LS))
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             p, m, factor = over_keys(masked(s, bias, SIGN), m, scale)
@@ -293,34 +300,40 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
 
 
 @gluon.jit
-def one_item(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, HOW: gl.constexpr,
-             SIGN: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def one_item(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, KEYS: gl.constexpr,
+             HOW: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Some heads of a query and some blocks of its rows."""
-    LS: gl.constexpr = scores_layout(gl.num_warps(), HEADS)
-    LO: gl.constexpr = output_layout(gl.num_warps(), HEADS)
     first_head, query, split = gl.program_id(0) * HEADS, gl.program_id(1), gl.program_id(2)
-    lists = lists_of(query, window, compressed, requests, HOW)
-    blocks = lists.window_blocks + (lists.count + 63) // 64
+    lists = lists_of(query, window, compressed, requests, HOW, KEYS)
+    blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
     each = quotient(blocks + splits.count - 1, splits.inverse, splits.shift)
     begin = gl.minimum(split * each, blocks)
     end = gl.minimum(begin + each, blocks)
     # On its way while Q is asked for.
-    number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps())), HOW)
-    memory = make_memory(HEADS)
+    number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), HOW)
+    memory = make_memory(HEADS, KEYS)
     copy_heads(q, query, first_head, output.heads, memory.q)
     o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, HOW, SIGN, UNIT)
-    place = (query, first_head, split)
-    l = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), gl.SliceLayout(0, LS))
+    finish((o0, o1, o2, o3), m, l, memory, (query, first_head, split), output, SPLIT)
+
+
+@gluon.jit
+def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
+    """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
+    o0, o1, o2, o3 = o
+    LO: gl.constexpr = o0.type.layout
+    query, first_head, split = place
+    l = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), m.type.layout)
     factor = gl.convert_layout(write_lse(m, l, place, output, SPLIT), gl.SliceLayout(0, LO))[None, :]
     rope = output.rope
     line_ptr = rope.cos_sin_ptr
     if rope.width > 0:
         position = gl.load(rope.positions_ptr + query).to(gl.int64)
         line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
-    put(o0 * factor, memory.kv0, place, output, (line_ptr, rope.width), 0, SPLIT)
-    put(o1 * factor, memory.kv1, place, output, (line_ptr, rope.width), 128, SPLIT)
-    put(o2 * factor, memory.kv2, place, output, (line_ptr, rope.width), 256, SPLIT)
-    put(o3 * factor, memory.kv3, place, output, (line_ptr, rope.width), 384, SPLIT)
+    put(o0 * factor, memory.kv0.index(0), place, output, (line_ptr, rope.width), 0, SPLIT)
+    put(o1 * factor, memory.kv1.index(0), place, output, (line_ptr, rope.width), 128, SPLIT)
+    put(o2 * factor, memory.kv2.index(0), place, output, (line_ptr, rope.width), 256, SPLIT)
+    put(o3 * factor, memory.kv3.index(0), place, output, (line_ptr, rope.width), 384, SPLIT)
 
 
 @gluon.jit(do_not_specialize=[
@@ -338,7 +351,8 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               window_lengths, compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
               splits_inverse, splits_shift, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr,
-              SPLIT: gl.constexpr, HEADS: gl.constexpr, EARLY: gl.constexpr = False):  # fmt: skip
+              SPLIT: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr = 64,
+              EARLY: gl.constexpr = False):  # fmt: skip
     if EARLY:
         dependent.let_next_begin()
     # Both pools are read in one way, that of the lesser unit.
@@ -359,5 +373,5 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
                     queries, heads, rope, want_lse)  # fmt: skip
     splits = Splits(num_splits, splits_inverse, splits_shift)
-    one_item(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, HOW,
-             SIGN, UNIT, SPLIT)  # fmt: skip
+    one_item(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, KEYS,
+             HOW, SIGN, UNIT, SPLIT)  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.v4.prepare import PoolArguments, unit_of
 from dsv4.kernels.sm90.v4.gather import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words_of
 from dsv4.runtime.program import Program
@@ -25,7 +26,8 @@ WORDS = 2  # of 4 bytes that a thread reads at a time
 @gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
 def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr,
               WORDS: gl.constexpr):  # fmt: skip
-    """out: bf16 [rows, 512], written in pairs."""
+    """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs of this one."""
+    dependent.let_next_begin()
     # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
     W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
     pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
