@@ -26,8 +26,11 @@ V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 
 def replaced() -> dict[str, Any]:
     """What is hooked -> what takes its place."""
-    more = {"indexer": {INDEXER: indexer.forward_c4_indexer}, "insertion": {INSERTION: rows.insert}}
-    return REPLACED | {target: f for part in parts() for target, f in more.get(part, {}).items()}
+    more: dict[str, tuple[str, Any]] = {
+        "indexer": (INDEXER, indexer.forward_c4_indexer),
+        "insertion": (INSERTION, rows.insert),
+    }
+    return REPLACED | dict(more[part] for part in parts() if part in more)
 
 
 def wrapped() -> dict[str, Any]:
