@@ -120,28 +120,34 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
         yield v4_small(rows, named, wide=wide, queries=64)  # Hopper: FP8 rows unpacked first, plain ones in L2
         if rows == "fp8":
+            yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
             yield from v4_few(named, wide)
 
 
 def v4_few(named: str, wide: bool) -> Iterator[V4Problem]:
     """FP8 rows on Hopper: few items of 16 heads, not split, and split so that each variant of the combine kernel merges
-    them; of 32 heads; and items that are not few. (queries, heads, splits, blocks of 64 rows)"""
+    them; of 32 heads, blocks of 64 and of 128 rows; and items that are not few. (queries, heads, splits, blocks of 64
+    rows)"""
     of_16 = ((1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
-    for queries, heads, splits, blocks in (*of_16, (26, 64, 1, 2), (20, 64, 2, 4), (132, 64, 1, 2), (132, 64, 2, 2)):
+    of_32 = ((26, 64, 1, 1), (26, 64, 1, 2), (8, 64, 6, 11), (8, 64, 6, 18))
+    for queries, heads, splits, blocks in (*of_16, *of_32, (132, 64, 1, 2), (132, 64, 2, 2)):
         width = 64 * (blocks if named == "window only" else blocks - 1)
-        yield v4_small("fp8", named, splits, heads, wide, queries, width)
+        if width > 0:
+            yield v4_small("fp8", named, splits, heads, wide, queries, width)
 
 
 def v4_small(
-    rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False, queries: int = 1, width: int = 0
+    rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False, queries: int = 1, width: int = 0,
+    room: int = 64,
 ) -> V4Problem:
     """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart. wide: positions have 64 bits. width: of
-    the window's list, and then there are 64 compressed rows at most, and pools too large to be unpacked first."""
+    the window's list, and then there are 64 compressed rows at most. room: pages of the pools then; 64 are too many to
+    be unpacked first for few queries."""
     q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
 
     def pool(fp8: bool) -> Any:
         if fp8:
-            return Fp8Cache.empty(64 if width else 2, 64)
+            return Fp8Cache.empty(room if width else 2, 64)
         count = 512 if queries == 1 else 4  # many queries list every row often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
         return pages[:, : 8 * 512].view(count, 8, 512)
