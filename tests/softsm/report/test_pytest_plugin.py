@@ -110,13 +110,6 @@ def run(folder, text: str, *options: str, before: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
 
 
-def test_a_diagnostic_fails_the_test(tmp_path) -> None:
-    done = run(tmp_path, TESTS, "--softsm")
-    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    assert "FAILED test_it.py::test_racy" in done.stdout
-    assert "race: " in done.stdout and "fix: " in done.stdout and "st.shared.u32" in done.stdout
-
-
 def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
     done = run(tmp_path, TESTS.replace("import softsm\n", "") + IMPORTED_LATE, before=DORMANT)
     assert "4 passed" in done.stdout, done.stdout + done.stderr
@@ -125,12 +118,18 @@ def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("option", "capability"), [("--softsm=sm_90a", (9, 0)), pytest.param("--softsm", (10, 0), marks=pytest.mark.slow)]
 )
-def test_triton_programs_need_nothing_else(tmp_path, monkeypatch, option, capability) -> None:
-    """No variable, no fixture; and the file that follows the option is a file."""
+def test_a_diagnostic_fails_the_test_and_triton_programs_need_nothing_else(
+    tmp_path, monkeypatch, option, capability
+) -> None:
+    """PTX first, then Triton: no variable, no fixture; and the file that follows the option is a file."""
     monkeypatch.delenv("SOFTSM", raising=False)
-    done = run(tmp_path, TRITON.replace("CAPABILITY", str(capability)), option)
-    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
-    assert "FAILED test_it.py::test_racy" in done.stdout and "two launches" in done.stdout
+    done = run(tmp_path, TRITON.replace("CAPABILITY", str(capability)), option, before=TESTS)
+    assert "2 failed, 5 passed" in done.stdout, done.stdout + done.stderr
+    ptx, triton = done.stdout.split("FAILURES")[1].split("test_racy")[1:3]
+    assert "race: " in ptx and "fix: " in ptx and "st.shared.u32" in ptx
+    assert "two launches" in triton
+    for file in ("test_before.py", "test_it.py"):
+        assert f"FAILED {file}::test_racy" in done.stdout
 
 
 def test_an_unknown_architecture_is_refused(tmp_path) -> None:

@@ -23,7 +23,6 @@ CASES = {str(case): case for case in suites.fmha()}
 QUICK = [
     "fmha/causal-odd-gqa-d64-bf16",  # one consumer, packed heads, masks
     "fmha/varlen-d64-bf16",  # rows of neighbours zeroed
-    "fmha/paged-d256-bf16",
     "fmha/paged-12-d64-fp16",  # pages that TMA boxes do not tile
     "fmha/window-sink-mqa-d512-bf16",
 ]
@@ -148,8 +147,10 @@ def test_no_slot_is_filled_before_all_have_seen_it(seed, same_kv):
 
 
 @pytest.mark.parametrize("page, head_dim, dtype, splits", [
-    (16, 64, torch.bfloat16, 2), (5, 64, torch.float16, 1),
-    *(pytest.param(*x, 2, marks=pytest.mark.slow) for x in ((5, 64, torch.float16), (16, 512, torch.bfloat16))),
+    (16, 256, torch.bfloat16, 2), (5, 64, torch.float16, 1), *(
+        pytest.param(*x, 2, marks=pytest.mark.slow)
+        for x in ((16, 64, torch.bfloat16), (5, 64, torch.float16), (16, 512, torch.bfloat16))
+    ),
 ])  # fmt: skip
 def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, splits, monkeypatch):
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
@@ -190,8 +191,8 @@ def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
 
     Clones, because Triton compiles a variant more for a pointer into the middle of a tensor."""
     monkeypatch.setattr(splits, "DETERMINISTIC_KEYS", 128)
-    q, sink = torch.randn(2, 1, 2, 64).bfloat16(), torch.randn(2)
-    k, v = (torch.randn(24, 16, 1, 64).bfloat16() for _ in "kv")
+    q, sink = torch.randn(2, 1, 2, 256).bfloat16(), torch.randn(2)
+    k, v = (torch.randn(24, 16, 1, 256).bfloat16() for _ in "kv")
     table = torch.randperm(24).to(torch.int32).view(2, 12)
     lengths = torch.tensor([190, 40], dtype=torch.int32)
 
