@@ -40,7 +40,8 @@ def index_loss(
         attention_q [N, heads, E], rows [M, E], lse [N, heads], sink [heads]: of the attention; no gradient.
         softmax_scale, scale: default E ** -0.5, and D ** -0.5 * H ** -0.5.
 
-    Works in blocks of queries, forward and backward: no score matrix over the sequence is in memory.
+    Works in blocks of queries, forward and backward: no score matrix over the sequence is in memory. Saved for backward
+    beside the inputs: the gradient of the scores, fp32 [N, K], as large as indices.
     """
     n, h, d = checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS).shape
     like = ("q", q)
@@ -57,7 +58,7 @@ def index_loss(
     softmax_scale = shape[2] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     scale = d**-0.5 * h**-0.5 if scale is None else checks.number("scale", scale)
     fixed = (x if x is None else x.detach() for x in (attention_q, rows, lse, sink))
-    return torch.ops.dsv4.index_loss_training(q, k, weights, indices, *fixed, softmax_scale, scale)
+    return torch.ops.dsv4.index_loss_training(q, k, weights, indices, *fixed, softmax_scale, scale)[0]
 
 
 def _blocks(q, indices, attention_q):
@@ -73,56 +74,69 @@ def _product(x, y):
     return torch.bmm(x.float(), y.float())
 
 
-def _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale):
-    """(row numbers, which are there, keys, products with them, log softmax of the scores, p) of a block of queries."""
-    there = (indices[some] >= 0) & (indices[some] < k.shape[0])
-    number = indices[some].long().masked_fill(~there, 0)
-    # A row that is not there stands for row 0, which may hold anything.
-    latent, keys = (x[number].masked_fill_(~there[..., None], 0) for x in (rows, k))
-    whole = lse[some] if sink is None else torch.logaddexp(lse[some], sink)
-    whole = torch.where(lse[some] == float("-inf"), float("inf"), whole)
-    p = (_product(attention_q[some], latent.mT) * softmax_scale - whole[..., None]).exp_().sum(1)
+def _listed(x, indices):
+    """(row numbers, 0 for those that are not there; which are there; the rows) of a block of queries."""
+    there = (indices >= 0) & (indices < x.shape[0])
+    number = indices.long().masked_fill(~there, 0)
+    return number, there, x[number]
+
+
+def _keys(k, indices):
+    """The same with zeros for rows that are not there: row 0, which stands for them, may hold anything."""
+    number, there, keys = _listed(k, indices)
+    return number, there, keys.masked_fill_(~there[..., None], 0)
+
+
+def _target(attention_q, rows, indices, lse, sink, softmax_scale):
+    """p [b, K] of a block of queries; 0 in a line that has none."""
+    _, there, latent = _listed(rows, indices)
+    whole = lse if sink is None else torch.logaddexp(lse, sink)
+    whole = torch.where(lse == float("-inf"), float("inf"), whole)
+    p = (_product(attention_q, latent.mT) * softmax_scale - whole[..., None]).exp_().sum(1)
     p = p.masked_fill_(~there, 0)
     total = p.sum(1, keepdim=True)
-    p = p / torch.where(total == 0, 1, total)
-    dots = _product(q[some], keys.mT)  # [b, H, K]
-    score = scale * torch.bmm(weights[some].float()[:, None], dots.relu())[:, 0]
-    score = score.masked_fill(~there, float("-inf"))
-    log = torch.where(there & (total > 0), score.log_softmax(1), 0)
-    return number, there & (total > 0), keys, dots, log, p
+    return p / torch.where(total == 0, 1, total)
 
 
-def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale) -> Tensor:
+def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale) -> tuple[Tensor, Tensor]:
+    """-> the loss, and its gradient with respect to the scores [N, K], times N."""
     loss = torch.zeros((), dtype=torch.float32, device=q.device)
+    dscore = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
     for some in _blocks(q, indices, attention_q):
-        *_, log, p = _block(some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale)
+        p = _target(attention_q[some], rows, indices[some], lse[some], sink, softmax_scale)
+        _, there, keys = _keys(k, indices[some])
+        score = scale * torch.bmm(weights[some].float()[:, None], _product(q[some], keys.mT).relu_())[:, 0]
+        there &= p.any(1, keepdim=True)
+        log = torch.where(there, score.masked_fill(~there, float("-inf")).log_softmax(1), 0)
         loss += (torch.xlogy(p, p) - p * log).sum()
-    return loss / max(q.shape[0], 1)
+        dscore[some] = torch.where(there, log.exp() - p, 0)
+    return loss / max(q.shape[0], 1), dscore
 
 
-def _fake_forward(q, *rest) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=q.device)
+def _fake_forward(q, k, weights, indices, *rest) -> tuple[Tensor, Tensor]:
+    options = dict(dtype=torch.float32, device=q.device)
+    return torch.empty((), **options), torch.empty(indices.shape, **options)
 
 
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.scales = inputs[8:]
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:4], output[1])
+    ctx.scale = inputs[9]
 
 
-def _gradients(ctx: Any, dloss: Tensor) -> tuple:
-    grads = torch.ops.dsv4.index_loss_backward(dloss, *ctx.saved_tensors, *ctx.scales)
+def _gradients(ctx: Any, dloss: Tensor, _: Any) -> tuple:
+    grads = torch.ops.dsv4.index_loss_backward(dloss, *ctx.saved_tensors, ctx.scale)
     asked = ctx.needs_input_grad
     return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *(None,) * 7
 
 
-def _backward(dloss, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale):
+def _backward(dloss, q, k, weights, indices, dscore, scale):
     dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    for some in _blocks(q, indices, attention_q):
-        number, there, keys, dots, log, p = _block(
-            some, q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale
-        )
-        ds = torch.where(there, log.exp() - p, 0) * (scale * dloss / q.shape[0])  # [b, K]
+    for some in _blocks(q, indices, q):
+        number, _, keys = _keys(k, indices[some])
+        dots = _product(q[some], keys.mT)  # [b, H, K]
+        ds = dscore[some] * (scale * dloss / q.shape[0])
         dweights[some] = torch.bmm(dots.relu(), ds[..., None])[..., 0].to(dweights.dtype)
         ddots = torch.where(dots > 0, weights[some].float()[..., None] * ds[:, None], 0)
         dq[some] = torch.bmm(ddots, keys.float()).to(dq.dtype)
@@ -141,9 +155,9 @@ TENSORS = (
 gradients.define(
     "index_loss",
     TENSORS,
-    "Tensor",
+    "(Tensor, Tensor)",
     (_forward, _fake_forward),
-    f"Tensor dloss, {TENSORS}",
+    "Tensor dloss, Tensor q, Tensor k, Tensor weights, Tensor indices, Tensor dscore, float scale",
     "(Tensor, Tensor, Tensor)",
     (_backward, _fake_backward),
     _save,

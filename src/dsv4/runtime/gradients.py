@@ -12,6 +12,7 @@ a gradient is refused by name, and so are tangents (forward mode), which torch w
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,41 +55,44 @@ def run(request: Any, device: torch.device, backend: str, torch_module: str) -> 
 
     Kernels are in ``dsv4.kernels.<arch>.<operation>.backward``: ``supports(request)``, ``backward(request)``.
     """
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            run(request, device, backend, torch_module)
+        return
     found = dispatch.resolve(backend, device)
     kernels = None if found == "cpu" else _kernels(request, device, found)
     if isinstance(kernels, str) and backend != "auto":
         raise ValueError(f"backend: {backend!r} cannot compute these gradients: {kernels}")
-    with torch.autocast(device.type, enabled=False):
-        if kernels is None or isinstance(kernels, str):
-            importlib.import_module(torch_module).backward(request)
-        elif found == "cuda":
-            with torch.cuda.device(device):
-                kernels.backward(request)
-        else:
-            import softsm
-
-            with softsm.use(dispatch.softsm_arch()):
-                kernels.backward(request)
+    if kernels is None or isinstance(kernels, str):
+        importlib.import_module(torch_module).backward(request)
+    elif found == "cuda" and torch.cuda.current_device() == device.index:
+        kernels.backward(request)
+    else:
+        with dispatch.entered(found, device):
+            kernels.backward(request)
 
 
 def _kernels(request: Any, device: torch.device, found: str) -> Any:
     """The module, or why there is none for this request."""
     if found == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        capability = dispatch.cuda_target(device).capability
     else:
         arch = dispatch.softsm_arch()
         capability = next((c for c, entry in dispatch.ARCHITECTURES.items() if entry[1] == arch), (0, 0))
     if capability not in dispatch.ARCHITECTURES:
         return "there are no kernels for this GPU"
     package, arch, oldest = dispatch.ARCHITECTURES[capability]
-    name = f"dsv4.kernels.{package}.{request.operation}.backward"
-    if importlib.util.find_spec(name) is None:
-        return f"there are no such kernels for {arch} yet"
     version = dispatch.triton_version()
     if version is None or version < oldest and not (found == "cuda" and _written()):
         return f"they need triton >= {oldest[0]}.{oldest[1]}, or DSV4_AOT with what `dsv4 compile --arch {arch}` wrote"
-    module = importlib.import_module(name)
-    return module.supports(request) or module
+    module = _module(package, request.operation)
+    return f"there are no such kernels for {arch} yet" if module is None else module.supports(request) or module
+
+
+@cache
+def _module(package: str, operation: str) -> Any:
+    name = f"dsv4.kernels.{package}.{operation}.backward"
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
 
 
 def _written() -> bool:

@@ -60,13 +60,30 @@ def test_no_scores_of_the_whole_sequence_are_in_memory(monkeypatch):
     attention = draw(n, 4, e, seed=2), draw(m, e, seed=3), torch.full((n, 4), 8.0)
     indices = torch.randint(0, m, (n, listed), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     scores = 4 * n * h * listed
-    given = (*learnt, indices, *attention, None, 0.1, 0.1)
+    given, dscore = (*learnt, indices, *attention, None, 0.1, 0.1), torch.ones(n, listed)
     for block, few in ((1 << 17, True), (1 << 30, False)):  # all queries at once: the meter sees them
         monkeypatch.setitem(module.BLOCK_BYTES, "cpu", block)
-        for run in (lambda: module._forward(*given), lambda: module._backward(torch.ones(()), *given)):
-            with LiveBytes(*learnt, indices, *attention) as live:
+        for run in (
+            lambda: module._forward(*given),
+            lambda: module._backward(torch.ones(()), *learnt, indices, dscore, 0.1),
+        ):
+            with LiveBytes(*learnt, indices, *attention, dscore) as live:
                 run()
             assert (0 < live.peak < scores / 2) == few, f"{live.peak / scores:.2f} times the products"
+
+
+def test_rows_that_nobody_lists_may_hold_nan():
+    """-1 is looked up as row 0. A query without rows, and one whose attention saw nothing, have no gradient."""
+    learnt, indices, (q, rows, lse), _, _ = inputs(False)
+    indices = torch.where(indices == 0, 1, indices)
+    lse[4] = float("-inf")
+    k, rows = learnt[1].detach(), rows.clone()
+    k[0] = rows[0] = float("nan")
+    learnt[1] = k.requires_grad_()
+    loss = dsv4.index_loss(*learnt, indices, q, rows, lse)
+    dq, dk, dweights = torch.autograd.grad(loss, learnt)
+    assert loss.isfinite() and all(x.isfinite().all() for x in (dq, dk, dweights))
+    assert not dq[[2, 4]].any() and not dweights[[2, 4]].any() and not dk[0].any() and dq[0].any()
 
 
 def test_wrong_arguments_are_named():

@@ -59,7 +59,7 @@ def test_every_launch_comes_from_a_file(old, part):
 @pytest.mark.parametrize("operation", ["fmha", "v4"])
 def test_gradients_come_from_files_where_there_are_some(old, monkeypatch, operation):
     """Without any, torch computes them: a directory of the forward pass alone takes nothing away."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(dispatch, "cuda_target", lambda device: old.target)
     name = f"dsv4.kernels.sm100.{operation}.backward"
     monkeypatch.setattr(f"{name}.supports", lambda request: None)
     request = SimpleNamespace(operation=operation)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.backward_rows import backward_rows
-from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
+from dsv4.kernels.shared.fmha.prepare import row_strides
 from dsv4.runtime import launch
 
 TILE = 128
@@ -68,14 +68,15 @@ def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | Non
     for x in (b.dk, b.dv):
         if x is not None:
             x[:, :unseen].zero_()
-    lse2, delta, plain = _rows(b)
+    dout = addressable(b.dout)
+    lse2, delta, plain = _rows(b, dout)
     if b.dsink is not None:
         lse = p.lse.unflatten(1, (p.kv_heads, group)).transpose(2, 3)  # [B, Hkv, T, G], as plain
         share = torch.sigmoid(p.sink.view(p.kv_heads, 1, group) - lse)
         b.dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
     if b.dq is None and b.dk is None and b.dv is None:
         return
-    q, dout = _packed(p.q, group), _packed(b.dout, group)
+    q, dout = _packed(p.q, group), _packed(dout, group)
     k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
     dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else made_like(q, varlen)
     dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
@@ -89,14 +90,14 @@ def made_like(x: Tensor, varlen: bool) -> Tensor:
     return torch.zeros_like(x) if varlen else torch.empty_like(x)
 
 
-def _rows(b: FmhaBackward) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(b: FmhaBackward, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O."""
     p = b.forward
-    out, dout = (x if is_aligned(x) and x.stride(-1) == 1 else x.contiguous() for x in (p.out, b.dout))
+    out = addressable(p.out)
     rows = p.batch * p.max_seqlen_q * p.q_heads
     # Of one tensor the second and third part would be aligned or not, and kernels compiled for either.
     shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
-    lse2, delta, plain = (torch.empty(shape, device=p.q.device) for _ in range(3))
+    lse2, delta, plain = (torch.empty(shape, dtype=torch.float32, device=p.q.device) for _ in range(3))
     # The LSE of a sequence may begin anywhere, and a kernel would be compiled for that.
     lse, dlse, sink = (x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in (p.lse, b.dlse, p.sink))
     sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
@@ -119,8 +120,14 @@ def _packed(x: Tensor, group: int) -> Tensor:
 
 def addressable(x: Tensor) -> Tensor:
     """What TMA and BLAS can address; else a copy."""
-    dense = x.stride(-1) == 1 and all(s > 0 for s, n in zip(x.stride(), x.shape) if n > 1)
-    return x if dense and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    *strides, last = x.stride()
+    if last == 1 and x.data_ptr() % 16 == 0:
+        for stride, size in zip(strides, x.shape):
+            if size > 1 and (stride <= 0 or stride % 8):
+                break
+        else:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @cache
@@ -130,10 +137,11 @@ def _panel(columns: int, rank: int) -> gl.NVMMASharedLayout:
 
 def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     """Of an addressable tensor. TensorDescriptor's own checks of that take 6 to 10 us, nine times in a call."""
-    shape, strides = list(x.shape), list(x.stride())
-    strides[:-1] = [s if n > 1 else TILE for s, n in zip(strides[:-1], shape)]
+    shape = list(x.shape)
+    strides = [stride if size > 1 else TILE for stride, size in zip(x.stride(), shape)]
+    strides[-1] = 1
     made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, shape, [*strides[:-1], 1]
+    made.base, made.shape, made.strides = x, shape, strides
     made.block_shape, made.layout = block, _panel(block[-1], len(block))
     return made
 

@@ -129,9 +129,11 @@ class Copies:
 
     def _places(self, slices: list[slice], size: int) -> Tensor:
         """[2, rows]: where a row is in the batch, and where in the copy of `size` rows a sequence."""
-        there = torch.cat([torch.arange(x.start, x.stop) for x in slices])
-        here = torch.cat([torch.arange(x.stop - x.start) + n * size for n, x in enumerate(slices)])
-        return torch.stack([there, here]).to(self.b.dout.device)
+        first, end = torch.tensor([(x.start, x.stop) for x in slices]).unbind(1)
+        each = end - first
+        owner = torch.repeat_interleave(each)
+        row = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]
+        return torch.stack([first[owner] + row, owner * size + row]).to(self.b.dout.device)
 
     def _copied(self, x: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Tensor:
         there, here = places
