@@ -27,6 +27,8 @@ EXPECTED_REPORTS = [
 # `make test` tries one target: of programs without matrix products the PTX hardly differs, and the products of other
 # people's programs are those of test_matmul.py, which has both.
 EITHER_TARGET = ("test_elementwise.py", "test_language.py", "test_foreign_rows.py", "test_foreign_matrices.py")
+# In test_matmul.py these are not about the product; Hopper's is the quicker one to compile.
+ON_HOPPER = ("test_autotuned_matmul", "test_grouped_gemm_with_pointer_arrays")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,6 +37,8 @@ def pytest_collection_modifyitems(config, items):
         if item.path.name in EITHER_TARGET and getattr(item, "callspec", None):
             if item.callspec.params.get("sm") == "sm_90a":
                 item.add_marker(pytest.mark.slow)
+        if item.name in [f"{name}[sm_100a]" for name in ON_HOPPER]:
+            item.add_marker(pytest.mark.slow)
     if not (config.getoption("softsm", False) or config.getoption("softsm_strict", False)):
         return
     for version, name, why in EXPECTED_REPORTS:
