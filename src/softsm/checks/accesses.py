@@ -10,7 +10,8 @@ import numpy as np
 
 from softsm.checks import shadow as sh
 from softsm.checks.boxes import box_spans
-from softsm.checks.order import WORDS
+from softsm.checks.clocks import WORDS
+from softsm.checks.order import address_of
 from softsm.engine.interpreter import checking_module, spans_module
 
 REDUCTIONS = ("TMA reduction", "bulk reduction")
@@ -45,9 +46,14 @@ class MemoryAccesses:
         self.module, self.spans = checking_module(), spans_module()
         self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
+        self.one_span = np.zeros(2, np.int64)
+        self.one_span_address = address_of(self.one_span)
+        self.kept = np.zeros((32, 16), np.uint8)
+        self.kept_address = address_of(self.kept)
         self.clusters = self.races[sh.CLUSTERS :]
         self.touched = self.shadow_global()
         self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
+        self.global_table_address = self.global_table.ctypes.data
 
     def shadow_global(self) -> Touched:
         allocations = self.global_memory.allocations
@@ -70,40 +76,34 @@ class MemoryAccesses:
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
         ('tensor', box)."""
-        w, number = op.warp, op.number
-        base = self.order.address(w)
-        known = base + 8 * self.order.slots
+        w, number, order = op.warp, op.number, self.order
+        view = w.view
+        base = view.at
+        known = base + 8 * order.slots
         fenced = known if generic else known + 4 * WORDS
         # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
-        seen = base if write or generic else base + 4 * self.order.slots
+        seen = base if write or generic else base + 4 * order.slots
         kind = sh.GENERIC_COPY if generic else sh.ASYNC
         place = region[0]
-        if place in ("shared", "spans"):
+        if place == "shared" or place == "spans":
             cta = region[1]
-            spans = region[2] if place == "spans" else np.array([region[2:4]], np.int64)
-            slot, clock = w.view.slot, w.view.clock
-            current = clock.item(slot if seen == base else self.order.slots + slot) >> 1 == clock.item(slot) >> 1
-            lane = sh.NOBODY if op.kind in COLLECTIVE else op.lane
+            if place == "spans":
+                spans = region[2]
+                where, count = region[3] if len(region) > 3 else address_of(spans), len(spans)
+            else:
+                self.one_span[0], self.one_span[1] = region[2], region[3]
+                where, count = self.one_span_address, 1
+            slot, clock = view.slot, view.clock
+            current = clock.item(slot if seen == base else order.slots + slot) >> 1 == clock.item(slot) >> 1
             if write and cta is not w.cta and not self.checker.strict:
-                told = np.maximum(w.view.clock[: self.order.slots], w.view.loose)
-                seen = told.ctypes.data
+                told = np.maximum(clock[: order.slots], view.loose)
+                seen = address_of(told)
+            of = cta.view
             self.spans.asynchronous(
-                cta.view.address,
-                self.warps,
-                cta.view.slot0,
-                spans.__array_interface__["data"][0],
-                len(spans),
-                write,
-                number,
-                kind,
-                seen,
-                known,
-                fenced,
-                self.races_address,
-                w.pc,
-                slot + 1 if current else 0,
-                lane,
-            )
+                of.address, of.reads_address, len(of.shadow), self.warps, of.slot0, where, count, write, number, kind,
+                seen, known, fenced, self.races_address, w.pc, slot + 1 if current else 0,
+                sh.NOBODY if op.kind in COLLECTIVE else op.lane,
+            )  # fmt: skip
             return
         spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
         if not len(spans):
@@ -139,9 +139,11 @@ class MemoryAccesses:
             self.spans.span(w.state, low, high, write, w.pc)
         else:
             self.checker.operations.touches_peer(w, cta)
-            base = self.order.address(w)
+            base = w.view.at
             self.spans.peer(
                 cta.view.address,
+                cta.view.reads_address,
+                len(cta.view.shadow),
                 self.warps,
                 cta.view.slot0,
                 w.view.slot + 1,
@@ -164,7 +166,7 @@ class MemoryAccesses:
         i = bisect.bisect_right(memory.starts, low) - 1
         if i < 0 or i >= len(self.touched.shadows):
             return
-        base = self.order.address(w)
+        base = w.view.at
         for word in range(low & ~3, high, 4):
             touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
             self.module.global_record(
@@ -181,6 +183,23 @@ class MemoryAccesses:
                 self.races_address,
             )
         self.checker.findings.collect(w)
+
+    def moves_lines(self, w, row: int, count: int, write: bool) -> bool:
+        """ldmatrix and stmatrix of the CTA's own shared memory are about to move the lines of 16 bytes that the first
+        `count` threads name in a register. A load is noted; before a store the lines are kept, for `stored_lines`.
+        False, and nothing noted, when a line is misplaced or stored to twice."""
+        if self.spans.keep_lines(w.state, row, count, self.kept_address):
+            return False
+        if not write:
+            self.spans.register_lines(w.state, row, count, 0, w.pc, 0)
+            if self.races.item(0):
+                self.checker.findings.collect(w)
+        return True
+
+    def stored_lines(self, w, row: int, count: int) -> None:
+        self.spans.register_lines(w.state, row, count, 1, w.pc, self.kept_address)
+        if self.races.item(0):
+            self.checker.findings.collect(w)
 
     def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
         """ldmatrix and stmatrix: rows of 16 bytes; same: the store changes nothing."""

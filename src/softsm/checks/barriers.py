@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
 from softsm.report.diagnostics import Diagnostic
 
@@ -18,7 +19,9 @@ class BarrierChecks:
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
         self.order.clock_of(barrier).home = barrier.home = cta
         slot = w.view.slot
-        barrier.origin = [slot, int(w.view.clock[slot]), w.pc, w, 0]
+        epoch = w.view.clock.item(slot)
+        barrier.origin = [slot, epoch, w.pc, w, 0]
+        barrier.watched = cta.view.watch(offset, [barrier.clock.published.at, slot, epoch, 0, -1])
         w.view.initialised.append(barrier)
         self.checker.memory.access(w, cta, offset, offset + 8, True)
         self.mark_live(cta, offset, True)
@@ -33,9 +36,13 @@ class BarrierChecks:
                 )
             )
 
+    def invalidated(self, cta, offset: int) -> None:
+        self.mark_live(cta, offset, False)
+        cta.view.waits[offset // 8] = 0
+
     def mark_live(self, cta, offset: int, live: bool) -> None:
         """The word is an mbarrier from now on, or no longer."""
-        bytes_of = cta.view.shadow.reshape(-1, sh.FIXED + 2 * self.checker.warps)[offset // 4 : offset // 4 + 2, 3]
+        bytes_of = cta.view.shadow[offset // 4 : offset // 4 + 2, 3]
         if live:
             bytes_of |= np.uint32(sh.LIVE)
         else:
@@ -48,6 +55,7 @@ class BarrierChecks:
         if barrier is None:
             return
         barrier.overwritten = self.party(w, op, f"writes over {barrier.name}", pc=pc, lane=lane)
+        cta.view.waits[offset // 8] = 0
         if self.strict:
             text = f"{barrier.name} is overwritten without mbarrier.inval"
             self.report.add(Diagnostic("barrier-overwritten", text, (barrier.overwritten,)))
@@ -125,7 +133,11 @@ class BarrierChecks:
                 text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"
                 self.report.add(Diagnostic("barrier-tx", text))
 
-    def phase_skipped(self, barrier) -> None:
+    def phase_over(self, barrier) -> None:
+        """The phase that ends must not be the second one that nobody has waited for."""
+        barrier.watched[cl.PHASE] = barrier.phase + 1
+        if barrier.watched.item(cl.WAITED) >= barrier.phase - 1:
+            return
         w = self.checker.machine.current
         self.report.add(
             Diagnostic(

@@ -46,5 +46,9 @@ def box_spans(box) -> np.ndarray:
             return np.empty((0, 2), np.int64)
         starts, length = np.array([region.address], np.int64), region.shape[-1]
         for count, stride in zip(region.shape[:-1], region.strides[:-1]):
-            starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).reshape(-1)
-    return np.ascontiguousarray(np.stack([starts, starts + length], 1))
+            if count > 1:
+                starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
+    spans = np.empty((len(starts), 2), np.int64)
+    spans[:, 0] = starts
+    np.add(starts, length, out=spans[:, 1])
+    return spans

@@ -24,12 +24,13 @@ from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
-from softsm.checks.order import WORDS, Order
+from softsm.checks.clocks import WORDS
+from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView
 from softsm.engine import program as pg
-from softsm.engine.interpreter import spans_module
+from softsm.engine.interpreter import clocks_module
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 
@@ -43,7 +44,7 @@ class Checker:
         checks = machine.options.checks
         earlier = checks.last[0] if machine.options.dependent and checks.last else None
 
-        self.order = Order(machine, strict, ctas * self.warps, spans_module().join)
+        self.order = Order(machine, strict, ctas * self.warps, clocks_module())
         self.findings = Findings(self)
         self.operations = Operations(self)
         self.memory = MemoryAccesses(self)
@@ -74,23 +75,28 @@ class Checker:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
-        shadow = np.zeros(words * (sh.FIXED + 2 * self.warps), np.uint32)
-        cta.view = CtaView(self.free.pop(), shadow, shadow.ctypes.data)
+        shadow, reads = np.zeros((words, sh.RECORD), np.uint32), np.zeros((self.warps, words, 2), np.uint32)
+        cta.view = CtaView(
+            self.free.pop(), shadow, reads, address_of(shadow), address_of(reads), np.zeros(len(cta.phases), np.int64)
+        )
+        if self.machine.divisible:  # else somebody follows each event
+            cta.phases_address = address_of(cta.view.waits)
         self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)
         cta.exit_hooks.append(self.findings.ended)
         for w in cta.warps:
             slot = cta.view.slot0 + w.index
             view = w.view = WarpView(
-                slot, order.new_clock(), np.zeros(WORDS, np.uint32), np.zeros(order.slots, np.uint32)
+                slot, *order.new_clock(), np.zeros(WORDS, np.uint32), np.zeros(order.slots, np.uint32)
             )
             before = self.agents.get(slot + 1)
             view.clock[slot] = before.view.clock[slot] if before is not None else 1
             order.tick(w)
             self.agents[slot + 1] = w
-            S, clock = w.S, view.clock.ctypes.data
-            S[pg.S_RACES], S[pg.S_SHADOW] = self.memory.races.ctypes.data, cta.view.shadow.ctypes.data
-            S[pg.S_GLOBAL_SHADOW], S[pg.S_CLOCK] = self.memory.global_table.ctypes.data, clock
-            S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest.ctypes.data
+            S, clock = w.S, view.at
+            S[pg.S_RACES], S[pg.S_SHADOW] = self.memory.races_address, cta.view.address
+            S[pg.S_GLOBAL_SHADOW], S[pg.S_CLOCK] = self.memory.global_table_address, clock
+            S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest_address
+            S[pg.S_PHASES], S[pg.S_READS] = cta.phases_address, cta.view.reads_address
             S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.view.slot0, w.index, self.warps
 
     def cluster_number(self, cta) -> int:
@@ -106,11 +112,11 @@ class Checker:
 
     def release(self, cta) -> None:
         self.free.append(cta.view.slot0)
-        cta.view.shadow = None  # megabytes; the CTA itself lives on in what is told of its operations
+        cta.view.shadow = cta.view.reads = None  # megabytes; the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
-        gone += [clock for place in cta.view.locations.values() for clock in place.clocks.values()]
-        self.order.drop([*gone, *(w.view.clock for w in cta.warps)])
+        gone += [clock.at for place in cta.view.locations.values() for clock in place.clocks.values()]
+        self.order.drop([*gone, *(w.view.at for w in cta.warps)])
 
     def close(self) -> None:
         """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would

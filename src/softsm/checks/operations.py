@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.checks.order import WORDS
+from softsm.checks.clocks import WORDS
 from softsm.engine.asynchrony import AsyncOp
 from softsm.report.diagnostics import Diagnostic
 
-TENSOR = ("tcgen05.mma", "tcgen05.cp", "tcgen05.shift")
-GENERIC = ("cp.async", "st.async", "red.async")  # asynchronous, but of the generic proxy
-MUST_END = (
+TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
+GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous, but of the generic proxy
+MUST_END = {
     *TENSOR,
     "TMA load",
     "bulk load",
@@ -21,7 +21,7 @@ MUST_END = (
     "bulk store (read)",
     "bulk reduction (read)",
     "bulk copy to a peer",
-)
+}
 
 
 class Operations:
@@ -33,57 +33,74 @@ class Operations:
 
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
-        order, strict, w = self.order, self.checker.strict, op.warp
-        number = order.number()
-        bit = number % sh.OPS
-        word, mask = bit // 32, np.uint32(1 << bit % 32)
-        if number % 32 == 0:  # as in Order.number
-            for warp in self.checker.agents.values():
-                warp.view.copies[word] = 0
-                for bits in warp.view.issued.values():
-                    bits[word] = 0
-        op.number, op.instruction = number, op.warp.instruction()
-        self.by_number[number] = op
-        self.by_number.pop(number - sh.OPS, None)
-        commit = op.kind == "tcgen05.commit"
-        if commit:  # other operations tell of themselves alone, see Order.publisher
-            op.publishes = order.told_by(op)
-            own = order.snapshot(w)
-            if strict:  # it tells of tcgen05 operations, and releases nothing else
-                own[: 2 * order.slots] = 0
-            order.join(op.publishes, own)
-            for section in (order.known, order.sent) if strict else (order.known,):
-                if op.lane in w.view.issued:
-                    op.publishes[section] |= w.view.issued[op.lane]
-        if len(w.cta.cluster) > 1:
-            places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]
-            for cta in {*places, *(x.home for x in op.signals if getattr(x, "home", None) is not None)} - {w.cta}:
-                cta.view.used_by.append(number)
-        if commit and strict:
+        kind = op.kind
+        if kind == "wgmma result":  # registers of one warp, which nobody else can touch
             return
-        if commit or op.kind in TENSOR:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
+        order, w = self.order, op.warp
+        op.number = number = order.number()
+        op.instruction = w.instruction()
+        self.by_number[number] = op
+        bit = number % sh.OPS
+        word, mask = bit // 32, 1 << bit % 32
+        if number >= sh.OPS:
+            self.by_number.pop(number - sh.OPS, None)
+            if number % 32 == 0:  # as in Order.number
+                for warp in self.checker.agents.values():
+                    warp.view.copies[word] = 0
+                    for bits in warp.view.issued.values():
+                        bits[word] = 0
+        if len(w.cta.cluster) > 1:
+            self.uses_peers(op)
+        if kind in TENSOR or kind == "tcgen05.commit":
+            if kind == "tcgen05.commit":
+                self.committed(op)
+                if self.checker.strict:
+                    return
+            # The commits of a thread arrive in order, as Triton's pairs of CTAs rely on.
             issued = w.view.issued.get(op.lane)
             if issued is None:
                 issued = w.view.issued[op.lane] = np.zeros(WORDS, np.uint32)
-            issued[word] |= mask
-        if commit:
-            return
-        if op.kind == "cp.async arrival":
-            op.publishes = order.told_by(op)
+            issued[word] = issued.item(word) | mask
+            if kind == "tcgen05.commit":
+                return
+        elif kind == "cp.async arrival":
+            op.publishes = np.zeros_like(w.view.clock)
+            order.tell(op.publishes, op)
             op.publishes[order.known] |= w.view.copies
             return
-        if op.kind in MUST_END:
+        elif kind == "cp.async":
+            w.view.copies[word] = w.view.copies.item(word) | mask
+        if kind in MUST_END:
             w.cta.view.outstanding.append(number)
-        if op.kind == "cp.async":
-            w.view.copies[word] |= mask
-        generic = op.kind in GENERIC
-        for write, regions in ((0, op.reads), (1, op.writes)):
-            for region in regions:
-                if region[0] == "tmem":
-                    self.checker.tensor.access(op, region, bool(write))
-                else:
-                    self.checker.memory.asynchronous(op, region, write, generic)
+        generic = kind in GENERIC
+        for region in op.reads:
+            if region[0] == "tmem":
+                self.checker.tensor.access(op, region, False)
+            else:
+                self.checker.memory.asynchronous(op, region, 0, generic)
+        for region in op.writes:
+            if region[0] == "tmem":
+                self.checker.tensor.access(op, region, True)
+            else:
+                self.checker.memory.asynchronous(op, region, 1, generic)
         self.checker.findings.collect(w, op)
+
+    def committed(self, op) -> None:
+        """What tcgen05.commit tells; other operations tell of themselves alone, see Order.publish."""
+        order, view, strict = self.order, op.warp.view, self.checker.strict
+        op.publishes = order.snapshot(op.warp)
+        order.tell(op.publishes, op)
+        if strict:  # it tells of tcgen05 operations, and releases nothing else
+            op.publishes[: 2 * order.slots] = 0
+        for section in (order.known, order.sent) if strict else (order.known,):
+            if op.lane in view.issued:
+                op.publishes[section] |= view.issued[op.lane]
+
+    def uses_peers(self, op) -> None:
+        places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]
+        homes = (x.home for x in op.signals if getattr(x, "home", None) is not None)
+        for cta in {*places, *homes} - {op.warp.cta}:
+            cta.view.used_by.append(op.number)
 
     def unfinished(self, cta) -> None:
         """The CTA ends: operations whose completion none of its cluster's warps has seen."""
@@ -93,15 +110,9 @@ class Operations:
         for member in cta.cluster:
             for w in member.warps:
                 known |= w.view.clock[self.order.known]
-        newest = int(self.order.newest[0])
-        for number in cta.view.outstanding:
-            bit = number % sh.OPS
+        for number in self.order.unknown(known, np.array(cta.view.outstanding)):
             op = self.by_number.get(number)
-            if (
-                newest - number < sh.OPS - 64
-                and op is not None
-                and not known[bit // 32] >> np.uint32(bit % 32) & 1
-            ):
+            if op is not None:
                 self.checker.report.add(
                     Diagnostic(
                         "in-flight",

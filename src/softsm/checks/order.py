@@ -12,75 +12,80 @@ the letter.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import NamedTuple
+
 import numpy as np
 
+from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
+from softsm.checks.clocks import WORDS
 from softsm.engine.asynchrony import AsyncOp
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
-WORDS = sh.OPS // 32  # of a set of asynchronous operations
 SHEET = 32  # clocks that are made, and forget numbers, together
 
 
 class Order:
     """The part of the checker that keeps the clocks."""
 
-    def __init__(self, machine, strict: bool, slots: int, join):
+    def __init__(self, machine, strict: bool, slots: int, clocks: ModuleType):
         self.machine, self.strict, self.slots = machine, strict, slots
-        self.join_clocks = join
+        self.clocks = 2 * slots
+        self.take_in, self.pass_on = clocks.join, clocks.publish
+        self.hand_over, self.meet = clocks.hand_over, clocks.meet
         self.known = slice(2 * slots, 2 * slots + WORDS)
         self.fenced = slice(self.known.stop, self.known.stop + WORDS)
         self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # strict only, as is the next
         self.sent = slice(self.tensor.stop, self.tensor.stop + WORDS)
-        self.words = WORDS * (4 if strict else 2)
+        self.sections = 4 if strict else 2
+        self.words = WORDS * self.sections
+        self.private = 2 if strict else -1  # the section that a warp does not pass on: `tensor`
         self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
-        self.newest = np.ones(1, np.int64)  # number of the next asynchronous operation
-        self.clocks: dict[int, tuple[np.ndarray, Sheet]] = {}  # all that live long and hold bits of operations
-        self.addresses: dict[int, int] = {}  # and where they are
+        self.used = 2  # words of a section that hold bits so far; even
+        # The number of the next asynchronous operation, and what compiled code must know of clocks.
+        self.newest = np.array([1, 2 * slots, self.sections, self.used], np.int64)
+        self.newest_address = address_of(self.newest)
+        self.next = 1
         self.sheets: list[Sheet] = []  # of clocks; new ones are rows of the last
+        self.sheet_of: dict[int, Sheet] = {}  # by the address of the clock: all that live long
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
 
-    def new_clock(self) -> np.ndarray:
+    def new_clock(self) -> Clock:
         if not self.sheets or self.sheets[-1].used == SHEET:
             self.sheets.append(Sheet(2 * self.slots + self.words))
         sheet = self.sheets[-1]
-        clock = sheet.rows[sheet.used]
+        at = sheet.address + sheet.used * sheet.rows.strides[0]
+        clock = Clock(sheet.rows[sheet.used], at)
         sheet.used, sheet.live = sheet.used + 1, sheet.live + 1
-        self.clocks[id(clock)] = clock, sheet
-        self.addresses[id(clock)] = clock.ctypes.data
+        self.sheet_of[at] = sheet
         return clock
 
-    def address(self, w) -> int:
-        """Where the warp's clock is."""
-        return self.addresses[id(w.view.clock)]
+    def join(self, target: int, source: int) -> None:
+        """Addresses of clocks: the first takes in the second."""
+        self.take_in(target, source, self.clocks, self.sections, self.used)
 
-    def join(self, target: np.ndarray, source: np.ndarray) -> None:
-        where = self.addresses
-        a = where.get(id(target)) or target.__array_interface__["data"][0]
-        b = where.get(id(source)) or source.__array_interface__["data"][0]
-        self.join_clocks(a, b, 2 * self.slots, self.words)
-
-    def drop(self, clocks: list[np.ndarray]) -> None:
-        """Clocks that nobody asks any more."""
-        for clock in clocks:
-            _, sheet = self.clocks.pop(id(clock), (None, None))
-            self.addresses.pop(id(clock), None)
+    def drop(self, clocks: list[int]) -> None:
+        """Clocks that nobody asks any more, by address."""
+        for at in clocks:
+            sheet = self.sheet_of.pop(at, None)
             if sheet is not None:
                 sheet.live -= 1
                 if not sheet.live and sheet.used == SHEET:
                     self.sheets.remove(sheet)
 
     def close(self) -> None:
-        self.clocks, self.addresses, self.locations, self.sheets = {}, {}, {}, []
+        self.sheet_of, self.locations, self.sheets = {}, {}, []
         self.performing = None
 
     def number(self) -> int:
         """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
         know the new one."""
-        number = self.newest.item(0)
-        self.newest[0] = number + 1
-        if number % 32 == 0:
-            for sheet in self.sheets:
+        number = self.next
+        self.newest[0] = self.next = number + 1
+        if not number & 31:
+            self.used = self.newest[cl.USED] = min(number // 32 + 2 & ~1, WORDS)
+            for sheet in self.sheets if number >= sh.OPS else ():
                 sheet.rows[:, 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
         return number
 
@@ -102,28 +107,30 @@ class Order:
         where it arrives at a peer."""
         return scope == "cluster" or not (scope or self.strict)
 
-    def publisher(self, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> np.ndarray:
-        """What the current arrival publishes; a relaxed one only what a fence of these scopes released before."""
+    def publish(self, target: Clock, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> None:
+        """`target` takes in what the current arrival tells: that of the operation that is completing, else of the
+        running warp; a relaxed one only what a fence of these scopes released before."""
         op = self.performing
         if op is not None:
             if op.publishes is None:
-                op.publishes = self.told_by(op)
-            return op.publishes
-        w = self.machine.current
+                self.tell(target.values, op)
+            else:
+                self.join(target.at, address_of(op.publishes))
+            return
+        view = self.machine.current.view
         if not relaxed:
-            return self.snapshot(w)
-        sent = np.zeros_like(w.view.clock)
-        for scope, clock in w.view.released.items():
+            self.pass_on(target.at, view.at, view.slot, self.clocks, self.sections, self.private, self.used)
+            return
+        for scope, clock in view.released.items():
             if scope in fences:
-                self.join(sent, clock)
-        return sent
+                self.join(target.at, address_of(clock))
 
-    def told_by(self, op) -> np.ndarray:
+    def tell(self, clock: np.ndarray, op) -> None:
         """What the completion of an operation tells: that it is complete."""
-        clock, bit = np.zeros(2 * self.slots + self.words, np.uint32), op.number % sh.OPS
+        bit = op.number % sh.OPS
         for section in (self.known, self.sent) if self.strict else (self.known,):
-            clock[section.start + bit // 32] = 1 << bit % 32
-        return clock
+            at = section.start + bit // 32
+            clock[at] = clock.item(at) | 1 << bit % 32
 
     def clock_of(self, thing) -> SyncClock:
         clock = thing.clock
@@ -132,10 +139,11 @@ class Order:
         return clock
 
     def acquire(self, w, thing, scope: str = "cluster") -> None:
-        if thing.clock is not None:
-            self.join(w.view.clock, thing.clock.published)
-            if thing.clock.far is not None and self.spans_cluster(scope):
-                self.join(w.view.clock, thing.clock.far.published)
+        clock = thing.clock
+        if clock is not None:
+            self.take_in(w.view.at, clock.published.at, self.clocks, self.sections, self.used)
+            if clock.far is not None and self.spans_cluster(scope):
+                self.join(w.view.at, clock.far.published.at)
 
     def waits_relaxed(self, w, barrier, scope: str) -> None:
         """A relaxed wait tells nothing, but a fence that follows takes in what it found, as far as both reach."""
@@ -143,9 +151,9 @@ class Order:
         for fenced in SCOPES:
             if fenced not in w.view.acquirable:
                 w.view.acquirable[fenced] = np.zeros_like(w.view.clock)
-            self.join(w.view.acquirable[fenced], near.published)
+            self.join(address_of(w.view.acquirable[fenced]), near.published.at)
             if far is not None and fenced != "cta" and self.spans_cluster(scope):
-                self.join(w.view.acquirable[fenced], far.published)
+                self.join(address_of(w.view.acquirable[fenced]), far.published.at)
 
     def fence_async(self, w, wide: bool) -> None:
         """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
@@ -164,7 +172,7 @@ class Order:
     def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
         """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
         if acquire and scope in w.view.acquirable:
-            self.join(w.view.clock, w.view.acquirable[scope])
+            self.join(w.view.at, address_of(w.view.acquirable[scope]))
         if release:
             w.view.released[scope] = self.snapshot(w)
 
@@ -187,21 +195,21 @@ class Order:
         if read and order in ("acquire", "acq_rel"):
             for key in reached(w, scope):
                 if key in place.clocks:
-                    self.join(w.view.clock, place.clocks[key])
+                    self.join(w.view.at, place.clocks[key].at)
         elif read:  # a fence that follows takes it in, as far as the narrower scope of the two reaches
             for fenced in SCOPES:
                 for key in reached(w, min(scope, fenced, key=rank)):
                     if key in place.clocks:
                         if fenced not in w.view.acquirable:
                             w.view.acquirable[fenced] = np.zeros_like(w.view.clock)
-                        self.join(w.view.acquirable[fenced], place.clocks[key])
+                        self.join(address_of(w.view.acquirable[fenced]), place.clocks[key].at)
         if write:
             sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
             for wide, clock in sent + list(w.view.released.items()):
                 for key in reached(w, min(scope, wide, key=rank)):
                     if key not in place.clocks:
                         place.clocks[key] = self.new_clock()
-                    self.join(place.clocks[key], clock)
+                    self.join(place.clocks[key].at, address_of(clock))
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""
@@ -218,44 +226,67 @@ class Order:
         bit = number % sh.OPS
         return bool(w.view.clock.item((section or self.known).start + bit // 32) >> bit % 32 & 1)
 
+    def unknown(self, known: np.ndarray, numbers: np.ndarray) -> list[int]:
+        """Which of the operations are not in the set of those known to be complete?"""
+        bits = numbers % sh.OPS
+        recent = self.newest.item(0) - numbers < sh.OPS - 64
+        return numbers[recent & ((known[bits // 32] >> (bits % 32).astype(np.uint32)) & 1 == 0)].tolist()
+
+
+class Clock(NamedTuple):
+    """A row of a sheet, and its address."""
+
+    values: np.ndarray
+    at: int
+
 
 class Sheet:
     """Memory of SHEET clocks."""
 
-    __slots__ = ("live", "rows", "used")
+    __slots__ = ("address", "live", "rows", "used")
 
     def __init__(self, length: int):
         self.rows, self.used, self.live = np.zeros((SHEET, length), np.uint32), 0, 0
+        self.address = address_of(self.rows)
 
 
 class SyncClock:
     """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
     mbarrier; what threads of other CTAs tell is kept apart, for waits of cluster scope."""
 
-    __slots__ = ("far", "gathering", "home", "order", "published")
+    __slots__ = ("far", "gathering", "home", "members", "order", "published")
 
     def __init__(self, order: Order):
         self.order, self.home, self.far = order, None, None
+        self.members: list[int] = []  # whole warps that have arrived and wait: their clocks' addresses, and slots
         self.gathering, self.published = order.new_clock(), order.new_clock()
 
     def gather(self, relaxed: bool = False, scope: str = "") -> None:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
         order = self.order
         if order.performing is not None or self.home is None or order.machine.current.cta is self.home:
-            order.join(self.gathering, order.publisher(relaxed))
+            order.publish(self.gathering, relaxed)
         elif order.spans_cluster(scope):
             if self.far is None:
                 self.far = SyncClock(order)
-            order.join(self.far.gathering, order.publisher(relaxed, SCOPES[1:]))
+                self.home.view.unwatch(self)
+            order.publish(self.far.gathering, relaxed, SCOPES[1:])
 
     def complete(self) -> None:
-        self.order.join(self.published, self.gathering)
-        self.gathering[:] = 0
+        order = self.order
+        if self.members:
+            pairs = np.array(self.members, np.int64)
+            order.meet(self.published.at, self.gathering.at, address_of(pairs), len(pairs) // 2, order.clocks,
+                       order.sections, order.private, order.used)  # fmt: skip
+            self.members.clear()
+        else:
+            order.hand_over(self.published.at, self.gathering.at, order.clocks, order.sections, order.used)
         if self.far is not None:
             self.far.complete()
 
-    def parts(self) -> list[np.ndarray]:
-        return [self.gathering, self.published, *(self.far.parts() if self.far is not None else ())]
+    def parts(self) -> list[int]:
+        """Addresses of its clocks."""
+        return [self.gathering.at, self.published.at, *(self.far.parts() if self.far is not None else ())]
 
 
 class Location:
@@ -264,7 +295,11 @@ class Location:
     __slots__ = ("clocks",)
 
     def __init__(self) -> None:
-        self.clocks: dict[object, np.ndarray] = {}  # key of `reached` -> clock
+        self.clocks: dict[object, Clock] = {}  # by key of `reached`
+
+
+def address_of(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def rank(scope: str) -> int:

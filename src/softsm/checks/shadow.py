@@ -3,15 +3,16 @@
 One record of uint32 per 4-byte word of shared memory:
 
     [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
-     (epoch, pc) of the last read by each warp of the CTA]
+     warps of the CTA that have read it, 0]
 
 `writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
 `epoch`.
 `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses, which do not
 race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are older), the
 lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes wrote different
-bytes, and LIVE where an mbarrier lies. Above the pc of a warp's own read stand the bytes read in that epoch (4 bits)
-and the lane.
+bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
+The last read by each warp of the CTA is apart, warp by warp: (epoch, pc) for each word. Above the pc stand the bytes
+read in that epoch (4 bits) and the lane.
 The peer reader is the warp of another CTA of the cluster that read the word last.
 Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
 bytes, owner]: the last writer, the last two warps or operations that read, and which clusters touched the word at all:
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from softsm.checks.clocks import WORDS
 from softsm.engine.lanes import i8, load8, load16, load32, load64, store32, store64, u4
 from softsm.engine.program import (
     S_ALLOC,
@@ -39,6 +41,7 @@ from softsm.engine.program import (
     S_KNOWN,
     S_NEXT_OP,
     S_RACES,
+    S_READS,
     S_SCRATCH,
     S_SHADOW,
     S_SHARED,
@@ -66,9 +69,9 @@ READ_BYTES = 21  # first bit of the bytes read, above the pc
 READ_LANE = 25  # first bit of the reading lane
 READ_SEVERAL = 1 << 31
 PC = (1 << READ_BYTES) - 1
-FIXED = 10  # fields before the readers
+RECORD = 12  # fields of a word of shared memory
 GLOBAL_RECORD = 12
-OPS = 16384  # asynchronous operations told apart; older ones count as complete
+OPS = 32 * WORDS  # asynchronous operations told apart; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 SAME = 5  # WAW, but the value was there already
 MAX_RACES = 64
@@ -213,9 +216,9 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def shared_word(S, word, touched, write, pc, lane, clock, known):
     """One warp touches some bytes of one word of its own shared memory."""
-    warps, index, slot0 = sget(S, S_WARPS), sget(S, S_INDEX), sget(S, S_SLOT0)
+    index = sget(S, S_INDEX)
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
-    at = sget(S, S_SHADOW) + word * 4 * (FIXED + 2 * warps)
+    at = sget(S, S_SHADOW) + word * 4 * RECORD
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now = i8(load32(clock + 4 * (me - 1)))
     who = i8(NOBODY) if lane < 0 else lane
@@ -229,8 +232,10 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     else:
         if unordered(at, touched, 36, pc, me, clock, known, newest):
             report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
-    mine = at + 4 * (FIXED + 2 * index)
+    words = (sget(S, S_SHARED_SIZE) + 3) >> 2
+    reads = sget(S, S_READS) + word * 8
     if not write:
+        mine = reads + index * words * 8
         before = i8(load32(mine + 4))
         several, bytes_read = i8(0), touched & 15
         if i8(load32(mine)) >> 1 == now >> 1:
@@ -239,23 +244,26 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
                 several = i8(READ_SEVERAL)
         store32(mine, u4(now))
         store32(mine + 4, u4(pc & PC | bytes_read << READ_BYTES | who << READ_LANE | several))
+        store32(at + 40, load32(at + 40) | u4(1) << u4(index & 31))
         return
+    slot0 = sget(S, S_SLOT0)
     if theirs & LIVE and lane >= 0:
         report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
-    for r in range(warps):
-        seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-        if not seen or touched & STRONG:
-            continue
-        place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-        if not touched & (place >> READ_BYTES) & 15:
-            continue
-        if r != index:
-            if i8(load32(clock + 4 * (slot0 + r))) < seen:
-                report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
-        elif seen >> 1 == now >> 1 and who != NOBODY and not touched & QUIET:
-            read = (place >> READ_LANE) & 63
-            if read != NOBODY and (place & READ_SEVERAL or read != who):
-                report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))
+    readers = load32(at + 40)
+    if readers and not touched & STRONG:
+        for r in range(sget(S, S_WARPS)):
+            if not (readers >> u4(r & 31)) & u4(1):
+                continue
+            seen, place = i8(load32(reads + r * words * 8)), i8(load32(reads + r * words * 8 + 4))
+            if not seen or not touched & (place >> READ_BYTES) & 15:
+                continue
+            if r != index:
+                if i8(load32(clock + 4 * (slot0 + r))) < seen:
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+            elif seen >> 1 == now >> 1 and who != NOBODY and not touched & QUIET:
+                read = (place >> READ_LANE) & 63
+                if read != NOBODY and (place & READ_SEVERAL or read != who):
+                    report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
     written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 

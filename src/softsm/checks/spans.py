@@ -1,5 +1,5 @@
 """Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
-cluster, and by a warp as a whole. And the join of two vector clocks.
+cluster, and by a warp as a whole.
 
 The records are those of checks/shadow.py. Compiled by `interpreter.spans_module()`, which gives the compiled twin of
 that module as `records`.
@@ -13,7 +13,6 @@ from softsm.checks import shadow
 from softsm.checks.shadow import (
     ASYNC,
     CLUSTERS,
-    FIXED,
     FRESH,
     GENERIC_COPY,
     GLOBAL_RECORD,
@@ -22,8 +21,10 @@ from softsm.checks.shadow import (
     NOBODY,
     OVER_BARRIER,
     PC,
+    QUIET,
     RAW,
     READ_BYTES,
+    RECORD,
     STRONG,
     UNINITIALISED,
     WAR,
@@ -32,18 +33,90 @@ from softsm.checks.shadow import (
     WRITTEN,
 )
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
-from softsm.engine.program import S_CLOCK, S_KNOWN
+from softsm.engine.program import S_CLOCK, S_KNOWN, S_R, S_SHARED, S_SHARED_BASE, S_SHARED_SIZE, SHARED_START
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+inner = globals().get("inner") or compiled  # for what only compiled code calls
 records = globals().get("records") or shadow
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
+@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane):
+    """Have the warps of the CTA read these bytes before somebody else writes them, who has seen `clock`?"""
+    readers = load32(at + 40)
+    if readers == u4(0):
+        return
+    for r in range(warps):
+        if (readers >> u4(r & 31)) & u4(1):
+            mine = reads + (r * words + word) * 8
+            seen, place = i8(load32(mine)), i8(load32(mine + 4))
+            if seen and touched & (place >> READ_BYTES) & 15 and i8(load32(clock + 4 * (slot0 + r))) < seen:
+                records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+
+
+@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def asynchronous_word(
+    at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
+):
+    newest = number
+    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+    kind, place = WAW if write else RAW, i8(load32(at + 8))
+    if agent == 0:
+        if not write:
+            records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+    elif agent >= ASYNC:
+        if epoch != number and not records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest):
+            records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
+    elif i8(load32(clock + 4 * (agent - 1))) < epoch:
+        records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
+    elif agent == me:
+        other = records.lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
+        if other >= 0:
+            records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.both(lane, other))
+    if not write:
+        if i8(load32(at + 16)) != number:
+            store32(at + 20, load32(at + 16))
+            store32(at + 16, u4(number))
+        return
+    if theirs & LIVE:
+        records.report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
+    readers_of(at, reads, words, warps, slot0, word, i8(15), clock, pc, races, i8(-1))
+    records.other_readers(at, word, pc, 0, clock, known, newest, races, -1)
+    store32(at, u4(agent_kind))
+    store32(at + 4, u4(number))
+    store32(at + 8, u4(pc))
+    store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
+
+
+@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_word(at, address, touched, write, number, agent_kind, clock, known, fenced, races, pc):
+    newest = number
+    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+    if agent and not touched & theirs & STRONG:
+        when = records.written(at, touched, theirs, epoch, 40)
+        if agent >= ASYNC:
+            bad = epoch != number and not records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
+        else:
+            bad = i8(load32(clock + 4 * (agent - 1))) < when
+        if bad and when >= 0:
+            kind = WAW if write else RAW
+            records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), -1)
+    if not write:
+        records.global_reader(at, agent_kind, number, pc, 0)
+        return
+    records.global_readers(at, address, touched & STRONG, pc, 0, clock, known, newest, races, -1)
+    store32(at, u4(agent_kind))
+    store32(at + 4, u4(number))
+    store32(at + 8, u4(pc))
+    store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
     now = i8(load32(clock + 4 * (me - 1)))
     for word in range(low >> 2, (high + 3) >> 2):
-        at = shadow + word * 4 * (FIXED + 2 * warps)
+        at = shadow + word * 4 * RECORD
         touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
         if agent == 0:
@@ -60,75 +133,43 @@ def peer(shadow, warps, slot0, me, clock, known, low, high, write, flags, pc, ne
         if theirs & LIVE:
             records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
         if not touched & STRONG:
-            for r in range(warps):
-                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-                place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-                ours = touched & (place >> READ_BYTES) & 15
-                if seen and ours and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+            readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane)
             records.other_readers(at, word, pc, me, clock, known, newest, races, lane)
         records.written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def asynchronous(
-    shadow, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
-):
+    shadow, reads, words, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
+):  # fmt: skip
     """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
 
     clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
     complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY. me: 1 + slot of the issuer if the epoch that
-    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it."""
-    newest = number
-    stride = 4 * (FIXED + 2 * warps)
+    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it.
+
+    Neighbours are mostly alike: a word whose record was that of the word before becomes what that one has become, and
+    there is nothing to be said that has not been said of it. Fields by pairs: the writer's two, readers, peer's two."""
+    last = i8(0)
+    w0 = w1 = r0 = p0 = p1 = np.uint64(0)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
         for word in range(low >> 2, (high + 3) >> 2):
-            at = shadow + word * stride
-            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-            if agent == 0:
+            at = shadow + word * 4 * RECORD
+            if last and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0:
                 if not write:
-                    records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
-            elif agent >= ASYNC:
-                if epoch != number and not records.complete(
-                    fenced if agent == GENERIC_COPY else known, epoch, newest
-                ):
-                    records.report(
-                        races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1
-                    )
-            elif i8(load32(clock + 4 * (agent - 1))) < epoch:
-                records.report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), -1)
-            elif agent == me:
-                other = records.lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
-                if other >= 0:
-                    records.report(
-                        races,
-                        WAW if write else RAW,
-                        0,
-                        word * 4,
-                        pc,
-                        agent,
-                        epoch,
-                        i8(load32(at + 8)),
-                        records.both(lane, other),
-                    )
-            if not write:
-                if i8(load32(at + 16)) != number:
-                    store32(at + 20, load32(at + 16))
-                    store32(at + 16, u4(number))
-                continue
-            if theirs & LIVE:
-                records.report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
-            for r in range(warps):
-                seen = i8(load32(at + 4 * (FIXED + 2 * r)))
-                if seen and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    place = i8(load32(at + 4 * (FIXED + 2 * r) + 4))
-                    records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, -1)
-            records.other_readers(at, word, pc, 0, clock, known, newest, races, -1)
-            store32(at, u4(agent_kind))
-            store32(at + 4, u4(number))
-            store32(at + 8, u4(pc))
-            store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
+                    store64(at + 16, load64(last + 16))
+                    continue
+                if load64(at + 24) == p0 and load64(at + 32) == p1 and load32(at + 40) == u4(0):
+                    store64(at, load64(last))
+                    store64(at + 8, load64(last + 8))
+                    continue
+            last, w0, w1, r0, p0, p1 = (
+                at, load64(at), load64(at + 8), load64(at + 16), load64(at + 24), load64(at + 32)
+            )  # fmt: skip
+            asynchronous_word(
+                at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
+            )
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -136,44 +177,35 @@ def asynchronous_global(
     shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
 ):
     """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
-    for reductions, which do not race with each other. slot: of the issuer."""
-    newest = number
+    for reductions, which do not race with each other. slot: of the issuer. Fields by pairs: the writer's two, the
+    readers' three, the last one."""
     cluster = i8(load64(races + 8 * (CLUSTERS + slot)))
+    last = i8(0)
+    w0 = w1 = r0 = r1 = r2 = o0 = np.uint64(0)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
         for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * 4 * GLOBAL_RECORD
-            records.global_owner(at, cluster, write, races)
-            touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
-            agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-            if agent and not touched & theirs & STRONG:
-                when = records.written(at, touched, theirs, epoch, 40)
-                if agent >= ASYNC:
-                    bad = epoch != number and not records.complete(
-                        fenced if agent == GENERIC_COPY else known, epoch, newest
-                    )
+            whole = low <= word * 4 and word * 4 + 4 <= high
+            if (
+                last and whole and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0
+                and load64(at + 24) == r1 and load64(at + 32) == r2 and load64(at + 40) == o0
+            ):  # fmt: skip
+                if write:
+                    store64(at, load64(last))
+                    store64(at + 8, load64(last + 8))
                 else:
-                    bad = i8(load32(clock + 4 * (agent - 1))) < when
-                if bad and when >= 0:
-                    records.report(
-                        races,
-                        WAW if write else RAW,
-                        1,
-                        origin + word * 4,
-                        pc,
-                        agent,
-                        epoch,
-                        i8(load32(at + 8)),
-                        -1,
-                    )
-            if not write:
-                records.global_reader(at, agent_kind, number, pc, 0)
+                    store64(at + 16, load64(last + 16))
+                    store64(at + 24, load64(last + 24))
+                    store64(at + 32, load64(last + 32))
+                store64(at + 40, load64(last + 40))
                 continue
-            records.global_readers(at, origin + word * 4, flags, pc, 0, clock, known, newest, races, -1)
-            store32(at, u4(agent_kind))
-            store32(at + 4, u4(number))
-            store32(at + 8, u4(pc))
-            store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
+            last = at if whole else i8(0)
+            w0, w1, r0 = load64(at), load64(at + 8), load64(at + 16)
+            r1, r2, o0 = load64(at + 24), load64(at + 32), load64(at + 40)
+            touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
+            records.global_owner(at, cluster, write, races)
+            global_word(at, origin + word * 4, touched, write, number, agent_kind, clock, known, fenced, races, pc)
 
 
 @compiled("void(i8, i8, i8, i8, i8)")
@@ -193,37 +225,43 @@ def lines(S, offsets, count, write, pc, flags):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def tensor_survey(table, held, groups, low, high, write, me, known, newest, out):
-    """Tensor memory, cells [low, high) of the lane groups: which operations wrote them (and read them, for a write) and
-    are neither `me` nor known to be complete. out[0]: 1 when nobody wrote a cell, 2 << k when one holds kind k; behind
-    it the operations, 2 * number for a writer and one more for a reader. Returns how many."""
-    flags, n, tables = i8(0), i8(0), 3 if write else 1
-    for g in range(8):
-        if (groups >> g) & 1 == 0:
-            continue
-        for column in range(low, high):
-            at = g * 512 + column
-            flags |= i8(2) << i8(load8(held + at))
-            for k in range(tables):
-                number = i8(load64(table + 8 * (at + 4096 * k)))
-                if number == 0:
-                    if k == 0:
-                        flags |= 1
-                    continue
-                entry = 2 * number + (1 if k else 0)
-                if n and i8(load64(out + 8 * n)) == entry or number == me:
-                    continue
-                if records.complete(known, number, newest):
-                    continue
-                there = False
-                for i in range(1, n + 1):
-                    there = there or i8(load64(out + 8 * i)) == entry
-                if not there:
-                    n += 1
-                    store64(out + 8 * n, np.uint64(entry))
-    store64(out, np.uint64(flags))
-    return n
+@compiled("i8(i8, i8, i8, i8)")
+def keep_lines(S, row, count, to):
+    """Copy the lines of 16 bytes of the warp's shared memory that the first `count` lanes name in register `row`. 1,
+    and nothing copied, when one is not aligned or out of bounds, or two are the same."""
+    addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
+    memory, end = records.sget(S, S_SHARED), records.sget(S, S_SHARED_SIZE) & ~15
+    for k in range(count):
+        at = i8(load32(addresses + 4 * k)) - base
+        if at & 15 or at < SHARED_START or at + 16 > end:
+            return 1
+        for earlier in range(k):
+            if i8(load32(addresses + 4 * earlier)) - base == at:
+                return 1
+    for k in range(count):
+        at = memory + i8(load32(addresses + 4 * k)) - base
+        store64(to + 16 * k, load64(at))
+        store64(to + 16 * k + 8, load64(at + 8))
+    return 0
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8)")
+def register_lines(S, row, count, write, pc, kept):
+    """The warp of S reads or has written those lines. kept: what was there before a store."""
+    addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
+    memory, flags = records.sget(S, S_SHARED), i8(QUIET)
+    if write:
+        for k in range(count):
+            at = memory + i8(load32(addresses + 4 * k)) - base
+            if load64(at) != load64(kept + 16 * k) or load64(at + 8) != load64(kept + 16 * k + 8):
+                flags = i8(0)
+    else:
+        flags = i8(0)
+    clock, known = records.sget(S, S_CLOCK), records.sget(S, S_KNOWN)
+    for k in range(count):
+        first = (i8(load32(addresses + 4 * k)) - base) >> 2
+        for word in range(first, first + 4):
+            records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -232,14 +270,65 @@ def tensor_mark(table, held, groups, low, high, write, me, kind):
     for g in range(8):
         if (groups >> g) & 1 == 0:
             continue
-        for column in range(low, high):
-            at = g * 512 + column
+        for at in range(g * 512 + low, g * 512 + high):
             if write:
                 store64(table + 8 * at, np.uint64(me))
                 store8(held + at, np.uint8(kind))
             else:
                 store64(table + 8 * (at + 8192), load64(table + 8 * (at + 4096)))
                 store64(table + 8 * (at + 4096), np.uint64(me))
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def tensor_users(table, low, high, reader, me, before, known, newest, out):
+    """One row of cells of one table: adds to `out` the operations that are neither `me` nor `before` nor known to be
+    complete. Returns 1 when there is a cell that nobody used."""
+    empty, last = i8(0), i8(-1)
+    for at in range(low, high):
+        number = i8(load64(table + 8 * at))
+        if number == last:
+            continue
+        last = number
+        if number == 0:
+            empty = i8(1)
+        elif number != me and number != before and not records.complete(known, number, newest):
+            entry, n, there = 2 * number + reader, i8(load64(out)), False
+            for i in range(1, n + 1):
+                there = there or i8(load64(out + 8 * i)) == entry
+            if not there:
+                store64(out + 8 * (n + 1), np.uint64(entry))
+                store64(out, np.uint64(n + 1))
+    return empty
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def tensor_touch(table, held, groups, low, high, write, me, before, known, newest, out, kind, wrong):
+    """Operation `me` touches the cells [low, high) of the lane groups of tensor memory. Which operations wrote them
+    (and read them, for a write) and are neither `me`, nor known to be complete, nor as writers `before` it in order? And what do the cells hold: bit 0 when
+    nobody wrote one, 2 << k when one holds kind k. When there is no such operation, and nothing that `wrong` names,
+    they are marked as by `tensor_mark`, and the answer is -1. Else the number of operations; out[0] is what the cells
+    hold, behind it the operations, 2 * number for a writer and one more for a reader."""
+    flags = i8(0)
+    store64(out, np.uint64(0))
+    for g in range(8):
+        if (groups >> g) & 1:
+            first, end, last = g * 512 + low, g * 512 + high, i8(-1)
+            flags |= tensor_users(table, first, end, 0, me, before, known, newest, out)
+            if write:
+                tensor_users(table + 8 * 4096, first, end, 1, me, 0, known, newest, out)
+                tensor_users(table + 8 * 8192, first, end, 1, me, 0, known, newest, out)
+            if wrong >> 1:
+                for at in range(first, end):
+                    one = i8(load8(held + at))
+                    if one != last:
+                        flags |= i8(2) << one
+                        last = one
+    n = i8(load64(out))
+    store64(out, np.uint64(flags))
+    if n or flags & wrong:
+        return n
+    tensor_mark(table, held, groups, low, high, write, me, kind)
+    return i8(-1)
 
 
 @compiled("void(i8, i8, i8, i8)")
@@ -255,17 +344,3 @@ def touched_words(shadow, owners, words, out):
             if i8(owner) & WRITTEN:
                 flags |= 32
             store8(out + word, np.uint8(flags))
-
-
-@compiled("void(i8, i8, i8, i8)")
-def join(target, source, clocks, words):
-    """Vector clocks: the maximum of the first `clocks` entries, the union of the bits in the `words` that follow."""
-    for k in range(clocks):
-        b = load32(source + 4 * k)
-        if b > load32(target + 4 * k):
-            store32(target + 4 * k, b)
-    # `clocks` and `words` are even: bits by pairs of words, most of which are zero
-    for k in range(clocks, clocks + words, 2):
-        pair = load64(source + 4 * k)
-        if pair:
-            store64(target + 4 * k, load64(target + 4 * k) | pair)

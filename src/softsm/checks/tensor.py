@@ -58,6 +58,19 @@ class Where:
         return f"tensor memory lanes {lanes_text(rows)}, columns {self.low} to {self.high - 1}"
 
 
+@functools.cache
+def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
+    """What an access leaves behind in its cells, and what they must not hold: see `spans.tensor_touch`."""
+    kind = UNKNOWN
+    if write:
+        kind = ACCUMULATOR if operation == "tcgen05.mma" else STORED.get(note, UNKNOWN)
+    if note.startswith("accumulate"):
+        return kind, 1 | 2 << STORED_PACKED if note == "accumulate f32" else 1
+    if write:
+        return kind, 0
+    return kind, 1 | 2 << ACCUMULATOR | 2 << STORED_F32 if note in PACKED else 1
+
+
 class TensorChecks:
     """The part of the checker that knows tensor memory."""
 
@@ -65,7 +78,9 @@ class TensorChecks:
         self.order, self.operations, self.findings = checker.order, checker.operations.by_number, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
-        self.survey, self.mark = checker.memory.spans.tensor_survey, checker.memory.spans.tensor_mark
+        order = checker.order
+        self.seen = 4 * (order.tensor if checker.strict else order.known).start  # within a clock
+        self.touch, self.mark = checker.memory.spans.tensor_touch, checker.memory.spans.tensor_mark
         self.found = np.zeros(1 + 3 * LANE_GROUPS * COLUMNS, np.int64)
         self.found_address = self.found.ctypes.data
 
@@ -76,23 +91,28 @@ class TensorChecks:
         return shadow
 
     def access(self, op, region, write: bool) -> None:
-        """region: ('tmem', cta, first column, end column[, lanes as a mask of groups of 16[, note]]).
+        """region: ('tmem', cta, first column, end column, lanes as a mask of groups of 16, note).
 
         note: 'accumulate' and the type when a product adds to what it overwrites, else the element type an operand A is
         read as or the kind of cell a store leaves behind."""
-        _, cta, low, high, *more = region
-        groups = more[0] if more else (1 << LANE_GROUPS) - 1
-        note = more[1] if len(more) > 1 else ""
-        shadow = self.shadow_of(cta)
-        w = op.warp
-        where = Where(groups, low, high)
-        verb = "writes" if write else "reads"
-        order = self.order
-        seen = order.address(w) + 4 * (order.tensor if self.strict else order.known).start
-        n = self.survey(shadow.address, shadow.held_address, groups, low, high, write, op.number, seen,
-                        order.newest.item(0), self.found_address)  # fmt: skip
+        _, cta, low, high, groups, note = region
+        shadow = self.by_sm.get(cta.sm.index) or self.shadow_of(cta)
+        w, number = op.warp, op.number
+        kind, wrong = left_and_wrong(op.kind, note, write)
+        before = 0
+        if kind == ACCUMULATOR:  # products on one accumulator are in order
+            before, last = w.view.products.get(op.footprint.accumulator, (0, 0))
+            if last != number:  # else it is the other CTA's half of the same one
+                before = last
+                w.view.products[op.footprint.accumulator] = before, number
+        n = self.touch(shadow.address, shadow.held_address, groups, low, high, write, number, before,
+                       w.view.at + self.seen, number + 1, self.found_address, kind, wrong)  # fmt: skip
+        if n < 0:  # nobody touched the cells in between, and they hold what they should
+            return
         flags, *entries = self.found[: n + 1].tolist()
-        if flags & 1 and (not write or note.startswith("accumulate")):
+        flags &= wrong
+        where = Where(groups, low, high)
+        if flags & 1:
             self.report.add(
                 Diagnostic(
                     "uninitialised",
@@ -100,14 +120,12 @@ class TensorChecks:
                     (self.findings.party(w, op, f"reads {where}"),),
                 )
             )
-        window = cells(groups, low, high) if entries or flags & ~1 else None
-        for number, did in sorted((x >> 1, "read" if x & 1 else "wrote") for x in entries):
+        for entry in sorted(entries, key=lambda x: x ^ 1):
+            number, did = entry >> 1, "read" if entry & 1 else "wrote"
             other = self.operations.get(number)
-            if other is None:
+            if other is None or self.in_order(other, did, op, write):
                 continue
-            if self.in_order(other, did, op, write):
-                continue
-            if write and did == "wrote" and self.read_between(shadow, window, other, op):
+            if write and did == "wrote" and self.read_between(shadow, cells(groups, low, high), other, op):
                 continue
             fix = ""
             if self.strict and self.order.knows(w, number):
@@ -116,24 +134,26 @@ class TensorChecks:
                     "tcgen05.fence::after_thread_sync after the wait, is missing"
                 )
             self.findings.add_race(
-                self.findings.party(w, op, f"{verb} {where}"),
+                self.findings.party(w, op, f"{'writes' if write else 'reads'} {where}"),
                 self.findings.party(other.warp, other, f"{did} {where}"),
                 "tensor memory",
                 other,
                 fix,
             )
-        if note == "accumulate f32" and flags & 2 << STORED_PACKED:
+        if flags & ~1:
+            self.held_wrongly(op, shadow, where, note, flags)
+        self.mark(shadow.address, shadow.held_address, groups, low, high, write, op.number, kind)
+
+    def held_wrongly(self, op, shadow: TensorShadow, where: Where, note: str, flags: int) -> None:
+        """Cells hold values of another kind than the operation takes them for."""
+        window = cells(where.groups, where.low, where.high)
+        if flags & 2 << STORED_PACKED:
             text = "the product adds to cells that were stored as packed values of 16 bits or less"
             self.check_held(op, shadow, window, STORED_PACKED, text, "adds to {}", where)
-        kind = UNKNOWN
-        if write:
-            kind = ACCUMULATOR if op.kind == "tcgen05.mma" else STORED.get(note, UNKNOWN)
-        elif note in PACKED:
-            for held, text in HELD.items():
-                if flags & 2 << held:
-                    text = f"cells of operand A are read as packed {note}, but {text}"
-                    self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
-        self.mark(shadow.address, shadow.held_address, groups, low, high, write, op.number, kind)
+        for held, text in HELD.items():
+            if flags & 2 << held:
+                text = f"cells of operand A are read as packed {note}, but {text}"
+                self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
 
     def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: Where) -> None:
         """Cells that must not hold values of some kind. what: the operation does with them, {} being the place."""
@@ -188,11 +208,10 @@ class TensorChecks:
     def deallocated(self, w, cta, column: int, columns: int) -> None:
         shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
-        for number in sorted(
-            {int(n) for t in (shadow.writer, *shadow.readers) for n in np.unique(t[window]) if n}
-        ):
+        used = np.concatenate([t[window].reshape(-1) for t in (shadow.writer, *shadow.readers)])
+        for number in sorted(set(self.order.unknown(w.view.clock[self.order.known], used[used > 0]))):
             op = self.operations.get(number)
-            if op is not None and not self.order.knows(w, number):
+            if op is not None:
                 where = f"tensor memory columns {column} to {column + columns - 1}"
                 self.report.add(
                     Diagnostic(

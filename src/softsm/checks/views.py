@@ -15,9 +15,11 @@ class WarpView:
 
     slot: int  # its place in vector clocks
     clock: np.ndarray  # see checks/order.py
+    at: int  # its address
     copies: np.ndarray  # bits of its cp.async, for their arrival on an mbarrier
     loose: np.ndarray  # what relaxed arrivals at the cluster barrier have told it
     issued: dict[int, np.ndarray] = field(default_factory=dict)  # lane -> bits of its tcgen05 operations, for commit
+    products: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # accumulator -> its last two tcgen05.mma
     released: dict[str, np.ndarray] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
     acquirable: dict[str, np.ndarray] = field(default_factory=dict)  # pass on, and take in
     suspected: list = field(default_factory=list)  # races of it that may be none (checks/replicas.py)
@@ -36,8 +38,24 @@ class WarpView:
 class CtaView:
     slot0: int  # of its first warp
     shadow: np.ndarray | None  # of its shared memory, see checks/shadow.py
+    reads: np.ndarray | None  # of its warps
     address: int  # of the shadow
+    reads_address: int
+    waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
+    records: list[np.ndarray] = field(default_factory=list)  # those that `waits` has had
+
+    def watch(self, offset: int, fields: list[int]) -> np.ndarray:
+        """A record for the mbarrier at this offset: the compiled loop may answer waits on it."""
+        record = np.array(fields, np.int64)
+        self.records.append(record)
+        self.waits[offset // 8] = record.__array_interface__["data"][0]
+        return record
+
+    def unwatch(self, clock) -> None:
+        """Python answers waits on the mbarrier of this clock from now on."""
+        at = [r.__array_interface__["data"][0] for r in self.records if r[0] == clock.published.at]
+        self.waits[np.isin(self.waits, at)] = 0

@@ -183,11 +183,11 @@ class TracingEngine(AsyncEngine):
         self.machine.ops.append(op)
         return super().issue(op)
 
-    def perform(self, op: AsyncOp) -> None:
+    def complete(self, op: AsyncOp) -> None:
         if op.kind in PRODUCTS and not self.machine.timer.values:
             op.effects = nothing
         outer, self.machine.performing = self.machine.performing, op
-        super().perform(op)
+        super().complete(op)
         self.machine.performing = outer
 
 

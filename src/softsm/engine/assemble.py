@@ -337,6 +337,11 @@ class Assembler(AsyncRegisters):
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned))
         self.record(pg.OP_MACRO, int(waits), len(self.macros) - 1, ins=ins)
 
+    def answered(self, op: int, rd: int = 0, rb: int = 0, rc: int = 0) -> None:
+        """The macro-operation just recorded is one of pg.MACROS that compiled code mostly does by itself."""
+        _, _, number, _, _, _, *guard = self.records[-1]
+        self.records[-1] = [op, rd, number, rb, rc, 0, *guard]
+
     def pooled(self, rows: list[int]) -> int:
         self.pool.extend(rows)
         return len(self.pool) - len(rows)

@@ -41,6 +41,7 @@ class Blocked:
     on: Waitable
     text: str
     done: bool = False
+    told: bool = False  # what the race checker must know when it goes on, it will be told by `on`
     limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
 
 
@@ -67,6 +68,10 @@ class AsyncOp:
     instruction: object = None
 
 
+def nothing() -> None:
+    """The effects of an operation that has been performed."""
+
+
 class AsyncEngine:
     def __init__(self, order: str, seed: int):
         if order not in ("eager", "latest", "random"):
@@ -88,23 +93,38 @@ class AsyncEngine:
         return op
 
     def perform(self, op: AsyncOp) -> None:
-        """Complete op now, its prerequisites first."""
+        """Complete op now, its prerequisites first. They may be a long chain."""
         if op.done:
             return
-        for other in op.after:
-            self.perform(other)
+        if not op.after:
+            self.complete(op)
+            return
+        waiting = [op]
+        while waiting:
+            first = next((x for x in waiting[-1].after if not x.done), None)
+            if first is not None:
+                waiting.append(first)
+            else:
+                due = waiting.pop()
+                if not due.done:
+                    self.complete(due)
+
+    def complete(self, op: AsyncOp) -> None:
+        """Do what op does: nothing comes before it any more."""
         if self.postponed is not None and op.kind != self.postponed.kind:
             self.settle()
         op.done = True
         op.after = ()  # a long chain of finished operations would otherwise stay alive
         self.pending.pop(id(op), None)
         self.completed += 1
+        effects = op.effects
         if self.checker is None:
-            op.effects()
+            effects()
             return
+        op.effects = nothing  # the checker remembers operations; not what they held
         order = self.checker.order
         outer, order.performing = order.performing, op
-        op.effects()
+        effects()
         order.performing = outer
 
     def settle(self) -> None:

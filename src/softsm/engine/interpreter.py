@@ -87,7 +87,7 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
         space = 1 if op == u4({OP_ATOM_S}) else 2 if rx else 0
         if atomic(R, Q, pool, S, space, i8(rd), i8(ra), offset, i8(rc), m):
             return i8({SLOW_MEMORY})
-{note_atomic}    else:
+{note_atomic}{wait}    else:
         return i8({UNKNOWN})
     return i8(0)
 
@@ -113,6 +113,13 @@ _NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_ST})) and not r
 '''
 _NOTE_ATOMIC = '''        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
 '''
+_WAIT = '''    elif op == u4({OP_CHECKED_WAIT}):
+        return answer_wait(R, P, S, i8(rd), i8(rb), i8(rc), m)
+    elif op == u4({OP_MEMBERS}):
+        return members(R, S, i8(rb), m)
+    elif op == u4({OP_TICK}):
+        return tick(S)
+'''
 
 
 def _numbers() -> dict[str, int]:
@@ -127,6 +134,7 @@ def lane_operation_source(checking: bool) -> str:
     stored = _NOTE_STORED.format(**numbers) if checking else ""
     atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
     notes = {"note_load": access, "note_store": store, "note_stored": stored, "note_atomic": atomic}
+    notes["wait"] = _WAIT.format(**numbers) if checking else ""
     return _HEADER + _LANE_OPERATION.format(**notes, **numbers)
 
 
@@ -137,10 +145,17 @@ def lanes_module():
 
 
 @functools.cache
+def clocks_module():
+    """checks/clocks.py, compiled."""
+    path = _HERE.parent / "checks" / "clocks.py"
+    return build.load("clocks", path.read_text(), (_HERE / "program.py", _HERE / "lanes.py"), compiled=build.compiler)
+
+
+@functools.cache
 def checking_module():
     """checks/shadow.py, compiled."""
     path = _HERE.parent / "checks" / "shadow.py"
-    depends = (_HERE / "program.py", _HERE / "lanes.py")
+    depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
     return build.load("shadow", path.read_text(), depends, compiled=_inner_compiler, called=build.compiler)
 
 
@@ -149,7 +164,8 @@ def spans_module():
     """checks/spans.py, compiled."""
     path = _HERE.parent / "checks" / "spans.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py")
-    return build.load("spans", path.read_text(), depends, compiled=build.compiler, records=checking_module())
+    names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
+    return build.load("spans", path.read_text(), depends, **names)
 
 
 @functools.cache
@@ -161,7 +177,8 @@ def lane_by_lane(checking: bool):
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:
         names |= {n: getattr(checking_module(), n) for n in ("note", "quiet", "collide")} | {"locate": lanes.locate}
-        depends += (_HERE.parent / "checks" / "shadow.py",)
+        names |= {n: getattr(clocks_module(), n) for n in ("answer_wait", "members", "tick")}
+        depends += (_HERE.parent / "checks" / "shadow.py", _HERE.parent / "checks" / "clocks.py")
     name = "checked_lane_operation" if checking else "lane_operation"
     return build.load(name, lane_operation_source(checking), depends, **names).lane_operation
 

@@ -114,7 +114,7 @@ class Kernel:
         self.interpreter = interpreter(self.program, checking)
         self.blocks = Blocks(self.program, checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
-                         if r[0] in (pg.OP_MACRO, pg.OP_WAIT, pg.OP_TENSOR_LD, pg.OP_TENSOR_ST)}
+                         if r[0] in pg.MACROS}
         products = {i: m.operands for i, m in self.macro_at.items() if m.function is tcgen05.do_mma}
         product_chain.mark(self.program, products)
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
@@ -192,17 +192,17 @@ class Kernel:
         if chosen.checks is not None:
             chosen.checks.report.launches += 1
         if machine.left:
-            try:
-                with no_garbage():
+            with no_garbage():  # until what the launch made is gone again
+                try:
                     machine.run()
-            except Fault as fault:
-                if chosen.checks is not None:  # what stops the kernel is a finding too
-                    chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))
-                raise
-            finally:
-                Kernel.executed += machine.steps
-                machine.close()
-                self.keep_few_files()
+                except Fault as fault:
+                    if chosen.checks is not None:  # what stops the kernel is a finding too
+                        chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))
+                    raise
+                finally:
+                    Kernel.executed += machine.steps
+                    machine.close()
+                    self.keep_few_files()
         return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:

@@ -21,9 +21,11 @@ from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
- OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD,
- OP_TENSOR_ST) = range(22)
+ OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST,
+ OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK) = range(25)
 FIRST_MICRO = 32
+# Macro-operations; all but the first where compiled code cannot do it.
+MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK)
 
 # Why the interpreter came back.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
@@ -34,11 +36,12 @@ QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = r
 # ... and, when races are checked:
 (S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
 S_BLOCKS = 25  # the table of engine/blocks.py
-S_PHASES = 26  # Cta.phases, or 0: every wait is a macro-operation
+S_PHASES = 26  # Cta.phases, when races are checked the table of checks/clocks.py; 0: every wait is a macro-operation
 S_IDLE = 27  # nothing is ever in flight: macro-operations that only wait for that may be passed over
 S_TENSOR = 28  # address of the warp's 32 lanes of tensor memory, column 0
 S_TENSOR_LANE = 29  # the first of them as a tensor-memory address has it
 S_COLUMNS = 30  # address of Cta.columns, or 0: every access to tensor memory is a macro-operation
+S_READS = 31  # when races are checked: the reads of warps, see checks/shadow.py
 S_SCRATCH = 32  # 32 lane addresses
 S_FIELDS = 64
 

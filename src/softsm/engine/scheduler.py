@@ -38,7 +38,7 @@ class Fragment:
         if self.blocked.done:
             self.pc += 1
             checker = self.warp.cta.machine.checker
-            if checker is not None:
+            if checker is not None and not self.blocked.told:
                 checker.order.acquire(self.warp, self.blocked.on)
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)

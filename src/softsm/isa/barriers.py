@@ -76,8 +76,9 @@ class NamedBarrier(Arrivals):
             return self.count
         return 32 * self.cta.live
 
-    def arrive(self, w, mask: int, count: int | None) -> None:
-        """Count the lanes in; ends the generation when the last one came."""
+    def arrive(self, w, mask: int, count: int | None, stays: bool = False) -> None:
+        """Count the lanes in; ends the generation when the last one came. stays: it is a whole warp, which does nothing
+        before that."""
         if count is not None and (count <= 0 or count % 32):
             raise w.fault(
                 "barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32"
@@ -89,7 +90,10 @@ class NamedBarrier(Arrivals):
             )
         self.count = count
         if self.clock is not None:
-            self.clock.gather()
+            if stays:
+                self.clock.members += w.view.at, w.view.slot
+            else:
+                self.clock.gather()
         if mask == w.alive and w.index not in self.partial:
             self.counted(w)
             return
@@ -199,6 +203,7 @@ def bar(asm, ins):
         converge(asm, ins, ins.operands[0])
         if asm.checking:
             asm.macro(do_warp_sync, ins)
+            asm.answered(pg.OP_TICK)
         return None
     if ins.opcode == "bar" and "aligned" in mods:
         asm.refuse(ins, "bar is aligned by itself; .aligned belongs to barrier")
@@ -272,11 +277,10 @@ def do_sync(w, mask, o):
     if mask == w.alive and w.index not in barrier.partial and not barrier.inside.get(w.index):
         # The whole warp at once, as almost always: it goes on behind the instruction when the barrier wakes.
         generation = barrier.generation
-        barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask))
+        barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask), True)
         if barrier.generation != generation:
-            _acquire(w, barrier)
-            return POLLED if w.machine.in_step else None  # who comes last goes on last
-        return Blocked(barrier, Later(barrier), done=True)
+            return POLLED if w.cta.machine.in_step else None  # who comes last goes on last
+        return Blocked(barrier, Later(barrier), done=True, told=True)
     over, waiting = barrier.came(w.index, mask)
     if not over and not waiting:
         barrier.enter(w.index, mask)

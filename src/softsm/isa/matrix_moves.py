@@ -87,15 +87,22 @@ def lower_ldmatrix(asm, ins) -> None:
 
 
 def moved(w, o, store: bool) -> bool:
-    """The usual case: 8x8 matrices, shared addresses of the own CTA, nobody to tell. False when it is another one, or
-    wrong."""
+    """The usual case: 8x8 matrices, shared addresses of the own CTA. False, and nothing done, when it is another one,
+    or wrong."""
     row, generic = o.place
     cta = w.cta
-    if generic or o.shape != "m8n8" or cta.machine.checker is not None:
+    if generic or o.shape != "m8n8":
+        return False
+    checker = cta.machine.checker
+    if checker is not None and not checker.memory.moves_lines(w, row, 8 * o.count, store):
         return False
     halves = cta.shared[: cta.shared.size & ~15].view(np.uint16)
     moves = kernels().matrices
-    return not moves(w.R, row, o.numbers, o.trans, store, halves, cta.shared_base, pg.SHARED_START)
+    if moves(w.R, row, o.numbers, o.trans, store, halves, cta.shared_base, pg.SHARED_START):
+        return False
+    if checker is not None and store:
+        checker.memory.stored_lines(w, row, 8 * o.count)
+    return True
 
 
 def do_ldmatrix(w, mask, o):

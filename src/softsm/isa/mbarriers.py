@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from softsm.checks.clocks import WAITED
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
@@ -238,9 +239,8 @@ def _wait(asm, ins, flags, space):
         relaxed="relaxed" in flags,
         scope="".join(flags & _SCOPES),
     )
-    if parity and not at[1]:  # the compiled loop can answer
-        _, _, number, _, _, _, *guard = asm.records[-1]
-        asm.records[-1] = [pg.OP_WAIT, predicate, number, at[0], phase, 0, *guard]
+    if parity and not at[1] and not (asm.checking and "relaxed" in flags):  # the compiled loop can answer
+        asm.answered(pg.OP_CHECKED_WAIT if asm.checking else pg.OP_WAIT, predicate, at[0], phase)
 
 
 def _pending_count(asm, ins, flags, space):
@@ -302,7 +302,7 @@ def do_inval(w, mask, o):
         del cta.barriers[offset]
         cta.phases[offset // 8] = 0
         if w.machine.checker is not None:
-            w.machine.checker.barriers.mark_live(cta, offset, False)
+            w.machine.checker.barriers.invalidated(cta, offset)
     w.machine.writes += 1
 
 
@@ -389,7 +389,7 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
             if not passed:
                 waits.add(barrier)
             elif w.cta.machine.checker is not None:
-                barrier.waited = barrier.phase - 1
+                barrier.watched[WAITED] = barrier.phase - 1
                 order = w.cta.machine.checker.order
                 (order.waits_relaxed if o.relaxed else order.acquire)(w, barrier, o.scope)
             if one:

@@ -177,7 +177,7 @@ class Work:
     lanes: int  # of D
     footprint: tensor_copy.Footprint
     plan: Plan | None
-    spans: tuple[np.ndarray, ...] | None = None  # see `operand_spans`, when races are checked
+    spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
 
 
 def prepare(
@@ -286,9 +286,9 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
     low, high = work.footprint.writes[0]
     reads: list[tuple] = []
     for cta in ctas:
-        reads += [("tmem", cta, first, end, lane_groups) for first, end, lane_groups in work.tensor_reads]
+        reads += [("tmem", cta, first, end, lane_groups, "") for first, end, lane_groups in work.tensor_reads]
         reads += [("shared", cta, first, end) for first, end, _ in work.shared_reads]
-    return tuple(reads), tuple(("tmem", cta, low, high, work.lanes) for cta in ctas)
+    return tuple(reads), tuple([("tmem", cta, low, high, work.lanes, "") for cta in ctas])
 
 
 def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
@@ -303,19 +303,21 @@ def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
     for cta in ctas:
         for first, end, groups in work.tensor_reads:
             of_a = p.a is None and first == p.a_column and groups == work.lanes
-            reads.append(("tmem", cta, first, end, groups, *((p.shape.a,) if of_a else ())))
-    reads += [("spans", cta, table) for cta in ctas for table in work.spans]
-    return tuple(reads), tuple(("tmem", cta, low, high, work.lanes, note) for cta in ctas)
+            reads.append(("tmem", cta, first, end, groups, p.shape.a if of_a else ""))
+    reads += [("spans", cta, *work.spans) for cta in ctas]
+    return tuple(reads), tuple([("tmem", cta, low, high, work.lanes, note) for cta in ctas])
 
 
-def operand_spans(p: Product) -> tuple[np.ndarray, ...]:
+def operand_spans(p: Product) -> tuple[np.ndarray, int]:
+    """Spans of bytes of A and B in shared memory, and the table's address."""
     s = p.shape
     out = []
     for name, descriptor, k_major, rows in (("A", p.a, s.a_k_major, rows_of(p)),
                                             ("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1))):  # fmt: skip
         if descriptor is not None:
             out.append(swizzle.spans(descriptor, k_major, *table_size(k_major, rows, s, name)))
-    return tuple(out)
+    table = np.concatenate(out)
+    return table, table.ctypes.data
 
 
 def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:

@@ -45,14 +45,31 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
     return old.what == "shift" and new.what == "cp.4x256b"
 
 
+def latest_before(pending: list, footprint: Footprint) -> tuple[AsyncOp, ...]:
+    """The operations in flight that come before a new one, but for those that come before one of these."""
+    last, _, before = pending[-1]
+    if before.what == footprint.what == "mma" and before.accumulator == footprint.accumulator:
+        # It comes before this one, and is in order behind the same products.
+        return (*[op for op, _, old in pending if old.what != "mma" and pipelined(old, footprint)], last)
+    after, covered = [], set()
+    for op, _, other in reversed(pending):
+        if op in covered:
+            covered.update(op.after)
+        elif pipelined(other, footprint):
+            after.append(op)
+            covered.update(op.after)
+    return tuple(after[::-1])
+
+
 def issue(
     w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()
 ) -> None:
     """Start an asynchronous operation of one thread."""
     machine, pending, after = w.cta.machine, w.in_flight.tensor_ops, ()
-    if pending:
+    if pending and pending[0][0].done:
         pending = [entry for entry in pending if not entry[0].done]
-        after = tuple(op for op, _, other in pending if pipelined(other, footprint))
+    if pending:
+        after = latest_before(pending, footprint)
     op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
     machine.issue(op)
     if not op.done:
@@ -110,7 +127,7 @@ def do_cp(w, mask, o):
         what = "cp.4x256b" if o.shape == "4x256b" else "cp"
         issue(w, thread, "tcgen05.cp", Footprint(what, (), (), columns), effects,
               reads=tuple(("spans", cta, covered) for cta in ctas),
-              writes=tuple(("tmem", cta, column, column + 4 * chunks) for cta in ctas))  # fmt: skip
+              writes=tuple(("tmem", cta, column, column + 4 * chunks, tm.ALL_GROUPS, "") for cta in ctas))  # fmt: skip
 
 
 @form("shift")
@@ -135,7 +152,7 @@ def do_shift(w, mask, o):
             for cta in ctas:
                 tm.shift_down(cta.tmem.cells, lane, column)
 
-        regions = tuple(("tmem", cta, column, column + 8) for cta in ctas)
+        regions = tuple(("tmem", cta, column, column + 8, tm.ALL_GROUPS, "") for cta in ctas)
         footprint = Footprint("shift", (), (), ((column, column + 8),))
         issue(w, thread, "tcgen05.shift", footprint, effects, reads=regions, writes=regions)
 
@@ -184,6 +201,6 @@ def do_commit(w, mask, o):
                 barrier.arrive(1, who)
 
         pending = w.in_flight.tensor_ops
-        after = tuple(op for op, lane, _ in pending if lane == thread and not op.done)
+        after = tuple([op for op, lane, _ in pending if lane == thread and not op.done])
         op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
         w.machine.issue(op)

@@ -33,6 +33,7 @@ def converge(asm, ins, member) -> None:
     row = asm.src(member, "u")
     if asm.checking and not (isinstance(member, Imm) and int(member.value) & pg.ALL == pg.ALL):
         asm.macro(do_check_members, ins, aligned=False, row=row)
+        asm.answered(pg.OP_MEMBERS, 0, row)
     asm.record(pg.OP_CONVERGE, 0, row, ins=ins)
 
 

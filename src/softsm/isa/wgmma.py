@@ -335,7 +335,7 @@ def issue(
     results: list = []
     reads: tuple = ()
     if w.machine.checker is not None:
-        reads = tuple(("spans", w.cta, spans) for spans in plan.spans)
+        reads = (("spans", w.cta, plan.spans, plan.spans_at),)
     line = chain[0][0].line
 
     def effects() -> None:

@@ -71,7 +71,8 @@ class Chain(NamedTuple):
     b: tuple[tensor_core.Tile, ...]
     low: int  # of shared memory
     high: int
-    spans: tuple[np.ndarray, ...]
+    spans: np.ndarray  # of all operands, for the checkers
+    spans_at: int  # the table's address
 
 
 def chains_of(parts: list[Part]) -> tuple[Chain, ...]:
@@ -95,7 +96,8 @@ def chain_of(parts: list[Part], first: int, end: int) -> Chain:
             )
             b.append(tensor_core.tile(part.b, s.b_k_major, s.n, s.k, s.b, np.arange(k, k + s.k), False))
         k += s.k
-    return Chain(first, end, k, tuple(a), tuple(b), low, high, tuple(spans))
+    table = np.concatenate(spans)
+    return Chain(first, end, k, tuple(a), tuple(b), low, high, table, table.ctypes.data)
 
 
 def continues(old: Part, new: Part) -> bool:

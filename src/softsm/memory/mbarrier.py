@@ -48,7 +48,7 @@ class Mbarrier(Waitable):
         "place",
         "shown",
         "tx",
-        "waited",
+        "watched",
     )
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
@@ -65,7 +65,7 @@ class Mbarrier(Waitable):
         self.origin = None  # who initialised it, when races are checked
         self.home = None  # its CTA, when races are checked
         self.overwritten = None  # who stored something else over it, when races are checked
-        self.waited = -1  # the last phase a wait has been answered for, when races are checked
+        self.watched = None  # its record of checks/clocks.py, when races are checked
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
 
@@ -186,8 +186,8 @@ class Mbarrier(Waitable):
 
     def _settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
-            if self.clock is not None and self.waited < self.phase - 1:
-                self.home.machine.checker.barriers.phase_skipped(self)
+            if self.clock is not None:
+                self.home.machine.checker.barriers.phase_over(self)
             self.phase += 1
             if self.shown is not None:
                 self.shown[self.place] = 1 + (self.phase & 1)

@@ -18,6 +18,7 @@ from softsm.engine.asynchrony import Waitable
 from softsm.errors import Fault
 
 LANES, COLUMNS, GRANULE = 128, 512, 32
+ALL_GROUPS = 0xFF  # all lanes, as a mask of groups of 16
 SIZES = (32, 64, 128, 256, 512)  # columns one allocation may have
 POISON = 0xFFFFFFFF  # a NaN: what nobody wrote must not pass for a result
 

@@ -49,13 +49,9 @@ class RecordingEngine(AsyncEngine):
         self.machine.issued(op)
         return super().issue(op)
 
-    def perform(self, op: AsyncOp) -> None:
-        if op.done:
-            return
-        for other in op.after:
-            self.perform(other)
+    def complete(self, op: AsyncOp) -> None:
         outer, self.machine.performing = self.machine.performing, op
-        super().perform(op)
+        super().complete(op)
         self.machine.performing = outer
         self.machine.times.pop(id(op), None)
 

@@ -1,0 +1,144 @@
+"""Vector clocks, compiled: what barriers do with them (checks/order.py has their layout), and instructions that need
+Python only when something is wrong, waits on mbarriers above all. Compiled by `interpreter.clocks_module()`.
+
+A watched mbarrier has a record of int64, found through a table that has one address for every 8 bytes of its CTA's
+shared memory: 0 where none lies, or where Python has to look (its word was overwritten, peers have arrived at it).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
+from softsm.engine.program import (
+    MACRO,
+    S_CLOCK,
+    S_NEXT_OP,
+    S_PHASES,
+    S_RACES,
+    S_SHARED_BASE,
+    S_SHARED_SIZE,
+    S_SLOT,
+)
+
+compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+
+WORDS = 512  # of a set of asynchronous operations
+NEWEST, CLOCKS, SECTIONS, USED = range(4)  # of Order.layout
+PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
+
+
+@compiled("void(i8, i8, i8, i8, i8)")
+def join(target, source, clocks, sections, used):
+    """The maximum of the first `clocks` entries; the union of the bits in each of the sections behind them, whose first
+    `used` words may hold some. Both numbers are even."""
+    for k in range(clocks):
+        b = load32(source + 4 * k)
+        if b > load32(target + 4 * k):
+            store32(target + 4 * k, b)
+    for s in range(sections):
+        first = 4 * (clocks + s * WORDS)
+        for at in range(first, first + 4 * used, 8):
+            store64(target + at, load64(target + at) | load64(source + at))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def publish(target, clock, slot, clocks, sections, private, used):
+    """A warp passes on what it has seen, and a new epoch of it begins (Order.tick). private: a section that it keeps
+    to itself, or -1."""
+    for k in range(clocks):
+        b = load32(clock + 4 * k)
+        if b > load32(target + 4 * k):
+            store32(target + 4 * k, b)
+    for s in range(sections):
+        if s != private:
+            first = 4 * (clocks + s * WORDS)
+            for at in range(first, first + 4 * used, 8):
+                store64(target + at, load64(target + at) | load64(clock + at))
+    store32(clock + 4 * slot, u4((load32(clock + 4 * slot) | u4(1)) + u4(1)))
+
+
+@compiled("void(i8, i8, i8, i8, i8)")
+def hand_over(published, gathering, clocks, sections, used):
+    """A phase ends: what was gathered is published, and the next phase begins with nothing."""
+    join(published, gathering, clocks, sections, used)
+    for k in range(clocks):
+        store32(gathering + 4 * k, u4(0))
+    for s in range(sections):
+        first = 4 * (clocks + s * WORDS)
+        for at in range(first, first + 4 * used, 8):
+            store64(gathering + at, np.uint64(0))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
+def meet(published, gathering, members, count, clocks, sections, private, used):
+    """A phase ends at which warps have waited (pairs: the address of a clock, its slot): each passes on what it has
+    seen, and takes in what all have."""
+    for k in range(count):
+        clock, slot = i8(load64(members + 16 * k)), i8(load64(members + 16 * k + 8))
+        publish(gathering, clock, slot, clocks, sections, private, used)
+    hand_over(published, gathering, clocks, sections, used)
+    for k in range(count):
+        join(i8(load64(members + 16 * k)), published, clocks, sections, used)
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
+def answer_wait(R, P, S, predicate, address_row, phase_row, m):
+    """mbarrier.try_wait and test_wait by parity, of the lanes of m: 0 when the phase is over, nothing is wrong and the
+    warp has taken in what the barrier publishes; else MACRO, and nothing has changed."""
+    table = i8(load64(S + 8 * S_PHASES))
+    if table == 0 or load64(S + 8 * S_RACES) == np.uint64(0):
+        return i8(MACRO)
+    first = i8(0)
+    while (m >> u4(first)) & u4(1) == u4(0):
+        first += 1
+    address, parity = load32(R + (address_row * 32 + first) * 4), load32(R + (phase_row * 32 + first) * 4)
+    for lane in range(first + 1, 32):
+        if (m >> u4(lane)) & u4(1) and (
+            load32(R + (address_row * 32 + lane) * 4) != address or load32(R + (phase_row * 32 + lane) * 4) != parity
+        ):
+            return i8(MACRO)
+    offset = i8(address) - i8(load64(S + 8 * S_SHARED_BASE))
+    if offset < 0 or offset & 7 or offset >= i8(load64(S + 8 * S_SHARED_SIZE)):
+        return i8(MACRO)
+    record = i8(load64(table + offset))
+    if record == 0:
+        return i8(MACRO)
+    phase = i8(load64(record + 8 * PHASE))
+    if phase & 1 == i8(parity) & 1:
+        return i8(MACRO)
+    clock, origin = i8(load64(S + 8 * S_CLOCK)), i8(load64(record + 8 * SLOT))
+    if origin != i8(load64(S + 8 * S_SLOT)) and i8(load32(clock + 4 * origin)) < i8(load64(record + 8 * EPOCH)):
+        return i8(MACRO)
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    join(
+        clock,
+        i8(load64(record + 8 * PUBLISHED)),
+        i8(load64(layout + 8 * CLOCKS)),
+        i8(load64(layout + 8 * SECTIONS)),
+        i8(load64(layout + 8 * USED)),
+    )
+    store64(record + 8 * WAITED, np.uint64(phase - 1))
+    store32(P + 4 * predicate, load32(P + 4 * predicate) | m)
+    return i8(0)
+
+
+@compiled("i8(i8, i8, i8, u4)")
+def members(R, S, row, m):
+    """A .sync instruction: 0 when the membermask of each lane of m names that lane, else MACRO."""
+    if load64(S + 8 * S_PHASES) == np.uint64(0):  # somebody follows each event
+        return i8(MACRO)
+    for lane in range(32):
+        if (m >> u4(lane)) & u4(1) and not (load32(R + (row * 32 + lane) * 4) >> u4(lane)) & u4(1):
+            return i8(MACRO)
+    return i8(0)
+
+
+@compiled("i8(i8)")
+def tick(S):
+    """bar.warp.sync: Order.tick for the warp of S. MACRO when nobody keeps clocks here."""
+    clock = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(S + 8 * S_SLOT))
+    if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):
+        return i8(MACRO)
+    store32(clock, u4((load32(clock) | u4(1)) + u4(1)))
+    return i8(0)
