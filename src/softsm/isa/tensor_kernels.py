@@ -186,13 +186,14 @@ def matrices(registers, addresses, rows, transpose, store, shared, base, floor):
     of 16 bytes that the row `addresses` names, which count from `base`. 1, and nothing done, when a line is not aligned
     or lies outside the CTA's shared memory, which begins at `floor`."""
     count = rows.size * 8
+    lines = registers[addresses].copy()  # a load may write the register that names them
     for i in range(count):
-        at = np.int64(registers[addresses, i]) - base
+        at = np.int64(lines[i]) - base
         if at & 15 or at < floor or at + 16 > shared.size * 2:
             return 1
     for i in range(count):
         r, line = rows[i >> 3], i & 7
-        at = (np.int64(registers[addresses, i]) - base) >> 1
+        at = (np.int64(lines[i]) - base) >> 1
         for e in range(8):
             thread = 4 * e + (line >> 1) if transpose else 4 * line + (e >> 1)
             shift = np.uint32(16 * ((line if transpose else e) & 1))

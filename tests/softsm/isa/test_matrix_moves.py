@@ -31,6 +31,16 @@ def test_ldmatrix():
             kn.check(name, ldmatrix_kernel(name, count, 32), [source], [np.zeros_like(want)], [want])
 
 
+def test_ldmatrix_into_the_register_that_names_the_rows():
+    source = np.arange(512, dtype=np.uint16) * 7
+    name = "ldmatrix.sync.aligned.m8n8.x1.shared.b16"
+    body = kn.fill_shared("%rd1", 1024, 32) + f"mad.lo.u32 %r5, %r0, 32, %r1;\n{name} {{%r5}}, [%r5];\n"
+    body += kn.thread_pointer("%rd2", 1, "%rd3") + kn.store_words("%rd3", ["%r5"])
+    want = source.view(np.uint32).reshape(32, 8)[:8, :4].reshape(32, 1).copy()
+    ptx = kn.text(body, ["source", "out"], shared=1024)
+    kn.check(name, ptx, [source], [np.zeros_like(want)], [want])
+
+
 def test_stmatrix():
     for count in (1, 2, 4):
         for trans in (False, True):
