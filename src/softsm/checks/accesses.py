@@ -76,35 +76,29 @@ class MemoryAccesses:
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
         """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
         ('tensor', box)."""
-        w, number, order = op.warp, op.number, self.order
+        w, place = op.warp, region[0]
         view = w.view
-        base = view.at
-        known = base + 8 * order.slots
-        fenced = known if generic else known + 4 * WORDS
-        # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
-        seen = base if write or generic else base + 4 * order.slots
-        kind = sh.GENERIC_COPY if generic else sh.ASYNC
-        place = region[0]
         if place == "shared" or place == "spans":
-            cta = region[1]
+            cta, told = region[1], 0
             if place == "spans":
                 spans = region[2]
                 where, count = region[3] if len(region) > 3 else address_of(spans), len(spans)
             else:
                 self.one_span[0], self.one_span[1] = region[2], region[3]
                 where, count = self.one_span_address, 1
-            slot, clock = view.slot, view.clock
-            current = clock.item(slot if seen == base else order.slots + slot) >> 1 == clock.item(slot) >> 1
             if write and cta is not w.cta and not self.checker.strict:
-                told = np.maximum(clock[: order.slots], view.loose)
-                seen = address_of(told)
-            of = cta.view
+                loose = np.maximum(view.clock[: self.order.slots], view.loose)
+                told = address_of(loose)
             self.spans.asynchronous(
-                of.address, of.reads_address, len(of.shadow), self.warps, of.slot0, where, count, write, number, kind,
-                seen, known, fenced, self.races_address, w.pc, slot + 1 if current else 0,
-                sh.NOBODY if op.kind in COLLECTIVE else op.lane,
+                cta.view.site, self.order.newest_address, self.races_address, where, count, write, op.number, generic,
+                view.at, told, w.pc, view.slot, sh.NOBODY if op.kind in COLLECTIVE else op.lane,
             )  # fmt: skip
             return
+        number, base, slots = op.number, view.at, self.order.slots
+        known = base + 8 * slots
+        fenced = known if generic else known + 4 * WORDS
+        seen = base if write or generic else base + 4 * slots  # as in spans.asynchronous
+        kind = sh.GENERIC_COPY if generic else sh.ASYNC
         spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
         if not len(spans):
             return

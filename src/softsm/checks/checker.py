@@ -76,9 +76,10 @@ class Checker:
         order = self.order
         words = (len(cta.shared) + 3) // 4
         shadow, reads = np.zeros((words, sh.RECORD), np.uint32), np.zeros((self.warps, words, 2), np.uint32)
-        cta.view = CtaView(
-            self.free.pop(), shadow, reads, address_of(shadow), address_of(reads), np.zeros(len(cta.phases), np.int64)
-        )
+        slot0, at, reads_at = self.free.pop(), address_of(shadow), address_of(reads)
+        site = np.array([at, reads_at, words, self.warps, slot0], np.int64)
+        waits = np.zeros(len(cta.phases), np.int64)
+        cta.view = CtaView(slot0, shadow, reads, at, reads_at, address_of(site), waits, records=[site])
         if self.machine.divisible:  # else somebody follows each event
             cta.phases_address = address_of(cta.view.waits)
         self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)

@@ -30,60 +30,68 @@ class Operations:
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
         self.by_number: dict[int, AsyncOp] = {}
+        self.instructions = checker.machine.program.instructions
 
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
         kind = op.kind
         if kind == "wgmma result":  # registers of one warp, which nobody else can touch
             return
-        order, w = self.order, op.warp
-        op.number = number = order.number()
-        op.instruction = w.instruction()
+        w = op.warp
+        view, cta = w.view, w.cta
+        op.number = number = self.order.number()
+        op.instruction = self.instructions[w.pc]
         self.by_number[number] = op
-        bit = number % sh.OPS
-        word, mask = bit // 32, 1 << bit % 32
         if number >= sh.OPS:
-            self.by_number.pop(number - sh.OPS, None)
-            if number % 32 == 0:  # as in Order.number
-                for warp in self.checker.agents.values():
-                    warp.view.copies[word] = 0
-                    for bits in warp.view.issued.values():
-                        bits[word] = 0
-        if len(w.cta.cluster) > 1:
+            self.forget(number)
+        if len(cta.cluster) > 1:
             self.uses_peers(op)
-        if kind in TENSOR or kind == "tcgen05.commit":
-            if kind == "tcgen05.commit":
-                self.committed(op)
-                if self.checker.strict:
-                    return
-            # The commits of a thread arrive in order, as Triton's pairs of CTAs rely on.
-            issued = w.view.issued.get(op.lane)
-            if issued is None:
-                issued = w.view.issued[op.lane] = np.zeros(WORDS, np.uint32)
-            issued[word] = issued.item(word) | mask
-            if kind == "tcgen05.commit":
-                return
+        if kind in TENSOR:
+            self.mark(view.issued, op)
+        elif kind == "tcgen05.commit":
+            self.committed(op)
+            if not self.checker.strict:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
+                self.mark(view.issued, op)
+            return
         elif kind == "cp.async arrival":
-            op.publishes = np.zeros_like(w.view.clock)
-            order.tell(op.publishes, op)
-            op.publishes[order.known] |= w.view.copies
+            op.publishes = np.zeros_like(view.clock)
+            self.order.tell(op.publishes, op)
+            op.publishes[self.order.known] |= view.copies
             return
         elif kind == "cp.async":
-            w.view.copies[word] = w.view.copies.item(word) | mask
+            word = number % sh.OPS // 32
+            view.copies[word] = view.copies.item(word) | 1 << number % 32
         if kind in MUST_END:
-            w.cta.view.outstanding.append(number)
-        generic = kind in GENERIC
-        for region in op.reads:
-            if region[0] == "tmem":
-                self.checker.tensor.access(op, region, False)
-            else:
-                self.checker.memory.asynchronous(op, region, 0, generic)
-        for region in op.writes:
-            if region[0] == "tmem":
-                self.checker.tensor.access(op, region, True)
-            else:
-                self.checker.memory.asynchronous(op, region, 1, generic)
-        self.checker.findings.collect(w, op)
+            cta.view.outstanding.append(number)
+        generic, elsewhere = kind in GENERIC, False
+        for write, regions in ((0, op.reads), (1, op.writes)):
+            for region in regions:
+                if region[0] == "tmem":
+                    self.checker.tensor.access(op, region, write)
+                else:
+                    elsewhere = True
+                    self.checker.memory.asynchronous(op, region, write, generic)
+        if elsewhere:
+            self.checker.findings.collect(w, op)
+
+    @staticmethod
+    def mark(issued: dict[int, np.ndarray], op) -> None:
+        """The thread has issued this tcgen05 operation."""
+        bits = issued.get(op.lane)
+        if bits is None:
+            bits = issued[op.lane] = np.zeros(WORDS, np.uint32)
+        word = op.number % sh.OPS // 32
+        bits[word] = bits.item(word) | 1 << op.number % 32
+
+    def forget(self, number: int) -> None:
+        """The number has had another owner, as in Order.number."""
+        self.by_number.pop(number - sh.OPS, None)
+        if number % 32 == 0:
+            word = number % sh.OPS // 32
+            for warp in self.checker.agents.values():
+                warp.view.copies[word] = 0
+                for bits in warp.view.issued.values():
+                    bits[word] = 0
 
     def committed(self, op) -> None:
         """What tcgen05.commit tells; other operations tell of themselves alone, see Order.publish."""

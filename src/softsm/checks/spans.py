@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow
+from softsm.checks.clocks import CLOCKS, WORDS
 from softsm.checks.shadow import (
     ASYNC,
     CLUSTERS,
@@ -58,6 +59,7 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
 def asynchronous_word(
     at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
 ):
+    """One word of what `asynchronous` does."""
     newest = number
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     kind, place = WAW if write else RAW, i8(load32(at + 8))
@@ -138,18 +140,27 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
         records.written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous(
-    shadow, reads, words, warps, slot0, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
-):  # fmt: skip
-    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory.
-
-    clock, known: what the issuer has seen, as far as the operation's proxy sees it; fenced: which cp.async are
-    complete and visible to that proxy. agent_kind: ASYNC or GENERIC_COPY. me: 1 + slot of the issuer if the epoch that
-    `clock` has of it is the present one, else 0; then writes of its other lanes are not before it.
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane):
+    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory,
+    whose `site` is described in CtaView. layout: see checks/clocks.py. at_clock, slot: of the issuer; told: in place of
+    what its clock says of other warps, or 0. generic: the operation is of the generic proxy.
 
     Neighbours are mostly alike: a word whose record was that of the word before becomes what that one has become, and
     there is nothing to be said that has not been said of it. Fields by pairs: the writer's two, readers, peer's two."""
+    shadow, reads, words = i8(load64(site)), i8(load64(site + 8)), i8(load64(site + 16))
+    warps, slot0 = i8(load64(site + 24)), i8(load64(site + 32))
+    slots = i8(load64(layout + 8 * CLOCKS)) >> 1
+    known = at_clock + 8 * slots
+    # Which cp.async are complete, and visible to the operation's proxy.
+    fenced = known if generic else known + 4 * WORDS
+    # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
+    clock = at_clock if write or generic else at_clock + 4 * slots
+    # Writes of the issuer's other lanes are before it unless the epoch that its proxy sees is the present one.
+    current = load32(clock + 4 * slot) >> u4(1) == load32(at_clock + 4 * slot) >> u4(1)
+    me, agent_kind = slot + 1 if current else i8(0), i8(GENERIC_COPY) if generic else i8(ASYNC)
+    if told:
+        clock = told
     last = i8(0)
     w0 = w1 = r0 = p0 = p1 = np.uint64(0)
     for s in range(count):

@@ -41,12 +41,14 @@ class CtaView:
     reads: np.ndarray | None  # of its warps
     address: int  # of the shadow
     reads_address: int
+    site: int  # address of both, and of how many words and warps there are and the first slot, for compiled code
     waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
+    products: dict[object, tuple] = field(default_factory=dict)  # regions of its tcgen05.mma, by what they do
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
-    records: list[np.ndarray] = field(default_factory=list)  # those that `waits` has had
+    records: list[np.ndarray] = field(default_factory=list)  # what addresses above lead to
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:
         """A record for the mbarrier at this offset: the compiled loop may answer waits on it."""
@@ -57,5 +59,5 @@ class CtaView:
 
     def unwatch(self, clock) -> None:
         """Python answers waits on the mbarrier of this clock from now on."""
-        at = [r.__array_interface__["data"][0] for r in self.records if r[0] == clock.published.at]
+        at = [r.__array_interface__["data"][0] for r in self.records[1:] if r[0] == clock.published.at]
         self.waits[np.isin(self.waits, at)] = 0

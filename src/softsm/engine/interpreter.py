@@ -163,7 +163,7 @@ def checking_module():
 def spans_module():
     """checks/spans.py, compiled."""
     path = _HERE.parent / "checks" / "spans.py"
-    depends = (_HERE / "program.py", _HERE / "lanes.py")
+    depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
     return build.load("spans", path.read_text(), depends, **names)
 

@@ -8,7 +8,7 @@ answers at once.
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -131,12 +131,19 @@ def arrived_at(w, address: int) -> Mbarrier:
 
 def source_name(ins, offset: int, cta) -> str:
     """`mbarrier slot_ready.index(i) (0x1408)`: as the program's source calls it where it initialises it; else ''."""
+    found = initialised_at(ins.loc.file, ins.loc.line) if ins.loc else ""
+    where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
+    return f"mbarrier {found} ({offset:#x}){where}" if found else ""
+
+
+@lru_cache(maxsize=1024)
+def initialised_at(file: str, line: int) -> str:
+    """What a line of the source initialises, in its own words."""
     from softsm.report.roles import source_lines
 
-    lines = source_lines(ins.loc.file, ins.loc.line, 0) if ins.loc else ()
+    lines = source_lines(file, line, 0)
     found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)", lines[0][1]) if lines else None
-    where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
-    return f"mbarrier {found.group(1)} ({offset:#x}){where}" if found else ""
+    return found.group(1) if found else ""
 
 
 def name_of(cta, offset: int) -> str:

@@ -144,7 +144,10 @@ def start(w, thread: int, ctas: list, o) -> None:
         if checker is None:
             reads, writes = regions(work, ctas)
         else:
-            reads, writes = checked_regions(work, ctas)
+            known = w.cta.view.products
+            if work not in known:
+                known[work] = checked_regions(work, ctas)
+            reads, writes = known[work]
             if checker.products is not None:
                 effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
         tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads=reads, writes=writes)
@@ -167,7 +170,7 @@ def rare_operands(w, thread: int, o) -> tuple:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """A product and what it touches in each CTA."""
 

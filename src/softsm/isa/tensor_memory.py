@@ -340,22 +340,22 @@ def check_access(w, o, lane: int, column: int, what: str) -> int:
 
 def do_ld(w, mask, o):
     lane, column, regions = locate(w, mask, o, "tcgen05.ld")
-    cells, registers = w.cta.tmem.cells, w.R
+    cells, registers, machine, in_flight = w.cta.tmem.cells, w.R, w.cta.machine, w.in_flight
 
     def effects() -> None:
         registers[o.rows] = tm.load(cells, o.shape, o.repeat, o.packed, lane, column, o.split)
 
-    stores = w.in_flight.tensor_stores
-    op = w.machine.issue(AsyncOp("tcgen05.ld", w, 0, w.line(), effects, tuple(stores), reads=regions))
-    if w.machine.checker is not None:
+    line = machine.program.instructions[w.pc].line
+    op = machine.issue(AsyncOp("tcgen05.ld", w, 0, line, effects, tuple(in_flight.tensor_stores), (), regions))
+    if w.view is not None:
         w.view.unwaited_loads.append(op)
     if not op.done:
-        w.in_flight.tensor_loads.append(op)
+        in_flight.tensor_loads.append(op)
 
 
 def do_st(w, mask, o):
     lane, column, regions = locate(w, mask, o, "tcgen05.st")
-    cells = w.cta.tmem.cells
+    cells, machine = w.cta.tmem.cells, w.cta.machine
     values = w.R[o.rows].copy()  # registers are read when the instruction is issued
 
     def effects() -> None:
@@ -363,8 +363,9 @@ def do_st(w, mask, o):
 
     stores = w.in_flight.tensor_stores
     after = (*stores, *w.in_flight.tensor_loads)
-    op = w.machine.issue(AsyncOp("tcgen05.st", w, 0, w.line(), effects, after, writes=regions))
-    if w.machine.checker is not None:
+    line = machine.program.instructions[w.pc].line
+    op = machine.issue(AsyncOp("tcgen05.st", w, 0, line, effects, after, (), (), regions))
+    if w.view is not None:
         w.view.unwaited_stores.append(op)
     if not op.done:
         stores.append(op)
@@ -372,12 +373,13 @@ def do_st(w, mask, o):
 
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
-    checker = w.machine.checker
-    if checker is not None and o is not None and o.use and w.view.unwaited_loads:
-        checker.findings.used_early(w, w.view.unwaited_loads[-1], o.use == "move")
-    for op in w.in_flight.tensor_loads:
-        w.machine.require(op)
-    w.in_flight.tensor_loads.clear()
+    machine = w.cta.machine
+    if machine.checker is not None and o is not None and o.use and w.view.unwaited_loads:
+        machine.checker.findings.used_early(w, w.view.unwaited_loads[-1], o.use == "move")
+    loads = w.in_flight.tensor_loads
+    for op in loads:
+        machine.require(op)
+    loads.clear()
 
 
 def do_wait_ld(w, mask, o):
@@ -388,9 +390,11 @@ def do_wait_ld(w, mask, o):
 
 def waited(w, operations: list[AsyncOp]) -> None:
     """The race checker learns that these operations of the warp are complete."""
-    for op in operations:
-        w.machine.checker.order.observe(w, op)
-    operations.clear()
+    if operations:
+        observe = w.cta.machine.checker.order.observe
+        for op in operations:
+            observe(w, op)
+        operations.clear()
 
 
 def do_wait_st(w, mask, o):
@@ -398,7 +402,7 @@ def do_wait_st(w, mask, o):
         waited(w, w.view.unwaited_stores)
     stores = w.in_flight.tensor_stores
     for op in stores:
-        w.machine.require(op)
+        w.cta.machine.require(op)
     stores.clear()
 
 
