@@ -20,11 +20,11 @@ from softsm.checks import shadow as sh
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
+from softsm.checks.clocks import WORDS
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
-from softsm.checks.clocks import WORDS
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
 from softsm.checks.tensor import TensorChecks

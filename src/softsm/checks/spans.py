@@ -179,8 +179,9 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
                 at, load64(at), load64(at + 8), load64(at + 16), load64(at + 24), load64(at + 32)
             )  # fmt: skip
             asynchronous_word(
-                at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
-            )
+                at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me,
+                lane,
+            )  # fmt: skip
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -315,10 +316,11 @@ def tensor_users(table, low, high, reader, me, before, known, newest, out):
 @compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def tensor_touch(table, held, groups, low, high, write, me, before, known, newest, out, kind, wrong):
     """Operation `me` touches the cells [low, high) of the lane groups of tensor memory. Which operations wrote them
-    (and read them, for a write) and are neither `me`, nor known to be complete, nor as writers `before` it in order? And what do the cells hold: bit 0 when
-    nobody wrote one, 2 << k when one holds kind k. When there is no such operation, and nothing that `wrong` names,
-    they are marked as by `tensor_mark`, and the answer is -1. Else the number of operations; out[0] is what the cells
-    hold, behind it the operations, 2 * number for a writer and one more for a reader."""
+    (and read them, for a write) and are neither `me`, nor known to be complete, nor as writers `before` it in order?
+    And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. When there is no such
+    operation, and nothing that `wrong` names, they are marked as by `tensor_mark`, and the answer is -1. Else the
+    number of operations; out[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more
+    for a reader."""
     flags = i8(0)
     store64(out, np.uint64(0))
     for g in range(8):
