@@ -1,13 +1,15 @@
-"""Every Hopper kernel through the front end of the Triton at hand: `python front_end.py` prints, as JSON, which kernels
-were lowered and what failed.
+"""Every Hopper kernel through the front end of the Triton at hand: `python front_end.py MOST` prints, as JSON, which
+kernels were lowered and what failed.
 
 The front end turns a kernel's Python into Triton's IR: it knows the language, and differs most between versions of
 Triton. It takes a third of a second a kernel, the rest of the compiler ten times as long. `dsv4 compile` knows hundreds
 of variants; of each kernel as many are lowered as it takes to meet every value of every compile-time constant and every
-type of every argument once, not every combination; of sizes (head dims, keys of a tile) the least and the greatest.
+type of every argument once, not every combination; of sizes (head dims, keys of a tile) the least and the greatest. At
+most MOST of each kernel, those first that differ most.
 """
 
 import json
+import sys
 from collections import defaultdict
 
 import triton
@@ -52,16 +54,16 @@ def sizes_between(choices):
     return {(*key, x) for key, values in sizes.items() for x in values if min(values) < x < max(values)}
 
 
-def chosen(found):
-    """A few launches that have together the choices of all, those first that add most."""
+def chosen(found, most):
+    """A few launches that have together the choices of all, those first that add most; so many of a kernel."""
     by_choices = {choices(x): x for x in found}
-    missing, few = set().union(*by_choices), []
+    missing, few = set().union(*by_choices), defaultdict(list)
     missing -= sizes_between(missing)
     while missing:
         best = max(by_choices, key=lambda x: len(x & missing))
         missing -= best
-        few.append(by_choices[best])
-    return few
+        few[by_choices[best].kernel.__name__].append(by_choices[best])
+    return [x for of_kernel in few.values() for x in of_kernel[:most]]
 
 
 def lower(kernel, arguments, constants):
@@ -86,7 +88,7 @@ def cause(error):
 
 def main():
     lowered, failed = set(), {}
-    for x in chosen(launches()):
+    for x in chosen(launches(), int(sys.argv[1])):
         try:
             lower(x.kernel, x.arguments, x.constants)
         except Exception as error:  # whatever a compiler raises

@@ -26,7 +26,8 @@ def entry_points():
     return set(re.findall(r"^@(?:gluon|triton)\.jit\((?:[^()]|\([^()]*\))*\)[^\n]*\ndef (\w+)", text, re.MULTILINE))
 
 
-def test_every_hopper_kernel_passes_its_front_end():
+@pytest.mark.parametrize("variants", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_hopper_kernel_passes_its_front_end(variants):
     environment = dict(os.environ)
     if dispatch.triton_version() != (3, 6):
         if not SIDE.exists():
@@ -34,7 +35,7 @@ def test_every_hopper_kernel_passes_its_front_end():
             (pytest.fail if os.environ.get("DSV4_CI") else pytest.skip)(missing)
         environment["PYTHONPATH"] = os.pathsep.join([str(SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
     script = Path(__file__).with_name("front_end.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, str(variants)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["triton"] == OLDEST
