@@ -94,11 +94,12 @@ def test_rows_by_block_table_and_requests(check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager"])
-@pytest.mark.parametrize("rows, keys", [(640, 128), (1152, 64)])
-def test_32_heads_in_a_cta(rows, keys, order, check):
-    """Where CTAs of 16 would be too many. Blocks of 128 rows where that is one for each CTA."""
-    lengths = torch.tensor([0, 1, 64, 65, 129, 500, rows, rows], dtype=torch.int32)
-    problem = dict(q=torch.randn(8, 64, 512).bfloat16(), window=pool(9300), window_indices=numbers(8, rows, of=9300))
+@pytest.mark.parametrize("queries, rows, keys", [(8, 640, 128), (5, 576, 64)])
+def test_32_heads_in_a_cta(queries, rows, keys, order, check):
+    """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too."""
+    lengths = torch.tensor([0, 65, rows, 1, 500, 129, 64, rows], dtype=torch.int32)[:queries]
+    lists = numbers(queries, rows, of=5200)
+    problem = dict(q=torch.randn(queries, 64, 512).bfloat16(), window=pool(5200), window_indices=lists)
     constants = launch_of(**problem).constants
     assert (constants["HEADS"], constants["KEYS"]) == (32, keys)
     check(order, **problem, window_lengths=lengths)
@@ -107,12 +108,14 @@ def test_32_heads_in_a_cta(rows, keys, order, check):
 def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
     options = next(options for options, *_ in entry.NARROW if options["KEYS"] == 128)
-    monkeypatch.setattr(entry, "narrow", lambda p, target: (options, 2))
+    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, options, 2))
+    calls.forget()
     check(
         q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
         compressed=pool(90, 2), compressed_indices=numbers(1, 150, of=90), sink=torch.randn(40),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
     )  # fmt: skip
+    calls.forget()
 
 
 @pytest.mark.slow
@@ -127,8 +130,8 @@ def test_one_pool_of_any_stride_and_one_without_rows(stride, check):
 
 
 def test_few_items_take_it():
-    """Until v4_listed is faster; all CTAs run at once. Deterministic calls do not: a query's result would depend on how
-    many others there are."""
+    """Until v4_few is faster, for few heads, or v4_listed; all CTAs run at once. Deterministic calls do not: a query's
+    result would depend on how many others there are."""
 
     def launch(queries: int, heads: int, rows: int = 640, **options):
         lists = torch.zeros(queries, rows, dtype=torch.int32)
@@ -138,9 +141,12 @@ def test_few_items_take_it():
 
     assert launch(1, 64) == ("v4_narrow", 16, 64, (4, 1, 10))
     assert launch(1, 128, 1152) == ("v4_narrow", 16, 64, (8, 1, 9))
-    assert launch(8, 64, 1152) == ("v4_narrow", 32, 64, (2, 8, 6))
+    assert launch(5, 64, 576) == ("v4_narrow", 32, 64, (2, 5, 9))
     assert launch(8, 64) == ("v4_narrow", 32, 128, (2, 8, 5))
     assert launch(2, 128, 1152) == ("v4_narrow", 16, 64, (8, 2, 6))
     assert launch(1, 1, 0) == ("v4_narrow", 16, 64, (1, 1, 1))
-    assert launch(64, 64)[0] == "v4_listed"
+    assert launch(8, 64, 1152) == ("v4_few", 32, None, (2, 8, 6))
+    assert launch(8, 128) == ("v4_few", 32, None, (4, 8, 4))
+    assert launch(128, 8) == launch(128, 16) == ("v4_few", 16, None, (1, 128, 1))
+    assert launch(64, 64)[0] == launch(128, 16, 1152)[0] == launch(256, 16)[0] == "v4_listed"
     assert launch(1, 64, deterministic=True)[0] == "v4_listed"

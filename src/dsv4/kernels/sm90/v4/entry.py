@@ -1,14 +1,17 @@
-"""V4 attention on sm_90a: which kernel takes a problem, listed.py or narrow.py, and what the host tells it."""
+"""V4 attention on sm_90a: which kernel takes a problem, listed.py, narrow.py or few.py, and what the host tells it."""
+
+from typing import Any
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4 import unpack
+from dsv4.kernels.sm90.v4.few import v4_few
 from dsv4.kernels.sm90.v4.listed import v4_listed
 from dsv4.kernels.sm90.v4.narrow import v4_narrow
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
-from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, narrow_splits
+from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, choose_splits, narrow_splits
 from dsv4.v4.problem import V4Problem
 
 __all__ = ["prepare", "supports"]
@@ -24,7 +27,13 @@ NARROW = (
     (dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True), 16.5, 3.7),
     (dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True), 19.6, 6.5),
 )
-LISTED = 20.5, 0.05  # us of v4_listed: of few CTAs with one step each, and for every CTA
+# Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
+# faster, and us: in all, of each block.
+FEW = (
+    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), 12, 13.0, 2.3),
+    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), 3, 14.6, 2.5),
+)
+LISTED = 16.0, 0.04, 3.6  # us of v4_listed: in all, for every multiprocessor in use, of each step of a CTA
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
@@ -33,38 +42,55 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if unpack.pays(p):
         p = unpack.unpacked(p, program)
         after = dict(AFTER=True, launch_pdl=True)
-    few = narrow(p, target)
-    if few is not None:
-        prepare_listed(p, target, program, v4_narrow, NARROW_KEYS, *few)
+    small = narrow(p, target)
+    if small is not None:
+        kernel, options, splits = small
+        prepare_listed(p, target, program, kernel, NARROW_KEYS, options, splits)
         return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
     prepare_listed(p, target, program, v4_listed, STEP, (FP8 if fp8 else RESIDENT if resident(p) else PLAIN) | after)
 
 
-def narrow(p: V4Problem, target: Target) -> tuple[dict, int] | None:
-    """By shapes alone: (options of v4_narrow, splits) where FP8 rows are so few that it is faster than v4_listed."""
+def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
+    """By shapes alone: (v4_narrow or v4_few, its options, splits) where it is faster than v4_listed: for FP8 rows that
+    are few, or of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     if p.deterministic or not all(isinstance(pool, Fp8Cache) for pool in pools):
         return None
-    start, each = LISTED
-    ctas = p.batch * -(-p.q_heads // 64) * -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
-    best = start + each * min(ctas, target.multiprocessors)
+    places = target.multiprocessors
+    start, each, step = LISTED
+    tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
+    splits = p.num_splits or choose_splits(tiles, places, steps * STEP)
+    rounds = -(-tiles * splits // places)
+    best = start + each * min(tiles * splits, places) + step * rounds * -(-steps // splits)
     found = None
-    for options, start, each in NARROW:
-        tiles = p.batch * -(-p.q_heads // options["HEADS"])
+    for options, start, another in NARROW:
         blocks = _blocks(p, options["KEYS"])
-        splits = narrow_splits(tiles, target.multiprocessors, blocks)
-        if p.scratch is not None:  # a plan's, which has room for the most heads per tile
-            splits = min(splits, max(1, p.scratch.numel() // (p.batch * p.q_heads * (p.head_dim + 1))))
-        elif p.num_splits > 0:
-            splits = min(splits, p.num_splits)
+        splits = _room(p, narrow_splits(p.batch * -(-p.q_heads // options["HEADS"]), places, blocks))
         if splits == 0:
             continue
         longest = max(1, -(-blocks // splits))
-        us = start + each * (longest - 1)
+        us = start + another * (longest - 1)
         if us < best:
-            found, best = (options, max(1, -(-blocks // longest))), us  # no more splits than the blocks need
+            found, best = (v4_narrow, options, max(1, -(-blocks // longest))), us  # no more splits than the blocks need
+    blocks = _blocks(p, NARROW_KEYS)
+    for options, most, start, each in FEW:
+        tiles = p.batch * -(-p.q_heads // options["HEADS"])
+        if tiles > places or p.block_table is not None:  # by table nothing brings rows into the L2 early
+            continue
+        splits = _room(p, max(1, min(blocks, places // tiles)))
+        longest = max(1, -(-blocks // splits))
+        us = start + each * longest
+        if longest <= most and us < best:
+            found, best = (v4_few, options, max(1, -(-blocks // longest))), us
     return found
+
+
+def _room(p: V4Problem, splits: int) -> int:
+    """No more splits than a plan has room for, or than are wanted."""
+    if p.scratch is not None:  # a plan's, which has room for the most heads per tile
+        return min(splits, max(1, p.scratch.numel() // (p.batch * p.q_heads * (p.head_dim + 1))))
+    return min(splits, p.num_splits) if p.num_splits > 0 else splits
 
 
 def _blocks(p: V4Problem, keys: int) -> int:

@@ -105,17 +105,17 @@ def heads_layout(warps, heads):
 
 
 @gluon.jit
-def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr):
+def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr = 1):
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 128], gl.bfloat16)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 128], gl.bfloat16)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEADS], gl.bfloat16)
     q = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], Q)
-    kv0 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
-    kv1 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
-    kv2 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
-    kv3 = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, 128], KV)
+    kv0 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv1 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv2 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv3 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
     p = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, HEADS], P)
-    bias = gl.allocate_shared_memory(gl.float32, [1, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bias = gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Memory(q, kv0, kv1, kv2, kv3, p, bias)
 
 
