@@ -32,10 +32,8 @@ PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrie
 def join(target, source, clocks, sections, used):
     """The maximum of the first `clocks` entries; the union of the bits in each of the sections behind them, whose first
     `used` words may hold some. Both numbers are even."""
-    for k in range(clocks):
-        b = load32(source + 4 * k)
-        if b > load32(target + 4 * k):
-            store32(target + 4 * k, b)
+    for at in range(0, 4 * clocks, 4):
+        store32(target + at, max(load32(target + at), load32(source + at)))
     for s in range(sections):
         first = 4 * (clocks + s * WORDS)
         for at in range(first, first + 4 * used, 8):
@@ -46,10 +44,8 @@ def join(target, source, clocks, sections, used):
 def publish(target, clock, slot, clocks, sections, private, used):
     """A warp passes on what it has seen, and a new epoch of it begins (Order.tick). private: a section that it keeps
     to itself, or -1."""
-    for k in range(clocks):
-        b = load32(clock + 4 * k)
-        if b > load32(target + 4 * k):
-            store32(target + 4 * k, b)
+    for at in range(0, 4 * clocks, 4):
+        store32(target + at, max(load32(target + at), load32(clock + at)))
     for s in range(sections):
         if s != private:
             first = 4 * (clocks + s * WORDS)

@@ -321,9 +321,9 @@ def loop_address() -> int:
 def entry():
     """engine/entry.py, compiled."""
     path = pathlib.Path(__file__).with_name("entry.py")
-    return build.load("entry", path.read_text(), compiled=build.compiler).enter
+    return build.load("entry", path.read_text(), (path.with_name("lanes.py"),), compiled=build.compiler)
 
 
 def runner(lane_operation: int):
     """`run` as described above."""
-    return functools.partial(entry(), loop_address(), lane_operation, cold_operations().address)
+    return functools.partial(entry().enter, loop_address(), lane_operation, cold_operations().address)

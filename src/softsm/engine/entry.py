@@ -9,6 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from softsm.engine.lanes import load32
+
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
 
@@ -31,3 +33,14 @@ def call(typingctx, loop, lane_operation, cold, S, pc, mask, stop, quantum, mult
 def enter(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
     """-> status, pc, mask, lanes, steps."""
     return call(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi)
+
+
+@compiled("i8(i8)")
+def agreed(row):
+    """The value that the 32 lanes of a 32-bit register have at this address, if all, active or not, have the same; else
+    -1."""
+    first = load32(row)
+    for lane in range(1, 32):
+        if load32(row + 4 * lane) != first:
+            return -1
+    return first

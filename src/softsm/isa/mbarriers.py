@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from softsm.checks.clocks import WAITED
+from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
@@ -62,6 +63,12 @@ def uniform(values: np.ndarray) -> int | None:
     data = values.tobytes()
     first = data[: len(data) // 32]
     return int.from_bytes(first, "little") if data == first * 32 else None
+
+
+def agreed(w, row: int) -> int | None:
+    """The same for a 32-bit register of the warp, in a third of the time."""
+    value = dispatch.entry().agreed(w.S.item(pg.S_R) + 128 * row)
+    return None if value < 0 else value
 
 
 # -- shared addresses as macro-operations see them ---------------------------------------------------------------------
@@ -345,7 +352,7 @@ def do_arrive(w, mask, o):
 def _together(w, on: list[int], o) -> dict[int, int]:
     """Address of each barrier -> arrivals of these lanes on it."""
     if o.count is None and not o.at[1]:
-        address = uniform(w.R[o.at[0]])
+        address = agreed(w, o.at[0])
         if address is not None:
             return {address: len(on)}
     total: dict[int, int] = {}
@@ -410,9 +417,9 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
 def _uniform(w, o) -> bool:
     """Do all lanes, active or not, name the same barrier and phase?"""
     row, generic = o.at
-    if uniform((w.Q if generic else w.R)[row]) is None:
+    if (uniform(w.Q[row]) if generic else agreed(w, row)) is None:
         return False
-    return uniform((w.R if o.parity else w.Q)[o.what]) is not None
+    return (agreed(w, o.what) if o.parity else uniform(w.Q[o.what])) is not None
 
 
 def do_test(w, mask, o):

@@ -19,7 +19,7 @@ from softsm.isa.mbarriers import (
     shared_address,
     shared_bytes,
     shared_operand,
-    uniform,
+    agreed,
 )
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
@@ -111,10 +111,9 @@ def group_ctas(w, group: int) -> list:
 
 def same_address(w, mask: int, row: int, what: str) -> int:
     """The one tensor-memory address of a collective instruction."""
-    values = w.R[row]
     if mask != pg.ALL:
-        return values.item(first_lane(mask))
-    address = uniform(values)
+        return w.R.item(row, first_lane(mask))
+    address = agreed(w, row)
     if address is None:
         raise w.fault(
             "tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses"
