@@ -15,11 +15,11 @@ from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.errors import Fault
 from softsm.isa.mbarriers import (
+    agreed,
     located,
     shared_address,
     shared_bytes,
     shared_operand,
-    agreed,
 )
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
