@@ -26,9 +26,10 @@ from instructions import OPERATIONS, Instructions
 from memory import Memory
 from overlap import Overlap
 from products import Clock, Products
+from strips import Strips
 from synchronisation import Synchronisation
 
-GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap)}
+GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips)}
 
 
 def measure(group: str, path: Path) -> None:

@@ -6,6 +6,7 @@ numbers come from clock/parameters.py, by the name of the pipe.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from softsm.clock import replay
 from softsm.clock.parameters import Gpu
-from softsm.clock.sass import WARPGROUP_PRODUCTS, Code
+from softsm.clock.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
@@ -69,6 +70,7 @@ _CONTROL = (
 )
 
 
+@functools.cache
 def pipe_of(opcode: str) -> str:
     if opcode.startswith(_CONTROL):
         return "control"
@@ -80,21 +82,11 @@ def pipe_of(opcode: str) -> str:
 
 @dataclass
 class Costs:
-    """Arrays over the machine instructions of a kernel; one more entry for events that have none."""
+    """Rows for the machine instructions of a kernel; one more for events that have none. Columns: clock/replay.py."""
 
-    kind: np.ndarray
-    pipe: np.ndarray
-    interval: np.ndarray
-    latency: np.ndarray
-    read_at: np.ndarray
-    read_of: np.ndarray
-    write_at: np.ndarray
-    write_of: np.ndarray
-    units: np.ndarray
-    extra: np.ndarray
-    port: np.ndarray  # shared-memory cycles of a product
-    tensor: np.ndarray
-    heavy: np.ndarray  # of the pipes that a product under way is slowed down by
+    ints: np.ndarray
+    values: np.ndarray
+    accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes of a lane
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
@@ -105,120 +97,133 @@ def product(opcode: str, text: str) -> tuple[float, float]:
     return n / 2, (32 * n + (0 if in_registers else 2048)) / 128
 
 
+LATENCIES = (
+    ("MUFU", "latency.mufu"),
+    ("SHFL", "latency.shfl"),
+    ("LDS", "latency.lds"),
+    ("S2R", "latency.s2r"),
+    ("S2UR", "latency.s2r"),
+    ("R2UR", "latency.r2ur"),
+    ("LDC", "latency.ldc"),
+    ("ULDC", "latency.ldc"),
+    ("LDL", "load.l1"),
+    ("ATOMS", "latency.atoms"),
+    ("HMMA", "latency.hmma"),
+    ("VOTE", "latency.vote"),
+    ("REDUX", "latency.redux"),
+    ("F2FP", "latency.pack"),
+    ("SYNCS.PHASECHK", "mbarrier.try"),
+)
+
+
 def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
-    for prefix, name in (
-        ("MUFU", "latency.mufu"),
-        ("SHFL", "latency.shfl"),
-        ("LDS", "latency.lds"),
-        ("LDSM", "latency.lds"),
-        ("S2R", "latency.s2r"),
-        ("S2UR", "latency.s2r"),
-        ("R2UR", "latency.r2ur"),
-        ("LDC", "latency.ldc"),
-        ("ULDC", "latency.ldc"),
-        ("LDL", "load.l1"),
-        ("ATOMS", "latency.atoms"),
-        ("HMMA", "latency.hmma"),
-        ("VOTE", "latency.vote"),
-        ("REDUX", "latency.redux"),
-        ("F2FP", "latency.pack"),
-    ):
+    for prefix, name in LATENCIES:
         if opcode.startswith(prefix):
             return gpu[name]
-    if pipe == "uniform":
-        return gpu["latency.uniform"]
-    if pipe == "convert":
-        return gpu["latency.convert"]
-    return gpu["latency.alu"]
+    return gpu[f"latency.{pipe}" if pipe in ("uniform", "convert") else "latency.alu"]
+
+
+def _width(op: str) -> int:
+    """Bytes of a lane."""
+    if op.startswith(("LDSM", "STSM")):
+        return 4 * (int(op[-1]) if op[-1] in "24" else 1)
+    return 16 if ".128" in op else 8 if ".64" in op else 4
+
+
+def _kind(ins: Sass) -> tuple[int, float, float, float]:
+    """(kind, units, extra, port) of a machine instruction, as far as it says so itself."""
+    op = ins.opcode
+    if op.startswith(WARPGROUP_PRODUCTS):
+        units, port = product(op, ins.text)
+        return replay.PRODUCT, units, float("gsb0" in ins.text), port
+    if op.startswith("WARPGROUP.DEPBAR"):
+        return replay.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
+    if op.startswith("LDS") and ins.guarded and ins.text == "RZ, [RZ]":
+        return replay.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
+    if op.startswith(("LDS", "STS", "ATOMS")):
+        return replay.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
+    if op.startswith(("LDG.", "LD.", "ATOMG", "ATOM.")):
+        return replay.READ, 32 * _width(op), 0, 0
+    if op.startswith(("STG", "ST.", "RED")) and not op.startswith("REDUX"):
+        return replay.WRITE, 32 * _width(op), 0, 0
+    if op.startswith(("LDL", "STL")):
+        return replay.READ if op.startswith("LDL") else replay.WRITE, 0, 0, 0
+    if op.startswith(("LDTM", "STTM")):
+        found = re.search(r"\.x(\d+)", op)
+        return replay.TENSOR_READ if op[0] == "L" else replay.TENSOR_WRITE, 128 * int(found[1] if found else 1), 0, 0
+    if op.startswith(("BRA", "BRX")) and not ins.guarded:
+        return replay.TAKEN, 0, 0, 0
+    if op.startswith("MEMBAR"):
+        return replay.MEMBAR, 0, 0, 0
+    return replay.PLAIN, 0, 0, 0
+
+
+def _interval(op: str, pipe: str, gpu: Gpu) -> float:
+    if op.startswith(("FFMA2", "FADD2", "FMUL2")):
+        return gpu["interval.fma2"]
+    if op.startswith(WARPGROUP_PRODUCTS):
+        return gpu["product.issue"]
+    if op.startswith("MEMBAR"):
+        return gpu["membar"]
+    if op.startswith(("STS", "STG")) and _width(op) > 4:
+        return gpu["interval.store.128" if _width(op) == 16 else "interval.store.64"]
+    if op.startswith("HMMA") and "1688" in op and "16816" not in op:
+        return gpu["interval.hmma"] / 2
+    return gpu[f"interval.{pipe}"]
+
+
+def _beside(op: str, pipe: str, gpu: Gpu) -> float:
+    if not gpu.arch.startswith("sm_90"):  # accumulators are not in registers
+        return 1.0
+    key = "beside.logic" if op.startswith(("LOP3", "SHF", "PRMT")) else f"beside.{pipe}"
+    return gpu[key] if key in gpu.values else 1.0
+
+
+def fixed_costs(code: Code, gpu: Gpu) -> Costs:
+    """What does not depend on a run."""
+    r = replay
+    n = len(code.instructions) + 1
+    ints, values = np.zeros((n, 7), np.int64), np.zeros((n, 8))
+    ints[-1, [r.STALL, r.SETS, r.HOLDS]] = 1, NONE, NONE
+    values[-1, [r.INTERVAL, r.LATENCY, r.BESIDE]] = 1, 4, 1
+    accesses = []
+    for i, ins in enumerate(code.instructions):
+        op, name = ins.opcode, pipe_of(ins.opcode)
+        kind, units, extra, port = _kind(ins)
+        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0
+        narrow = f"product.rs.{round(2 * units)}"
+        if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
+            units = gpu[narrow]
+        heavy = float(name in ("fma", "imad"))
+        values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu), heavy,
+                     port, 0)  # fmt: skip
+        if kind in (r.SHARED, r.READ, r.WRITE) and not op.startswith(("LDL", "STL")):
+            accesses.append((i, ins.line, _width(op)))
+    return Costs(ints, values, accesses)
 
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
     """l1: share of the sectors asked for again that are found in L1."""
-    n = len(code.instructions) + 1
-    kind, pipe = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    interval, latency = np.ones(n), np.full(n, 4.0)
-    units, extra, port, tensor = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.int64)
-    heavy = np.zeros(n)
-    read_at, write_at = [0], [0]
-    read_of: list[int] = []
-    write_of: list[int] = []
-    shared_line: dict[int, int] = {}
-    for ins in code.instructions:  # several machine instructions may share what a PTX line does
-        if ins.opcode.startswith(("LDS", "STS", "LDG", "STG", "LD.", "ST.", "ATOM", "RED")):
-            shared_line[ins.line] = shared_line.get(ins.line, 0) + 1
-    for i, ins in enumerate(code.instructions):
-        name = pipe_of(ins.opcode)
-        pipe[i] = PIPES.index(name)
-        interval[i] = gpu[f"interval.{name}"]
-        latency[i] = latency_of(ins.opcode, gpu, name)
-        op = ins.opcode
-        if op.startswith(("FFMA2", "FADD2", "FMUL2")):
-            interval[i] = gpu["interval.fma2"]
-        heavy[i] = float(name in ("fma", "imad"))
-        if op.startswith(WARPGROUP_PRODUCTS):
-            kind[i] = replay.PRODUCT
-            units[i], port[i] = product(op, ins.text)
-            extra[i] = float("gsb0" in ins.text)
-            interval[i] = gpu["product.issue"]
-        elif op.startswith("WARPGROUP.DEPBAR"):
-            kind[i] = replay.PRODUCT_WAIT
-            extra[i] = int(ins.text.split(",")[-1].strip(), 0)
-        elif op.startswith(("LDS", "STS", "LDSM", "STSM", "ATOMS")):
-            kind[i] = replay.SHARED
-            found = access.get(ins.line)
-            width = 4 if ".128" in op else 2 if ".64" in op else 1
-            if op.startswith(("LDSM", "STSM")):
-                width = int(op[-1]) if op[-1] in "24" else 1
-            # What the addresses say, shared out over the machine instructions of the line; at least the bytes.
-            known = found.units / found.looks / max(1, min(shared_line[ins.line], 8)) if found and found.looks else 0
-            units[i] = max(known if found and found.space == "shared" else 0, width)
-            latency[i] = gpu["latency.lds"]
-        elif op.startswith(("LDG", "LD.", "ATOMG", "ATOM.")) and not op.startswith(("LDGSTS", "LDGDEPBAR")):
-            kind[i] = replay.READ
-            found = access.get(ins.line)
-            width = 16 if ".128" in op else 8 if ".64" in op else 4
-            units[i] = 32 * width
-            if found and found.looks:
-                fetched = found.missed + (1 - l1) * (found.units - found.missed)
-                units[i] = 32 * fetched / found.looks / max(1, shared_line[ins.line])
-            if found and found.tensors:
-                tensor[i] = max(found.tensors, key=found.tensors.get)
-        elif op.startswith(("STG", "ST.", "RED")):
-            kind[i] = replay.WRITE
-            found = access.get(ins.line)
-            width = 16 if ".128" in op else 8 if ".64" in op else 4
-            units[i] = (
-                32 * found.units / found.looks / max(1, shared_line[ins.line]) if found and found.looks else 32 * width
-            )
-        elif op.startswith(("LDTM", "STTM")):
-            kind[i] = replay.TENSOR_READ if op.startswith("LDTM") else replay.TENSOR_WRITE
-            found_n = re.search(r"\.x(\d+)", op)
-            units[i] = 128 * (int(found_n[1]) if found_n else 1)
-        elif op.startswith(("BRA", "BRX")) and not ins.guarded:
-            kind[i] = replay.TAKEN
-        elif op.startswith("MEMBAR"):
-            interval[i] = gpu["membar"]
-            kind[i] = replay.TAKEN
-        elif op.startswith("HMMA"):
-            interval[i] = gpu["interval.hmma"] * (0.5 if "1688" in op and "16816" not in op else 1)
-        read_of += ins.reads
-        write_of += ins.writes
-        read_at.append(len(read_of))
-        write_at.append(len(write_of))
-    read_at.append(len(read_of))
-    write_at.append(len(write_of))
-    return Costs(
-        kind,
-        pipe,
-        interval,
-        latency,
-        np.array(read_at),
-        np.array(read_of or [0]),
-        np.array(write_at),
-        np.array(write_of or [0]),
-        units,
-        extra,
-        port,
-        tensor,
-        heavy,
-    )
+    r = replay
+    fixed = code.costs.get(gpu.name)
+    if fixed is None:
+        fixed = code.costs[gpu.name] = fixed_costs(code, gpu)
+    ints, values = fixed.ints.copy(), fixed.values.copy()
+    for i, line, width in fixed.accesses:
+        found = access.get(line)
+        if found is None or not found.looks:
+            continue
+        kind = ints[i, r.KIND]
+        # Machine instructions that a PTX instruction became: a wide one is cut in pieces.
+        each = found.looks * max(1, round(found.bytes / found.looks / (32 * width)))
+        if kind == r.SHARED:
+            if found.space == "shared":
+                values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])
+        elif kind == r.READ:
+            fetched = found.missed + (1 - l1) * (found.units - found.missed)
+            values[i, r.UNITS], values[i, r.LINES] = 32 * fetched / each, found.lines / each
+            if found.tensors:
+                ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
+        else:
+            values[i, r.UNITS] = 32 * found.units / each
+    return Costs(ints, values, fixed.accesses)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from softsm.clock import trace as tr
+from softsm.clock.loops import machine_depths
 from softsm.clock.sass import Code
 
 ANCHORS = {
@@ -40,7 +41,7 @@ ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS))
 
 @dataclass
 class Streams:
-    """One array for all warps of a cluster: machine instructions in order, and the event of each (or -1)."""
+    """Of each warp of a cluster: machine instructions in order, and the event of each (or -1)."""
 
     instructions: list[np.ndarray] = field(default_factory=list)
     events: list[np.ndarray] = field(default_factory=list)  # number of the first event at that instruction
@@ -48,11 +49,28 @@ class Streams:
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # kind, a, b, c
 
 
+@dataclass
+class Path:
+    """The machine instructions of one way through the program; `events` counts from the first event of the warp."""
+
+    instructions: np.ndarray
+    events: np.ndarray
+    counts: np.ndarray
+    order: np.ndarray  # the warp's events in the order of the instructions
+
+
+def lowering_of(code: Code, blocks: tr.Blocks) -> Lowering:
+    if code.lowering is None:
+        code.lowering = Lowering(code, blocks)
+    return code.lowering
+
+
 class Lowering:
     def __init__(self, code: Code, blocks: tr.Blocks):
         self.code, self.blocks = code, blocks
         self.pseudo = len(code.instructions)  # an event without an instruction of its own
         homes: dict[int, list[int]] = defaultdict(list)
+        part_of: dict[int, Counter] = defaultdict(Counter)  # PTX block -> homes of the machine code with its lines
         for number, block in enumerate(code.blocks):
             votes: Counter = Counter()
             for i in block:
@@ -60,9 +78,29 @@ class Lowering:
                 if ins.line:
                     votes[blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
             if votes:
-                homes[max(votes, key=lambda b: (votes[b], -b))].append(number)
+                home = max(votes, key=lambda b: (votes[b], -b))
+                homes[home].append(number)
+                for b, n in votes.items():
+                    part_of[b][home] += n
+        self.once = self._unrolled(homes, part_of)
         self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
-        self.variants: dict[tuple, tuple] = {}
+        self.variants: dict[tuple, Path] = {}
+
+    def _unrolled(self, homes: dict[int, list[int]], part_of: dict[int, Counter]) -> dict[int, int]:
+        """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
+        them. It is in fewer loops than the PTX block. What comes before and behind the loop may be part of it."""
+        machine = machine_depths(self.code)
+        out: dict[int, int] = {}
+        for home, numbers in homes.items():
+            largest = max(len(self.code.blocks[n]) for n in numbers)
+            deepest = max(machine[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest)
+            if deepest < self.blocks.loops[home] and largest >= 16:
+                out[home] = home
+        for b, votes in part_of.items():
+            home = max(votes, key=lambda h: votes[h])
+            if home in out:
+                out[b] = home
+        return out
 
     def _tried_again(self, numbers: list[int]) -> set[int]:
         """Blocks that only try a wait again, behind all other code. They have the line of the try_wait, the first try
@@ -168,59 +206,74 @@ class Lowering:
             return np.array(out, np.int32), [moved[n] for n in range(len(events))]
         return part, found
 
-    def _variant(self, home: int, single: bool, events: tuple) -> tuple[np.ndarray, list[int]]:
+    def _variant(self, home: int, single: bool, events: tuple) -> Path:
         key = (home, single, events)
-        if key not in self.variants:
+        found = self.variants.get(key)
+        if found is None:
             part = self.parts.get(home)
             if part is None:
                 base = np.zeros(0, np.int32)
             else:
                 base = part[2] if single and part[2] is not None else part[0]
-            self.variants[key] = self._anchors(home, base, events) if events else (base, [])
-        return self.variants[key]
+            base, places = self._anchors(home, base, events) if events else (base, [])
+            at, count = np.full(len(base), -1, np.int32), np.zeros(len(base), np.int32)
+            order = sorted(range(len(events)), key=lambda k: places[k])
+            for n, k in enumerate(order):
+                if at[places[k]] < 0:
+                    at[places[k]] = n
+                count[places[k]] += 1
+            found = self.variants[key] = Path(base, at, count, np.array(order, np.int64))
+        return found
+
+    def _path(self, blocks: list[int], marks: list[int], events: list[tuple[int, int]]) -> Path:
+        """events: (PTX line, kind)"""
+        parts: list[Path] = []
+        begins: list[int] = []  # of the events of each part
+        ends = [*marks[1:], len(events)]
+        n, total = 0, len(blocks)
+        while n < total:
+            home = self.once.get(blocks[n], blocks[n])
+            begin = marks[n]
+            single = False
+            if home in self.once:
+                while n < total and self.once.get(blocks[n]) == home:
+                    n += 1
+            else:
+                turns = self.parts[home][1] if home in self.parts else 1
+                single = turns > 1
+                if single and n + turns <= total and all(x == home for x in blocks[n : n + turns]):
+                    n, single = n + turns, False
+                else:
+                    n += 1
+            parts.append(self._variant(home, single, tuple(events[begin : ends[n - 1]])))
+            begins.append(begin)
+        if not parts:
+            return Path(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.int64))
+        first = np.repeat(begins, [len(x.instructions) for x in parts])
+        at = np.concatenate([x.events for x in parts])
+        return Path(
+            np.concatenate([x.instructions for x in parts]),
+            np.where(at >= 0, at + first, -1).astype(np.int32),
+            np.concatenate([x.counts for x in parts]),
+            np.concatenate([x.order + b for x, b in zip(parts, begins)]),
+        )
 
     def streams(self, cluster: tr.ClusterTrace) -> Streams:
         out = Streams()
-        table: list[tuple] = []
+        paths: dict[tuple, Path] = {}  # warps of a role mostly go one way
+        tables: list[np.ndarray] = [np.zeros((0, 4))]
+        first = 0
         for warp in cluster.warps:
-            parts, ids, numbers = [], [], []
-            ends = [*warp.marks[1:], len(warp.events)]
-            n, total = 0, len(warp.blocks)
-            while n < total:
-                home = warp.blocks[n]
-                turns = self.parts[home][1] if home in self.parts else 1
-                single = turns > 1
-                if single and all(x == home for x in warp.blocks[n : n + turns]) and n + turns <= total:
-                    first, end, n, single = warp.marks[n], ends[n + turns - 1], n + turns, False
-                else:
-                    first, end, n = warp.marks[n], ends[n], n + 1
-                events = tuple((e[0], e[1]) for e in warp.events[first:end])
-                part, places = self._variant(home, single, events)
-                parts.append(part)
-                if not events:
-                    ids.append(None)
-                    numbers.append(len(part))
-                    continue
-                at = np.full(len(part), -1, np.int32)
-                count = np.zeros(len(part), np.int32)
-                order = sorted(range(len(events)), key=lambda k: places[k])
-                for k in order:
-                    if at[places[k]] < 0:
-                        at[places[k]] = len(table)
-                    count[places[k]] += 1
-                    table.append(warp.events[first + k][1:])
-                ids.append((at, count))
-                numbers.append(len(part))
-            out.instructions.append(np.concatenate(parts) if parts else np.zeros(0, np.int32))
-            out.events.append(
-                np.concatenate([np.full(k, -1, np.int32) if x is None else x[0] for x, k in zip(ids, numbers)])
-                if parts
-                else np.zeros(0, np.int32)
-            )
-            out.counts.append(
-                np.concatenate([np.zeros(k, np.int32) if x is None else x[1] for x, k in zip(ids, numbers)])
-                if parts
-                else np.zeros(0, np.int32)
-            )
-        out.table = np.array(table, np.float64).reshape(-1, 4)
+            kinds = [e[:2] for e in warp.events]
+            key = (tuple(warp.blocks), tuple(warp.marks), tuple(kinds))
+            path = paths.get(key)
+            if path is None:
+                path = paths[key] = self._path(warp.blocks, warp.marks, kinds)
+            out.instructions.append(path.instructions)
+            out.events.append(np.where(path.events >= 0, path.events + first, -1).astype(np.int32))
+            out.counts.append(path.counts)
+            if warp.events:
+                tables.append(np.array(warp.events, np.float64)[path.order, 1:])
+                first += len(warp.events)
+        out.table = np.concatenate(tables)
         return out

@@ -11,7 +11,7 @@ import numpy as np
 from softsm.clock import costs as cs
 from softsm.clock import replay
 from softsm.clock.follow import CannotFollow, branch_on_atomic
-from softsm.clock.lower import Lowering, Streams
+from softsm.clock.lower import Lowering, Streams, lowering_of
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
 from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
@@ -132,7 +132,7 @@ class Model:
         self.trace, self.gpu = trace, gpu
         self._follow()
         self.code = code_of(trace.source, trace.arch)
-        self.lowering = Lowering(self.code, trace.blocks)
+        self.lowering = lowering_of(self.code, trace.blocks)
         self.streams = [self.lowering.streams(c) for c in trace.clusters]
         self.occupancy = occupancy(trace, self.code)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share())
@@ -180,14 +180,11 @@ class Model:
             bar_arrival=g["bar.arrival"],
             tma_issue=g["tma.issue"],
             tma_interval=g["tma.interval"],
-            port_bytes=128,
-            lds_latency=g["latency.lds"],
             mma_issue=g["mma.issue"],
             mma_tail=g["mma.tail"],
             tmem_rate=g["tmem.rate"],
             tmem_latency=g["tmem.latency"],
             cta_gap=g["cta.gap"],
-            queue=0,
             tma_port=g["tma.port"],
             l1_latency=g["load.l1"],
             store_cycle=0,
@@ -201,44 +198,39 @@ class Model:
             sm_byte=1 / g["sm.rate"],
             product_wait=g["product.wait"],
             product_wide=g["product.wide"],
-            cp_port=g["cp.port"],
             gather_interval=g["tma.gather"],
             lds_beside=g["beside.lds"],
+            operands=g["operands"],
+            jump_near=g["code.near"],
+            jump_far=g["code.far"],
+            cp_line=g["copy.line"],
+            load_line=g["load.line"],
         )
         return np.array([named[n] for n in replay.NAMES], np.float64)
 
-    def memory(self, clock: float, active: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """(cycles a byte, latencies) of each tensor on one multiprocessor; cycles a byte written."""
+    def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
+        """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
-        cost, delay = [], []
+        rows = []
         for s in [*self.sources, Source("none", 0)]:
             per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
             if s.device:
                 per = max(per, s.device * active * clock / g["hbm.rate"])
-            cost.append(per)
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
             far = min(1.0, s.device * self.together(s, active))
             if s.random:  # a wait is for many rows: the slowest counts
                 far = 1 - (1 - s.device) ** BATCH
             ways = ("load", "tma", "queue")
-            delay.append([clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways])
+            # What is in L2 overtakes what is not: two queues.
+            queue = replay.DEVICE_FREE if far > 0.5 else replay.L2_FREE
+            rows.append([per, *(clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways), queue])
         write = active * clock / g["hbm.write"]
-        return np.array(cost), np.array(delay), max(write, 1 / g["sm.write"])
+        return np.array(rows), max(write, 1 / g["sm.write"])
 
     def drained(self, written: float) -> float:
         """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it
         (benchmarks/microbench); little is kept there."""
         return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
-
-    def beside(self) -> np.ndarray:
-        """How much longer each instruction holds its pipe while a product is under way."""
-        out = np.ones(len(self.costs.pipe))
-        if self.trace.arch.startswith("sm_90"):  # accumulators in registers
-            for i, ins in enumerate(self.code.instructions):
-                logic = ins.opcode.startswith(("LOP3", "SHF", "PRMT"))
-                key = "beside.logic" if logic else f"beside.{cs.PIPES[self.costs.pipe[i]]}"
-                out[i] = self.gpu[key] if key in self.gpu.values else 1.0
-        return out
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
@@ -274,20 +266,13 @@ class Model:
 
     def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0) -> Run:
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other."""
-        c, trace = self.costs, self.trace
-        cost, delay, write = self.memory(clock, active)
+        trace = self.trace
+        memory, write = self.memory(clock, active)
         p = self.parameters(clock)
         p[replay.P["store_cycle"]] = write
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         each = -(-trace.threads // 32)
-        nexts, begins = [], []
-        base = 0
-        for q in queues:
-            for k in range(len(q)):
-                nexts.append(base + k + 1 if k + 1 < len(q) else -1)
-                begins.append(0.0 if k == 0 else -1.0)
-            base += len(q)
         s_ins, s_ev, s_cnt, tables = [], [], [], []
         at, events_at, placed = 0, 0, {}
         for n in sorted(set(order)):
@@ -295,31 +280,32 @@ class Model:
             spans = []
             for a, b, k in zip(streams.instructions, streams.events, streams.counts):
                 s_ins.append(a)
-                s_ev.append(np.where(b >= 0, b + events_at, -1).astype(np.int32))
+                s_ev.append(np.where(b >= 0, b + events_at, -1))
                 s_cnt.append(k)
                 spans.append((at, at + len(a)))
                 at += len(a)
             tables.append(streams.table)
             events_at += len(streams.table)
             placed[n] = spans
-        w_begin, w_end, w_sm, w_sched, w_inst, w_group, warps = [], [], [], [], [], [], []
-        first, last = [], []
+        warps: list[tuple[int, int]] = []
+        rows: list[tuple] = []  # of warps: position, end, multiprocessor, scheduler, instance, warpgroup
+        spans_of: list[tuple[int, int]] = []
         groups = 0
         for inst, n in enumerate(order):
-            first.append(len(w_begin))
-            top = 0
+            first, top = len(rows), 0
             for k, w in enumerate(trace.clusters[n].warps):
-                w_begin.append(placed[n][k][0])
-                w_end.append(placed[n][k][1])
-                w_sm.append(w.cta)
-                w_sched.append(4 * w.cta + (places[inst] * each + w.index) % 4)  # small CTAs share the schedulers
-                w_inst.append(inst)
-                w_group.append(groups + (w.cta * 64 + w.index) // 4)
-                top = max(top, (w.cta * 64 + w.index) // 4 + 1)
+                group = (w.cta * 64 + w.index) // 4
+                scheduler = 4 * w.cta + (places[inst] * each + w.index) % 4  # small CTAs share the schedulers
+                rows.append((*placed[n][k], w.cta, scheduler, inst, groups + group))
+                top = max(top, group + 1)
                 warps.append((inst, k))
             groups += top
-            last.append(len(w_begin))
-        barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
+            spans_of.append((first, len(rows)))
+        nexts, begins = [], []
+        for q in queues:
+            base = len(nexts)
+            nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
+            begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
         # The tensor number of loads that none is known for: the last entry.
         tensors = len(self.sources)
@@ -329,73 +315,27 @@ class Model:
             events[bad, 3] = tensors
             copies = (events[:, 0] == 8) & ((events[:, 1] < 0) | (events[:, 1] >= tensors))
             events[copies, 1] = tensors
-        tensor = np.where((c.tensor < 0) | (c.tensor >= tensors), tensors, c.tensor)
-        with_port = np.concatenate([cost, c.port])
-        kept = np.zeros((log, 6))
-        i64 = np.int64
-        status, start, end, stalls, busy, n_log, issued, w_pos = replay.simulate()(
-            c.kind,
-            c.pipe,
-            c.interval,
-            c.latency,
-            c.read_at.astype(i64),
-            c.read_of.astype(i64),
-            c.write_at.astype(i64),
-            c.write_of.astype(i64),
-            c.units,
-            tensor.astype(i64),
-            i64(len(cost)),
-            c.extra,
-            self.beside(),
-            c.heavy,
-            np.concatenate(s_ins).astype(np.int32),
-            np.concatenate(s_ev),
-            np.concatenate(s_cnt).astype(np.int32),
-            events,
-            np.array(w_begin, i64),
-            np.array(w_end, i64),
-            np.array(w_sm, i64),
-            np.array(w_sched, i64),
-            np.array(w_inst, i64),
-            np.array(w_group, i64),
-            np.array(first, i64),
-            np.array(last, i64),
-            np.array(nexts, i64),
-            np.array(begins),
-            i64(barriers),
-            with_port,
-            delay,
-            p,
-            i64(self.cluster),
-            kept,
-        )
-        if status:
-            raise CannotFollow(self._stuck(w_pos, w_end, s_ins, warps, order))
-        return Run(
-            self.code,
-            self.lowering,
-            self.streams,
-            trace.clusters,
-            warps,
-            order,
-            start,
-            end,
-            stalls,
-            busy,
-            issued,
-            kept[:n_log],
-            np.concatenate(s_ins),
-            np.concatenate(s_ev),
-            events,
-            np.array(w_begin),
-        )
+        ints = self.costs.ints
+        known = ints[:, replay.TENSOR]
+        known[(known < 0) | (known >= tensors)] = tensors
+        flat = (np.concatenate(x) for x in (s_ins, s_ev, s_cnt))
+        barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
+        state = replay.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
+                             np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
+                             log)  # fmt: skip
+        if replay.compiled()(*state):
+            raise CannotFollow(self._stuck(state, warps))
+        stalls = state.stalls.reshape(-1, replay.REASON_COUNT)
+        kept = state.log.reshape(-1, 6)[: state.count[0]]
+        return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
+                   stalls, state.busy, state.issued, kept, state.s_ins, state.s_ev, events,
+                   np.array(rows)[:, 0])  # fmt: skip
 
-    def _stuck(self, w_pos, w_end, s_ins, warps, order) -> str:
-        flat = np.concatenate(s_ins)
+    def _stuck(self, state: replay.State, warps: list[tuple[int, int]]) -> str:
         places = []
-        for w in range(len(w_pos)):
-            if w_pos[w] < w_end[w]:
-                i = int(flat[w_pos[w]])
+        for w, (pos, end) in enumerate(zip(state.w_pos.tolist(), state.w_end.tolist())):
+            if pos < end:
+                i = int(state.s_ins[pos])
                 line = self.code.instructions[i].line if i < len(self.code.instructions) else 0
                 opcode = self.code.instructions[i].opcode if i < len(self.code.instructions) else "an event"
                 places.append(f"warp {warps[w][1]} at PTX line {line} ({opcode})")
@@ -490,7 +430,7 @@ class Model:
         trace, g = self.trace, self.gpu
         window = float(run.end.max()) * self.cluster
         busy = {
-            "tensor core": run.busy[19] / window,
+            "tensor core": (run.busy[19] + run.busy[cs.PIPES.index("hmma")] / 4) / window,
             "exp": run.busy[cs.PIPES.index("mufu")] / (4 * window),
             "fma": run.busy[cs.PIPES.index("fma")] / (4 * window),
             "alu": run.busy[cs.PIPES.index("alu")] / (4 * window),
@@ -505,7 +445,7 @@ class Model:
         device = sum(s.asked * s.device for s in self.sources)
         written = sum(s.written for s in self.sources)
         roofline = {
-            "tensor core": run.busy[19] * scale / sms * us,
+            "tensor core": (run.busy[19] + run.busy[cs.PIPES.index("hmma")] / 4) * scale / sms * us,
             "exp": run.busy[cs.PIPES.index("mufu")] * scale / 4 / sms * us,
             "issue": run.busy[31] * scale / 4 / sms * us,
             "shared memory": run.busy[16] * scale / sms * us,

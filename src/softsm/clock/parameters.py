@@ -38,8 +38,10 @@ BPG = "CUDA Best Practices Guide 13.4"
 # An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP;
 # at the 1450 TFLOP/s that it publishes for 148 SMs that takes 3580 cycles of 1.965 GHz at most.
 FLASHMLA = "derived from deepseek-ai/FlashMLA, sm100 sparse prefill, 128 heads: 1450 TFLOP/s on a B200"
+HUE = "arXiv 2503.20481, Ampere to RTX Blackwell"
 LU = "arXiv 2402.13499 and 2501.12084, H800"
 OURS = "benchmarks/microbench, H200, 2026-11-15"
+STRIPS = "benchmarks/microbench, group strips, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
 
 
@@ -60,6 +62,8 @@ HOPPER = {
     "interval.half": _p(2.0, "cycles", OURS, "A", 1.1, 2.0),
     "interval.uniform": _p(2, "cycles", QRC, "C", 1, 4),
     "interval.memory": _p(4.0, "cycles", OURS, "A"),
+    "interval.store.64": _p(6.3, "cycles", STRIPS, "C", 4.2, 8.0),  # between 4.2 of 32 bits and that of 128
+    "interval.store.128": _p(10.45, "cycles", STRIPS, "A"),
     "interval.convert": _p(8.0, "cycles", OURS, "A"),
     "interval.pack": _p(2.0, "cycles", OURS, "A"),
     "interval.hmma": _p(6.3, "cycles", HUT, "A"),
@@ -78,8 +82,13 @@ HOPPER = {
     "latency.uniform": _p(6, "cycles", FGS, "C"),
     "latency.convert": _p(17.0, "cycles", OURS, "A"),
     "latency.pack": _p(4.1, "cycles", OURS, "A"),
+    "operands": _p(12, "cycles until a memory instruction has read its registers", HUE, "C", 9, 20),
     "membar": _p(9.1, "cycles", OURS, "A", 9, 94),
     "product.issue": _p(8, "cycles", FGS, "B", 4, 17),
+    "product.rs.8": _p(16.8, "cycles of a product with A in registers, N = 8", OURS, "A"),
+    "product.rs.16": _p(17.9, "cycles", OURS, "A"),
+    "product.rs.32": _p(21.9, "cycles", OURS, "A"),
+    "product.rs.64": _p(35.3, "cycles", OURS, "A"),
     "product.tail": _p(44.0, "cycles", OURS, "A", 40, 56),
     "product.wait": _p(10.0, "cycles", OURS, "A", 6, 11),  # groups of 1 to 8 products, wait 0 and wait 1
     "product.wide": _p(12.0, "cycles", OURS, "A", 11, 12),  # more of a tail with N = 256
@@ -95,7 +104,6 @@ HOPPER = {
     "tma.l2": _p(125.0, "ns", OURS, "B", 110, 180),
     "tma.hbm": _p(400.0, "ns", OURS, "B", 330, 480),
     "tma.port": _p(0.0, "share", OURS, "A", 0, 1),
-    "cp.port": _p(1.0, "share", "assumed; alone beside products 0 (group overlap): docs/timing.md", "D", 0, 1),
     "load.l1": _p(34, "cycles", LU, "B"),
     "load.l2": _p(140.0, "ns", OURS, "B", 130, 170),
     "load.hbm": _p(400.0, "ns", OURS, "A", 330, 500),  # 330 alone, 440 where all gather
@@ -122,6 +130,10 @@ HOPPER = {
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "queue.l2": _p(25, "ns", OURS, "B", 0, 50),
     "queue.hbm": _p(200, "ns", OURS, "B", 130, 260),
+    "copy.line": _p(1.63, "cycles of a 128-byte line", STRIPS, "B"),  # 16 rows of 32 bytes in 26 cycles
+    "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),
+    "code.near": _p(220, "cycles of a jump over 1.5 KB of code, L2 emptied", STRIPS, "A", 60, 240),  # 60 with a warm L2
+    "code.far": _p(480, "cycles of a jump over 8 KB", STRIPS, "A", 110, 480),
     "code.cold": _p(1.6, "cycles an instruction", OURS, "B", 1.0, 5.0),
     "beside.fma": _p(1.9, "times", OURS, "B", 1.3, 1.92),
     "beside.alu": _p(1.45, "times", OURS, "A"),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from softsm.clock import replay
 from softsm.clock import trace as tr
 from softsm.clock.model import Prediction, Run
-
-PRODUCT, COPY = 20, 21  # entries of the log that are not waits
+from softsm.clock.replay import LOG_COPY as COPY
+from softsm.clock.replay import LOG_PRODUCT as PRODUCT
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The machine code of a kernel: ptxas and nvdisasm of Triton's wheel, read as text.
 
 Every instruction knows the PTX line it came from (nvdisasm -gp). Nothing is executed here: instructions are counted,
-their registers and their order are what the model needs.
+their order, their pipes and what ptxas tells the scheduler about them are what the model needs.
 """
 
 from __future__ import annotations
@@ -14,45 +14,16 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from softsm.errors import SoftsmError
 
-# One number for every register a warp can wait for: R0.., UR0.., P0.., UP0..
-UNIFORM, PREDICATE, UNIFORM_PREDICATE, REGISTERS = 256, 320, 328, 336
-
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?);")
+_CODE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
 _LINE = re.compile(r'//## File ".nv_debug_ptx_txt", line (\d+)')
 _LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+|[A-Za-z_$][\w$.]*):")
-_REGISTER = re.compile(r"\b(UR|R|UP|P)(\d+)(\.64)?\b")
-_BASE = {"R": 0, "UR": UNIFORM, "P": PREDICATE, "UP": UNIFORM_PREDICATE}
-_NO_RESULT = (
-    "ST",
-    "RED",
-    "SYNCS.ARRIVE",
-    "UTMA",
-    "BAR",
-    "BRA",
-    "BRX",
-    "EXIT",
-    "NOP",
-    "WARP",
-    "DEPBAR",
-    "LDGDEPBAR",
-    "MEMBAR",
-    "FENCE",
-    "LDGSTS",
-    "ARRIVES",
-    "UTC",
-    "CCTL",
-    "ERRBAR",
-    "BSYNC",
-    "UBLK",
-    "USETMAXREG",
-    "NANOSLEEP",
-    "UCGABAR",
-    "R2P",
-)
 WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+NONE, SCOREBOARDS = 7, 6
 ENDS = ("BRA", "BRX", "EXIT", "RET", "CALL", "BREAK", "JMP")
 
 
@@ -67,8 +38,10 @@ class Sass:
     text: str
     line: int  # of the PTX; 0 if unknown
     guarded: bool
-    writes: tuple[int, ...]
-    reads: tuple[int, ...]
+    stall: int = 1  # cycles until the warp may issue the next one
+    sets: int = NONE  # the scoreboard that is up until the result is there
+    holds: int = NONE  # the one that is up until the operands have been read
+    waits: int = 0  # the scoreboards that must be down, as bits
     block: int = 0
 
 
@@ -79,6 +52,8 @@ class Code:
     registers: int
     spills: int  # bytes stored
     labels: dict[str, int] = field(default_factory=dict)
+    costs: dict = field(default_factory=dict)  # by the name of a GPU: clock/costs.py
+    lowering: Any = None  # clock/lower.py
 
 
 def tool(name: str, arch: str) -> str:
@@ -105,7 +80,7 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
     """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
     from softsm.engine.build import cache_folder
 
-    key = hashlib.sha256(f"{_version()} {arch}\n{ptx}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
     kept = cache_folder() / "sass" / f"{key}.json"
     if kept.exists():
         return tuple(json.loads(kept.read_text()))  # type: ignore[return-value]
@@ -126,7 +101,7 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ToolError(f"ptxas: {done.stderr.strip()[:500]}")
-        text = subprocess.run([tool("nvdisasm", arch), "-c", "-gp", str(cubin)], capture_output=True, text=True)
+        text = subprocess.run([tool("nvdisasm", arch), "-c", "-gp", "-hex", str(cubin)], capture_output=True, text=True)
         if text.returncode:
             raise ToolError(f"nvdisasm: {text.stderr.strip()[:500]}")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -136,71 +111,10 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
     return text.stdout, done.stderr
 
 
-def registers_of(opcode: str, operands: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(written, read) as numbers of REGISTERS."""
-    parts = _split(operands)
-    no_result = opcode.startswith(_NO_RESULT)
-    writes: list[int] = []
-    reads: list[int] = []
-    first = 0
-    if not no_result and parts:
-        while first < len(parts):
-            found = re.fullmatch(r"(UR|R|UP|P)(\d+|Z|T)(\.64)?", parts[first])
-            if found is None or (
-                first
-                and found[1] in ("R", "UR")
-                and not (opcode.startswith("LOP3") and first == 1 and parts[0][0] == "P")
-            ):
-                break
-            if found[2].isdigit():
-                width = _width(opcode, True) if found[1] in ("R", "UR") else 1
-                writes += range(_BASE[found[1]] + int(found[2]), _BASE[found[1]] + int(found[2]) + width)
-            first += 1
-            if found[1] in ("P", "UP") and opcode.startswith(("SEL", "FSEL", "SHFL")) and first > 1:
-                break
-    for n, part in enumerate(parts[first:], first):
-        for kind, number, wide in _REGISTER.findall(part):
-            at = _BASE[kind] + int(number)
-            width = 2 if wide else 1
-            if kind == "R" and "[" not in part:
-                width = _width(opcode, False) if n == len(parts) - 1 or opcode.startswith(WARPGROUP_PRODUCTS) else 1
-            if opcode.startswith(WARPGROUP_PRODUCTS) and (kind != "R" or n != 1):
-                continue  # descriptors are written long before, the accumulator belongs to the tensor core
-            reads += range(at, at + width)
-    if opcode.startswith(WARPGROUP_PRODUCTS):
-        writes = []
-    return tuple(dict.fromkeys(x for x in writes if x < REGISTERS)), tuple(
-        dict.fromkeys(x for x in reads if x < REGISTERS)
-    )
-
-
-def _split(operands: str) -> list[str]:
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(operands):
-        depth += (c in "[({") - (c in "])}")
-        if c == "," and depth == 0:
-            parts.append(operands[start:i].strip())
-            start = i + 1
-    last = operands[start:].strip()
-    return [*parts, last] if last else parts
-
-
-def _width(opcode: str, result: bool) -> int:
-    """Registers of a result, or of the data of a store."""
-    if opcode.startswith(WARPGROUP_PRODUCTS):
-        return 4
-    if not result and not opcode.startswith("ST"):
-        return 1
-    if opcode.startswith(("LDSM", "STSM", "LDTM", "STTM")):
-        found = re.search(r"\.x(\d+)", opcode)
-        if found:
-            return int(found[1])
-        return int(opcode[-1]) if opcode[-1] in "24" else 1
-    if ".128" in opcode:
-        return 4
-    if ".64" in opcode or ".WIDE" in opcode or opcode == "CS2R" or opcode.startswith(("D", "UIMAD.WIDE")):
-        return 2
-    return 1
+def control(code: int) -> tuple[int, int, int, int]:
+    """(stall, sets, holds, waits): what ptxas wrote into the upper half of an instruction for the scheduler. Not
+    documented; the same from Volta to Blackwell (arXiv 1804.06826, 2503.20481)."""
+    return code >> 41 & 15, code >> 46 & 7, code >> 49 & 7, code >> 52 & 63
 
 
 def read(text: str, report: str) -> Code:
@@ -208,21 +122,23 @@ def read(text: str, report: str) -> Code:
     labels: dict[str, int] = {}
     line = 0
     leaders = {0}
+    upper = False  # the next row has the upper half of an instruction
     for row in text.splitlines():
         if found := _LINE.search(row):
             line = int(found[1])
+        elif upper and (found := _CODE.search(row)):
+            ins = instructions[-1]
+            ins.stall, ins.sets, ins.holds, ins.waits = control(int(found[1], 16))
+            upper = False
         elif found := _LABEL.match(row):
             labels[found[1]] = len(instructions)
             leaders.add(len(instructions))
         elif found := _INSTRUCTION.match(row):
             _, guard, opcode, operands = found.groups()
-            writes, reads = registers_of(opcode, operands)
-            if guard and guard.strip("!")[-1] != "T":
-                kind = "UP" if guard.lstrip("!").startswith("U") else "P"
-                reads = (*reads, _BASE[kind] + int(guard.strip("!UP")))
-            instructions.append(Sass(len(instructions), opcode, operands.strip(), line, bool(guard), writes, reads))
+            instructions.append(Sass(len(instructions), opcode, operands.strip(), line, bool(guard)))
             if opcode.split(".")[0] in ENDS:
                 leaders.add(len(instructions))
+            upper = _CODE.search(row) is not None
     while instructions and instructions[-1].opcode in ("NOP", "BRA"):  # padding behind the code
         instructions.pop()
     edges = sorted(x for x in leaders if x < len(instructions))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from softsm.clock import replay
 from softsm.clock.model import Prediction
+from softsm.clock.replay import LOG_COPY as COPY
+from softsm.clock.replay import LOG_PRODUCT as PRODUCT
 from softsm.clock.validated import statement
 from softsm.report.recording import Clock, Launch, Recorder, Track
-
-PRODUCT, COPY = 20, 21  # kinds of entries of the log beside the reasons of waits
 
 
 def recorded(p: Prediction) -> Recorder:

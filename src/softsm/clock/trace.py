@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from softsm.clock.accesses import Access, Looks
 from softsm.clock.follow import CannotFollow
+from softsm.clock.loops import depths
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.scheduler import Machine
@@ -42,10 +44,6 @@ from softsm.report.roles import role_of
     CLUSTER_WAIT,
     GATHER,
 ) = range(17)
-SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
-GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
-LOOKS = 400  # at the addresses of one instruction
-L1_BYTES = 200 << 10
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
 
@@ -61,6 +59,7 @@ class Blocks:
     of_line: dict[int, int]  # PTX line -> block
     lines: list[int]  # sorted keys of of_line
     labels: list[int] = field(default_factory=list)  # lines of the PTX where a label stands
+    loops: list[int] = field(default_factory=list)  # around each block
 
     def at(self, pc: int) -> int:
         return bisect.bisect_right(self.starts, pc) - 1
@@ -106,7 +105,21 @@ def blocks_of(program, macro_at, source: str) -> Blocks:
     of_line: dict[int, int] = {}
     for i, ins in enumerate(program.instructions):
         of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
-    return Blocks(starts, of_line, sorted(of_line), labels_of(source))
+    return Blocks(starts, of_line, sorted(of_line), labels_of(source), _loops(program, starts, branches))
+
+
+def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[int]:
+    def at(pc: int) -> int:
+        return bisect.bisect_right(starts, pc) - 1
+
+    leaders = set(starts)
+    edges = [(at(i), at(target)) for i, target in branches if target in leaders]
+    tables = {t for table in program.branch_tables for t in table}
+    for n, end in enumerate([x - 1 for x in starts[1:]]):
+        last = program.instructions[end]
+        if last.guard is not None or last.opcode not in ("bra", "ret", "exit", "brx"):
+            edges.append((n, n + 1))
+    return depths(len(starts), edges, {0, *map(at, tables)})
 
 
 @dataclass
@@ -120,25 +133,8 @@ class WarpTrace:
     retry: int = -1  # the record that it will try again
 
 
-def _counts() -> dict:
-    return defaultdict(int)
-
-
 def _lists() -> dict:
     return defaultdict(list)
-
-
-@dataclass
-class Access:
-    """One memory instruction, by PTX line: sums over the looks that were taken."""
-
-    looks: int = 0
-    executed: int = 0
-    units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
-    missed: int = 0  # sectors that the CTA had not asked for before
-    bytes: int = 0
-    space: str = "shared"
-    tensors: dict = field(default_factory=_counts)
 
 
 @dataclass
@@ -151,7 +147,7 @@ class ClusterTrace:
     barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
     names: list[str] = field(default_factory=list)
     instructions: int = 0
-    traffic: dict = field(default_factory=_counts)  # (tensor, 'read' | 'write') -> bytes
+    traffic: dict = field(default_factory=Counter)  # (tensor, 'read' | 'write') -> bytes
     starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
 
 
@@ -174,6 +170,14 @@ class LaunchTrace:
     tensors: list[tuple[str, int]]  # name, bytes
     samples: list[int]
     total: int  # clusters of the grid
+
+
+def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
+    """Addresses of the active lanes."""
+    values = register.tolist()
+    if active == 0xFFFFFFFF:
+        return [a + offset for a in values]
+    return [a + offset for k, a in enumerate(values) if active >> k & 1]
 
 
 class TracingEngine(AsyncEngine):
@@ -238,9 +242,7 @@ class TracingMachine(Machine):
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
         self.known: dict = {}  # mbarrier -> (ClusterTrace, number)
-        self.access: dict[int, Access] = {}
         self.roles: dict[int, str] = {}  # by record
-        self.touched: dict = defaultdict(set)  # CTA -> 128-byte lines
         shape = [-(-g // c) for g, c in zip(self.grid, self.cluster_shape)]
         self.total = self.left
         self.samples = self.timer.choose(shape, self.total)
@@ -251,26 +253,26 @@ class TracingMachine(Machine):
         memory = self.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.traces: list[ClusterTrace] = []
-        self._prepare(arguments)
+        self._prepare()
 
-    def _prepare(self, arguments) -> None:
+    def _prepare(self) -> None:
         code = self.program.code
-        ops = code[:, 0]
-        self.is_branch = ops == pg.OP_BRA
-        self.is_memory = np.isin(ops, SHARED_ACCESS + GLOBAL_ACCESS)
+        self.looks = Looks(self.program)
+        self.is_branch = code[:, 0] == pg.OP_BRA
         self.leader = np.zeros(len(code) + 1, bool)
         self.leader[self.blocks.starts] = True
-        self.looks = np.zeros(len(code), np.int64)
         self._refresh()
         self.inner = self.run_code
         self.run_code = self._run
 
     def _refresh(self) -> None:
-        """stops[pc]: the next record at or behind pc where the trace has something to do."""
+        """stops[pc]: the next record at or behind pc where the trace has something to do; what[pc]: what it is."""
         n = len(self.is_branch)
-        stop = self.is_branch | (self.is_memory & (self.looks < LOOKS)) | self.leader[:n]
+        memory = self.looks.left > 0
+        stop = self.is_branch | memory | self.leader[:n]
         at = np.where(stop, np.arange(n), n)
-        self.stops = np.append(np.minimum.accumulate(at[::-1])[::-1], n).tolist()
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]
+        self.what = [*(self.leader[:n] + 2 * self.is_branch + 4 * memory).tolist(), 0]
 
     # ---- the path ------------------------------------------------------------------------------------------------
 
@@ -290,23 +292,23 @@ class TracingMachine(Machine):
     def _run(self, state, pc, mask, stop, quantum, multi):
         warp = self.current
         mine = self.by_warp[warp]
-        leader, stops, inner = self.leader, self.stops, self.inner
+        inner = self.inner
         used, whole = 0, mask
         fresh = mine.retry != pc
         mine.retry = -1
         while True:
-            if leader[pc] and fresh:
-                mine.blocks.append(self.blocks.at(pc))
-                mine.marks.append(len(mine.events))
+            what = self.what[pc]
+            most = quantum - used
+            if what:
+                if what & 1 and fresh:
+                    mine.blocks.append(self.blocks.at(pc))
+                    mine.marks.append(len(mine.events))
+                if what & 4 and self.looks.note(warp, pc, mask):
+                    self._refresh()
+                if what & 2:
+                    most = 1  # a branch alone: it may lead anywhere
             fresh = True
-            limit = stops[pc]
-            if limit == pc:
-                if self.is_memory[pc] and self.looks[pc] < LOOKS:
-                    self._look(warp, pc, mask)
-                limit, most = pc + 1, 1  # this record alone
-            else:
-                most = quantum - used
-            status, pc, mask, about, steps = inner(state, pc, mask, min(stop, limit), most, multi)
+            status, pc, mask, about, steps = inner(state, pc, mask, min(stop, self.stops[pc + 1]), most, multi)
             used += steps
             if multi or mask != whole or status not in (pg.QUANTUM, pg.MERGE):
                 return status, pc, mask, about, used
@@ -314,67 +316,6 @@ class TracingMachine(Machine):
                 return pg.MERGE, pc, mask, about, used
             if used >= quantum:
                 return pg.QUANTUM, pc, mask, about, used
-            stops = self.stops
-
-    def _look(self, warp, pc: int, mask: int) -> None:
-        op, rd, ra, rb, rc, rx, guard, flip = (int(x) for x in self.program.code[pc])
-        active = mask & (int(warp.P[guard]) ^ flip) & 0xFFFFFFFF
-        if not active:
-            return
-        self.looks[pc] += 1
-        if self.looks[pc] == LOOKS:
-            self._refresh()
-        lanes = np.flatnonzero(
-            np.frombuffer(np.uint32(active).tobytes(), np.uint8).repeat(8) >> np.tile(np.arange(8), 4) & 1
-        )
-        offset = rb - (1 << 32) if rb >> 31 else rb
-        line = self.program.instructions[pc].line
-        size = max(1, (rc >> 4) & 15) << (rc & 3)
-        if op in (pg.OP_ATOM_G, pg.OP_ATOM_S):
-            size = 4
-        found = self.access.get(line)
-        if found is None:
-            found = self.access[line] = Access()
-        if op in SHARED_ACCESS:
-            self._shared(found, warp.R[ra, lanes].astype(np.int64) + offset, size)
-            return
-        addresses = warp.Q[ra, lanes].astype(np.uint64).astype(np.int64) + offset
-        if op in (pg.OP_LD, pg.OP_ST) and addresses[0] >= pg.SHARED_WINDOW:
-            if addresses[0] < pg.LOCAL_WINDOW:
-                self._shared(found, addresses - pg.SHARED_WINDOW, size)
-            return
-        self._global(found, warp.cta, addresses, size, op in (pg.OP_STG, pg.OP_ST))
-
-    def _shared(self, found: Access, addresses: np.ndarray, size: int) -> None:
-        """Wavefronts: a bank serves one 4-byte word at a time; wide accesses go by halves or quarters of the warp."""
-        per = 32 if size <= 4 else 16 if size == 8 else 8
-        total = 0
-        for first in range(0, len(addresses), per):
-            words = np.unique((addresses[first : first + per, None] + np.arange(0, max(size, 4), 4)) >> 2)
-            total += int(np.bincount(words & 31).max())
-        found.looks += 1
-        found.units += total
-        found.bytes += size * len(addresses)
-
-    def _global(self, found: Access, cta, addresses: np.ndarray, size: int, store: bool) -> None:
-        found.space = "store" if store else "load"
-        sectors = np.unique(np.concatenate([addresses, addresses + size - 1]) >> 5)
-        found.looks += 1
-        found.units += len(sectors)
-        found.bytes += size * len(addresses)
-        tensor = self._tensor(int(addresses[0]))
-        found.tensors[tensor] += len(sectors)
-        trace = self.home[cta]
-        new = len(sectors)
-        if not store:
-            seen = self.touched[cta]
-            fresh = [s for s in sectors.tolist() if s not in seen]
-            new = len(fresh)
-            seen.update(fresh)
-            if len(seen) * 32 > L1_BYTES:
-                seen.clear()
-        found.missed += new
-        trace.traffic[tensor, "write" if store else "read"] += 32 * (len(sectors) if store else new)
 
     def _tensor(self, address: int) -> int:
         return bisect.bisect_right(self.global_memory.starts, address) - 1
@@ -460,17 +401,16 @@ class TracingMachine(Machine):
     def _operation(self, warp, trace: ClusterTrace, add, line: int, op, o, lanes: int) -> None:
         kind = op.kind
         if kind == "cp.async":
-            chosen = np.flatnonzero([lanes >> k & 1 for k in range(32)])
-            addresses = warp.Q[o.src, chosen].astype(np.uint64).astype(np.int64)
-            used = np.full(len(chosen), o.size) if o.used is None else warp.R[o.used, chosen].astype(np.int64)
-            addresses = addresses[used > 0]
-            sectors = len(np.unique(addresses >> 5)) if len(addresses) else 0
-            tensor = self._tensor(int(addresses[0])) if sectors else -1
+            addresses = lanes_of(warp.Q[o.src], lanes, 0)
+            if o.used is not None:
+                addresses = [a for a, n in zip(addresses, lanes_of(warp.R[o.used], lanes, 0)) if n]
+            sectors, lines_asked = len({a >> 5 for a in addresses}), len({a >> 7 for a in addresses})
+            tensor = self._tensor(addresses[0]) if sectors else -1
             if sectors:
                 trace.traffic[tensor, "read"] += 32 * sectors
                 if len(trace.starts[tensor]) < 4096:
-                    trace.starts[tensor].append(int(addresses[0]))
-            add((line, CP_ASYNC, tensor, 32 * sectors, o.size * len(chosen)))
+                    trace.starts[tensor].append(addresses[0])
+            add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked))
             return
         barriers = [(b, amount) for what, b, amount, by in self.notes if by is op and what == "complete_tx"]
         if kind.startswith(("TMA load", "bulk load")):
@@ -546,7 +486,7 @@ class TracingMachine(Machine):
                 self.block[0] * self.block[1] * self.block[2],
                 self.blocks,
                 self.traces,
-                self.access,
+                self.looks.accesses(self.global_memory.starts, self.home),
                 self.tensors,
                 self.samples,
                 self.total,

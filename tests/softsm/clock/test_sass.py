@@ -1,36 +1,19 @@
-"""Registers, blocks and lines of machine code, read from nvdisasm's text."""
-
-import pytest
+"""Blocks, lines and scheduling words of machine code, read from nvdisasm's text."""
 
 from softsm.clock import sass
 
-
-@pytest.mark.parametrize(
-    ("opcode", "operands", "writes", "reads"),
-    [
-        ("FFMA", "R4, R5, R6, R4", (4,), (5, 6, 4)),
-        ("LDS.128", "R8, [R3+UR4]", (8, 9, 10, 11), (3, sass.UNIFORM + 4)),
-        ("STS.128", "[R3], R8", (), (3, 8, 9, 10, 11)),
-        ("ISETP.GE.AND", "P5, PT, R5, R4, PT", (sass.PREDICATE + 5,), (5, 4)),
-        ("IMAD.WIDE", "R2, R0, 0x4, R6", (2, 3), (0, 6)),
-        ("LOP3.LUT", "R195, R8, 0x1, RZ, 0xfc, !PT", (195,), (8,)),
-        ("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR8], R24, gsb0", (), (4, 5, 6, 7)),
-        ("HGMMA.64x128x16.F32.BF16", "R24, gdesc[UR8], R24", (), ()),
-        ("SYNCS.ARRIVE.TRANS64.A1T0", "RZ, [UR8+0x38120], RZ", (), (sass.UNIFORM + 8,)),
-    ],
-)  # fmt: skip
-def test_registers(opcode, operands, writes, reads) -> None:
-    assert sass.registers_of(opcode, operands) == (writes, reads)
-
-
 TEXT = """
 \t//## File ".nv_debug_ptx_txt", line 7
-        /*0000*/                   MOV R1, R2 ;
-        /*0010*/              @!P0 BRA `(.L_x_0) ;
+        /*0000*/                   LDG.E.128 R4, desc[UR6][R2.64] ;           /* 0x0000000602047981 */
+                                                                              /* 0x000ea4000c1e1d00 */
+        /*0010*/              @!P0 BRA `(.L_x_0) ;                            /* 0x0000000000048947 */
+                                                                              /* 0x000fea0003800000 */
 \t//## File ".nv_debug_ptx_txt", line 9
-        /*0020*/                   FADD R1, R1, R3 ;
+        /*0020*/                   FADD R1, R4, R3 ;                          /* 0x0000000304017221 */
+                                                                              /* 0x004fe20000000000 */
 .L_x_0:
-        /*0030*/                   EXIT ;
+        /*0030*/                   EXIT ;                                     /* 0x000000000000794d */
+                                                                              /* 0x000fea0003800000 */
 """
 
 
@@ -38,5 +21,12 @@ def test_blocks_end_at_branches_and_labels() -> None:
     code = sass.read(TEXT, "ptxas info : Used 40 registers\n 8 bytes stack frame, 8 bytes spill stores")
     assert [list(b) for b in code.blocks] == [[0, 1], [2], [3]]
     assert [i.line for i in code.instructions] == [7, 7, 9, 9]
-    assert code.instructions[1].guarded and sass.PREDICATE in code.instructions[1].reads
+    assert [i.guarded for i in code.instructions] == [False, True, False, False]
     assert (code.registers, code.spills) == (40, 8)
+
+
+def test_a_load_raises_a_scoreboard_that_its_user_waits_for() -> None:
+    load, branch, add, _ = sass.read(TEXT, "").instructions
+    assert (load.stall, load.sets, load.holds, load.waits) == (2, 2, sass.NONE, 0)
+    assert (branch.stall, branch.sets, branch.holds, branch.waits) == (5, sass.NONE, sass.NONE, 0)
+    assert (add.stall, add.sets, add.waits) == (1, sass.NONE, 1 << load.sets)

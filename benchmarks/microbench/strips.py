@@ -1,0 +1,148 @@
+# ruff: noqa: E501  PTX text
+"""Tiles whose rows are short pieces of long rows, by cp.async and by loads; code that jumps before it is in any cache; memory
+instructions in a row; mma.sync fed by ldmatrix with few warps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench import Bench, Row
+from ptx import frame, loop
+
+PITCH = 4096  # bytes between rows
+
+
+def strips(warps: int, piece: int, groups: int, load: bool = False) -> str:
+    """Every warp instruction copies 512 bytes: 512 / piece rows of `piece` bytes. Four of them follow each other along their
+    rows, then others are taken by a hashed number. %m: mask of blocks of rows. At most `groups` instructions under way."""
+    rows, lanes = 512 // piece, piece // 16
+    block = rows * PITCH
+    columns = PITCH // (4 * piece)
+    if load:
+        body = "".join(f"  ld.global.v4.b32 {{%f{4 * k}, %f{4 * k + 1}, %f{4 * k + 2}, %f{4 * k + 3}}}, [%d3+{k * piece}];\n" for k in range(4))
+        body += "".join(f"  xor.b32 %acc, %acc, %f{k};\n" for k in range(16))
+    else:
+        body = "".join(f"  cp.async.cg.shared.global [%r7+{512 * k}], [%d3+{k * piece}], 16; cp.async.commit_group;\n" for k in range(4))
+        body += f"  cp.async.wait_group {groups - 4};\n"
+    text = loop(f"""  mul.lo.u32 %r3, %r2, 0x9E3779B1; shr.u32 %r4, %r3, 13; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;
+  shr.u32 %r5, %r3, 22; and.b32 %r5, %r5, {columns - 1}; mul.lo.u32 %r5, %r5, {4 * piece};
+  shr.u32 %r3, %r3, 4; and.b32 %r3, %r3, %m; mul.wide.u32 %d3, %r3, {block}; add.u64 %d3, %d3, %d4; cvt.u64.u32 %d5, %r5; add.u64 %d3, %d3, %d5;
+  and.b32 %r5, %i, {groups // 4 - 1}; mad.lo.u32 %r7, %r5, 2048, %r6;
+{body}  add.u32 %r2, %r2, %r8;""")
+    setup = f"""  mad.lo.u32 %r2, %cta, {warps}, %warp; mov.u32 %r8, %nctaid.x; mul.lo.u32 %r8, %r8, {warps};
+  shr.u32 %r9, %lane, {lanes.bit_length() - 1}; mul.lo.u32 %r9, %r9, {PITCH}; and.b32 %r10, %lane, {lanes - 1}; shl.b32 %r10, %r10, 4;
+  add.u32 %r9, %r9, %r10; cvt.u64.u32 %d4, %r9; add.u64 %d4, %d4, %src;
+  shl.b32 %r6, %lane, 4; mul.lo.u32 %r9, %warp, {512 * groups}; add.u32 %r6, %r6, %r9; add.u32 %r6, %r6, %sm;
+"""
+    return frame(32 * warps, text + ("" if load else "  cp.async.wait_all;\n"), setup)
+
+
+ISSUED = {
+    "cp.async 16 B": "  cp.async.cg.shared.global [%r7+{o}], [%d3+{o}], 16;\n",
+    "cp.async 8 B": "  cp.async.ca.shared.global [%r7+{o}], [%d3+{o}], 8;\n",
+    "lds.32": "  ld.shared.b32 %r10, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
+    "lds.128": "  ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
+    "ldmatrix.x4": "  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
+    "sts.64": "  st.shared.v2.b32 [%r7+{o}], {{%r4, %r5}};\n",
+    "sts.128": "  st.shared.v4.b32 [%r7+{o}], {{%r4, %r5, %r6, %lane}};\n",
+    "stmatrix.x4": "  stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r7+{o}], {{%r4, %r5, %r6, %lane}};\n",
+}
+
+
+def issued(text: str, warps: int) -> str:
+    """Sixteen in a row, at addresses of their own, again and again."""
+    setup = """  shl.b32 %r6, %lane, 4; cvt.u64.u32 %d4, %r6; add.u64 %d3, %d4, %src; add.u32 %r7, %r6, %sm;
+  mov.b32 %r4, %thread; mov.b32 %r5, %cta;
+"""
+    end = "  cp.async.wait_all;\n" if "cp.async" in text else ""
+    body = "".join(text.format(o=512 * k) for k in range(16)) + ("  cp.async.commit_group;\n" if end else "")
+    return frame(32 * warps, loop(body) + end, setup)
+
+
+def jumps(count: int, skipped: int) -> str:
+    """`count` blocks of 16 instructions, each of which jumps over `skipped` more that never run."""
+    parts = []
+    for k in range(count):
+        ran = "".join(f"  fma.rn.f32 %f{i % 8}, %f{i % 8}, %f300, %f301;\n" for i in range(16))
+        over = "".join(f"  fma.rn.f32 %f{8 + i % 16}, %f{8 + i % 16}, %f{i % 8}, %f301;\n" for i in range(skipped))
+        parts.append(f"{ran}  setp.ne.u32 %p2, %m, {77000 + k}; @%p2 bra J{k};\n{over}J{k}:\n")
+    start = "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(24)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
+    return frame(32, "".join(parts) + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(24)), start)
+
+
+def sequence(count: int) -> str:
+    """The same blocks without the jumps."""
+    ran = "".join(f"  fma.rn.f32 %f{i % 8}, %f{i % 8}, %f300, %f301;\n" for i in range(16 * count))
+    start = "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(8)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
+    return frame(32, ran + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(8)), start)
+
+
+def chained(warps: int, tiles: int) -> str:
+    """mma.sync m16n8k16 of operands from ldmatrix, `tiles` accumulators in turn."""
+    text = ""
+    for k in range(4):
+        text += f"  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r1+{k * 512}];\n"
+        for j in range(0, tiles, 2):
+            text += f"  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r14, %r15, %r16, %r17}}, [%r1+{2048 + (k * tiles + j) % 16 * 512}];\n"
+            for h in range(2):
+                c = 4 * (j + h)
+                d = f"{{%f{c}, %f{c + 1}, %f{c + 2}, %f{c + 3}}}"
+                text += f"  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d}, {{%r10, %r11, %r12, %r13}}, {{%r{14 + 2 * h}, %r{15 + 2 * h}}}, {d};\n"
+    setup = "  shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %sm;\n" + "".join(f"  mov.b32 %f{i}, 0;\n" for i in range(4 * tiles))
+    return frame(32 * warps, loop(text) + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(4 * tiles)), setup)
+
+
+class Strips(Bench):
+    group = "strips"
+    PIECES = (32, 64, 128, 256, 512)
+    JUMPS = (24, 96, 480)
+    WARPS = (1, 2, 4, 8)
+    CHAINS = ((1, 8), (2, 8), (4, 8), (8, 8), (10, 8), (16, 8), (1, 2), (4, 2), (16, 2))
+
+    def kernels(self) -> Iterator[tuple[str, str]]:
+        for piece in self.PIECES:
+            for w, g in ((8, 16), (10, 8)):
+                yield f"strips of {piece}, {w} warps, {g} under way", strips(w, piece, g)
+            yield f"loads of strips of {piece}", strips(16, piece, 8, True)
+        for skipped in self.JUMPS:
+            yield f"jumps over {skipped}", jumps(64, skipped)
+        yield "sequence", sequence(64)
+        for name, text in ISSUED.items():
+            for w in self.WARPS:
+                yield f"{name}, {w} warps", issued(text, w)
+        for w, t in self.CHAINS:
+            yield f"mma.sync {w} warps {t} tiles", chained(w, t)
+
+    def rows(self, run) -> Iterator[Row]:
+        big = self.device.memory(2 << 30)
+        for piece in self.PIECES:
+            block = 512 // piece * PITCH
+            made = [(f"{w} warps, {g} under way each", strips(w, piece, g), w, 512 * g * w) for w, g in ((8, 16), (10, 8))]
+            made.append(("loads, 16 warps", strips(16, piece, 8, True), 16, 0))
+            for what, text, w, shared in made:
+                for where, size in (("L2", 16 << 20), ("HBM", 2 << 30)):
+                    with self.point(f"strips of {piece} bytes, {what}, {where}") as report:
+                        n = 2000 // w
+                        mask = min(size, self.device.most) // block - 1
+                        if where == "L2":
+                            run(text, 132, 32 * w, shared, source=big, n=n, m=mask)
+                        stamps = run(text, 132, 32 * w, shared, source=big, n=n, m=mask)
+                        moved = n * w * 2048
+                        yield report(moved / stamps.ns(), "bytes/ns of an SM", stamps, bytes_a_cycle=moved / stamps.cycles())
+        for what, text in [(f"jumps over {16 * s} bytes", jumps(64, s)) for s in self.JUMPS] + [("sequence", sequence(64))]:
+            for where in ("cold", "again", "flushed"):
+                with self.point(f"code, 64 blocks of 16, {what}, {where}") as report:
+                    if where == "flushed":
+                        self.device.flush()
+                    stamps = run(text, 132, 32, n=1, m=0)
+                    yield report(stamps.cycles() / 64, "cycles a block", stamps)
+        for name, text in ISSUED.items():
+            for w in self.WARPS:
+                for grid in (1, 132) if name.startswith("cp") else (132,):
+                    with self.point(f"{name} in a row, {w} warps, {grid} CTAs") as report:
+                        stamps = run(issued(text, w), grid, 32 * w, 16 << 10, source=big, n=200)
+                        yield report(stamps.cycles() / (200 * 16), "cycles between two of a warp", stamps)
+        for w, t in self.CHAINS:
+            with self.point(f"mma.sync with ldmatrix, {w} warps, {t} tiles") as report:
+                stamps = run(chained(w, t), 132, 32 * w, 16 << 10, n=200)
+                yield report(stamps.cycles() / (200 * 4 * t * w), "cycles of the SM a product", stamps)

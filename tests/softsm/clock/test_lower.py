@@ -1,0 +1,38 @@
+"""Which machine instructions a warp issues for the blocks of PTX that it runs through."""
+
+from softsm.clock import sass
+from softsm.clock.lower import Lowering
+from softsm.clock.trace import BAR, Blocks
+
+PTX_LINES = {1: 0, 2: 1, 3: 1, 4: 2}  # a loop of one block (1) between two others
+BLOCKS = Blocks([0, 1, 3], PTX_LINES, [1, 2, 3, 4], [], loops=[0, 1, 0])
+
+
+def code(rows: list[tuple[int, str]]) -> sass.Code:
+    text = "".join(
+        f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/                   {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    return sass.read(text, "")
+
+
+def test_a_loop_that_the_assembler_unrolled_whole_is_issued_once() -> None:
+    turns = [(2, "FADD R1, R1, R3"), (3, "BAR.SYNC 0x0")] * 10
+    found = code([(1, "MOV R1, R2"), *turns, (4, "EXIT")])
+    assert len(found.blocks) == 1
+    lowering = Lowering(found, BLOCKS)
+    path = lowering._path([0, *[1] * 10, 2], [*range(11), 10], [(3, BAR)] * 10)
+    assert path.instructions.tolist() == list(range(22))
+    assert [n for n, e in enumerate(path.events.tolist()) if e >= 0] == list(range(2, 22, 2))
+
+
+def test_a_loop_of_the_machine_code_is_issued_turn_by_turn() -> None:
+    rows = [(1, "MOV R1, R2"), *[(2, "FADD R1, R1, R3")] * 20, (3, "@P0 BRA `(.L_x_0)"), (4, "EXIT")]
+    text = "".join(
+        (".L_x_0:\n" if n == 1 else "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lowering = Lowering(sass.read(text, ""), BLOCKS)
+    path = lowering._path([0, 1, 1, 1, 2], [0] * 5, [])
+    assert len(path.instructions) == 1 + 3 * 21 + 1
