@@ -1,12 +1,13 @@
 # ruff: noqa: E501  PTX text
-"""Tiles whose rows are short pieces of long rows, by cp.async and by loads; code that jumps before it is in any cache; memory
-instructions in a row; mma.sync fed by ldmatrix with few warps."""
+"""Tiles whose rows are short pieces of long rows, by cp.async and by loads; what random reads find in the L2; code that jumps
+before it is in any cache; stores in a row; mma.sync fed by ldmatrix with few warps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from bench import Bench, Row
+from memory import gather
 from ptx import frame, loop
 
 PITCH = 4096  # bytes between rows
@@ -38,11 +39,6 @@ def strips(warps: int, piece: int, groups: int, load: bool = False) -> str:
 
 
 ISSUED = {
-    "cp.async 16 B": "  cp.async.cg.shared.global [%r7+{o}], [%d3+{o}], 16;\n",
-    "cp.async 8 B": "  cp.async.ca.shared.global [%r7+{o}], [%d3+{o}], 8;\n",
-    "lds.32": "  ld.shared.b32 %r10, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
-    "lds.128": "  ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
-    "ldmatrix.x4": "  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r7+{o}]; xor.b32 %acc, %acc, %r10;\n",
     "sts.64": "  st.shared.v2.b32 [%r7+{o}], {{%r4, %r5}};\n",
     "sts.128": "  st.shared.v4.b32 [%r7+{o}], {{%r4, %r5, %r6, %lane}};\n",
     "stmatrix.x4": "  stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r7+{o}], {{%r4, %r5, %r6, %lane}};\n",
@@ -51,12 +47,9 @@ ISSUED = {
 
 def issued(text: str, warps: int) -> str:
     """Sixteen in a row, at addresses of their own, again and again."""
-    setup = """  shl.b32 %r6, %lane, 4; cvt.u64.u32 %d4, %r6; add.u64 %d3, %d4, %src; add.u32 %r7, %r6, %sm;
-  mov.b32 %r4, %thread; mov.b32 %r5, %cta;
+    setup = """  shl.b32 %r6, %lane, 4; add.u32 %r7, %r6, %sm; mov.b32 %r4, %thread; mov.b32 %r5, %cta;
 """
-    end = "  cp.async.wait_all;\n" if "cp.async" in text else ""
-    body = "".join(text.format(o=512 * k) for k in range(16)) + ("  cp.async.commit_group;\n" if end else "")
-    return frame(32 * warps, loop(body) + end, setup)
+    return frame(32 * warps, loop("".join(text.format(o=512 * k) for k in range(16))), setup)
 
 
 def jumps(count: int, skipped: int) -> str:
@@ -68,13 +61,6 @@ def jumps(count: int, skipped: int) -> str:
         parts.append(f"{ran}  setp.ne.u32 %p2, %m, {77000 + k}; @%p2 bra J{k};\n{over}J{k}:\n")
     start = "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(24)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
     return frame(32, "".join(parts) + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(24)), start)
-
-
-def sequence(count: int) -> str:
-    """The same blocks without the jumps."""
-    ran = "".join(f"  fma.rn.f32 %f{i % 8}, %f{i % 8}, %f300, %f301;\n" for i in range(16 * count))
-    start = "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(8)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
-    return frame(32, ran + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(8)), start)
 
 
 def chained(warps: int, tiles: int) -> str:
@@ -104,9 +90,12 @@ class Strips(Bench):
             for w, g in ((8, 16), (10, 8)):
                 yield f"strips of {piece}, {w} warps, {g} under way", strips(w, piece, g)
             yield f"loads of strips of {piece}", strips(16, piece, 8, True)
+        for w, g in ((8, 8), (4, 4)):
+            yield f"gather {w} warps {g} rows", gather(w, 1024, g)
+        for piece in self.PIECES:
+            yield f"strips of {piece}, 4 warps, 16 under way", strips(4, piece, 16)
         for skipped in self.JUMPS:
             yield f"jumps over {skipped}", jumps(64, skipped)
-        yield "sequence", sequence(64)
         for name, text in ISSUED.items():
             for w in self.WARPS:
                 yield f"{name}, {w} warps", issued(text, w)
@@ -129,7 +118,25 @@ class Strips(Bench):
                         stamps = run(text, 132, 32 * w, shared, source=big, n=n, m=mask)
                         moved = n * w * 2048
                         yield report(moved / stamps.ns(), "bytes/ns of an SM", stamps, bytes_a_cycle=moved / stamps.cycles())
-        for what, text in [(f"jumps over {16 * s} bytes", jumps(64, s)) for s in self.JUMPS] + [("sequence", sequence(64))]:
+        for grid in (1, 8, 132):  # one multiprocessor alone is not held up by the L2
+            for piece in self.PIECES:
+                for w in (8, 4):
+                    with self.point(f"strips of {piece} bytes, {w} warps, 16 under way each, L2, {grid} CTAs") as report:
+                        text, n = strips(w, piece, 16), 2000 // w
+                        mask = min(16 << 20, self.device.most) // (512 // piece * PITCH) - 1
+                        run(text, 132, 32 * w, 8192 * w, source=big, n=n, m=mask)
+                        stamps = run(text, grid, 32 * w, 8192 * w, source=big, n=n, m=mask)
+                        yield report(stamps.cycles() / (n * w * 4), "cycles of the SM an instruction", stamps,
+                                     bytes_a_cycle=n * w * 2048 / stamps.cycles())  # fmt: skip
+        for w, g in ((8, 8), (4, 4)):
+            for mb in (8, 16, 32, 64, 128, 256, 512):
+                with self.point(f"gather of 1 KB rows out of {mb} MB, {w} warps, {g} under way each") as report:
+                    text, rows = gather(w, 1024, g), min(mb << 10, self.device.most >> 10)
+                    n = max(2000 // w, rows * 6 // (132 * w))  # each row six times in the mean
+                    run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
+                    stamps = run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
+                    yield report(132 * n * w * 1024 / max(stamps.span_ns(), 1), "bytes/ns", stamps)
+        for what, text in [(f"jumps over {16 * s} bytes", jumps(64, s)) for s in self.JUMPS]:
             for where in ("cold", "again", "flushed"):
                 with self.point(f"code, 64 blocks of 16, {what}, {where}") as report:
                     if where == "flushed":
@@ -138,10 +145,9 @@ class Strips(Bench):
                     yield report(stamps.cycles() / 64, "cycles a block", stamps)
         for name, text in ISSUED.items():
             for w in self.WARPS:
-                for grid in (1, 132) if name.startswith("cp") else (132,):
-                    with self.point(f"{name} in a row, {w} warps, {grid} CTAs") as report:
-                        stamps = run(issued(text, w), grid, 32 * w, 16 << 10, source=big, n=200)
-                        yield report(stamps.cycles() / (200 * 16), "cycles between two of a warp", stamps)
+                with self.point(f"{name} in a row, {w} warps, 132 CTAs") as report:
+                    stamps = run(issued(text, w), 132, 32 * w, 16 << 10, source=big, n=200)
+                    yield report(stamps.cycles() / (200 * 16), "cycles between two of a warp", stamps)
         for w, t in self.CHAINS:
             with self.point(f"mma.sync with ldmatrix, {w} warps, {t} tiles") as report:
                 stamps = run(chained(w, t), 132, 32 * w, 16 << 10, n=200)

@@ -48,19 +48,33 @@ def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
     return (banks & fresh[..., None]).sum(-2).max(-1).sum(-1)
 
 
-class Looks:
-    """Of one run: `note` is called before an instruction of `is_memory` is executed."""
+class Instructions:
+    """The memory instructions of a program, by record."""
 
     def __init__(self, program) -> None:
-        self.program = program
         code = program.code
-        self.is_memory = np.isin(code[:, 0], SHARED_ACCESS + GLOBAL_ACCESS)
-        self.left = np.where(self.is_memory, LOOKS, 0)
-        self.rows: list[tuple] = []  # (record, active lanes, CTA, addresses without the offset)
+        ops, forms, offsets = code[:, 0], code[:, 4].astype(np.int64), code[:, 3].astype(np.int64)
+        self.shared = np.isin(ops, SHARED_ACCESS)
+        self.there = self.shared | np.isin(ops, GLOBAL_ACCESS)
+        self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST))
+        self.store = np.isin(ops, STORES)
+        atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
+        self.size = np.where(atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
+        self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
+        self.line = np.array([ins.line for ins in program.instructions])
         self.where = {
-            pc: (int(code[pc, 2]), code[pc, 0] not in SHARED_ACCESS, int(code[pc, 6]), int(code[pc, 7]))
-            for pc in np.flatnonzero(self.is_memory).tolist()
+            pc: (int(code[pc, 2]), not self.shared[pc], int(code[pc, 6]), int(code[pc, 7]))
+            for pc in np.flatnonzero(self.there).tolist()
         }
+
+
+class Looks:
+    """Of one run: `note` is called before a memory instruction is executed."""
+
+    def __init__(self, instructions: Instructions) -> None:
+        self.instructions, self.where = instructions, instructions.where
+        self.left = np.where(instructions.there, LOOKS, 0)
+        self.rows: list[tuple] = []  # (record, active lanes, CTA, addresses without the offset)
 
     def note(self, warp, pc: int, mask: int) -> bool:
         """-> whether this was the last look at the instruction"""
@@ -77,18 +91,15 @@ class Looks:
         if not self.rows:
             return {}
         records = np.array([row[0] for row in self.rows])
-        ops, offsets, forms = self.program.code[records][:, [0, 3, 4]].astype(np.int64).T
-        lines = np.array([self.program.instructions[pc].line for pc in records.tolist()])
-        sizes = np.where(
-            np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S)), 4, np.maximum(1, forms >> 4 & 15) << (forms & 3)
-        )
+        known = self.instructions
+        lines, sizes = known.line[records], known.size[records]
         addresses = np.array([row[3] for row in self.rows], np.uint64).astype(np.int64)
-        addresses += np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)[:, None]
+        addresses += known.offset[records][:, None]
         lanes = np.array([row[1] for row in self.rows], np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
         first = addresses[np.arange(len(lanes)), lanes.argmax(1)]
         addresses = np.where(lanes == 1, addresses, first[:, None])
-        generic = np.isin(ops, (pg.OP_LD, pg.OP_ST)) & (first >= pg.SHARED_WINDOW)
-        shared = np.isin(ops, SHARED_ACCESS) | (generic & (first < pg.LOCAL_WINDOW))
+        generic = known.generic[records] & (first >= pg.SHARED_WINDOW)
+        shared = known.shared[records] | (generic & (first < pg.LOCAL_WINDOW))
         asked = sizes * lanes.sum(1)
         out = {line: Access() for line in np.unique(lines).tolist()}
         for size in np.unique(sizes[shared]).tolist():
@@ -98,16 +109,16 @@ class Looks:
         those = np.flatnonzero(~shared & ~generic)
         if len(those):
             tensors = np.searchsorted(np.array(starts), first[those], "right") - 1
-            self._global(those, out, home, addresses[those] >> 5, ops[those], lines[those], tensors, asked[those])
+            store = known.store[records[those]]
+            self._global(those, out, home, addresses[those] >> 5, store, lines[those], tensors, asked[those])
         return out
 
-    def _global(self, numbers, out, home, sectors, ops, lines, tensors, asked) -> None:
+    def _global(self, numbers, out, home, sectors, store, lines, tensors, asked) -> None:
         sectors.sort()
         fresh = np.ones(sectors.shape, bool)
         fresh[:, 1:] = sectors[:, 1:] != sectors[:, :-1]
         units = fresh.sum(1)
         lines_asked = 1 + (sectors[:, 1:] >> 2 != sectors[:, :-1] >> 2).sum(1)
-        store = np.isin(ops, STORES)
         missed = units.copy()
         ctas = [self.rows[n][2] for n in numbers.tolist()]
         places = {cta: k for k, cta in enumerate(dict.fromkeys(ctas))}
@@ -117,9 +128,12 @@ class Looks:
             missed[mine] = first_asked(sectors[mine], fresh[mine])
         _add(out, lines, units=units, bytes=asked, missed=missed, lines=lines_asked)
         owner = list(places)
-        groups, of = np.unique(np.stack([lines, tensors, store, place]), axis=1, return_inverse=True)
-        sums = np.bincount(of.ravel(), units), np.bincount(of.ravel(), missed)
-        for (line, tensor, stored, k), all_, new in zip(groups.T.tolist(), *(x.astype(int).tolist() for x in sums)):
+        keys = ((lines * 4096 + tensors + 1) * 2 + store) * len(owner) + place
+        keys, of = np.unique(keys, return_inverse=True)
+        sums = np.bincount(of, units), np.bincount(of, missed)
+        for key, all_, new in zip(keys.tolist(), *(x.astype(int).tolist() for x in sums)):
+            key, k = divmod(key, len(owner))
+            line, tensor, stored = key // 8192, key // 2 % 4096 - 1, key % 2
             out[line].space = "store" if stored else "load"
             out[line].tensors[tensor] += all_
             home[owner[k]].traffic[tensor, "write" if stored else "read"] += 32 * new

@@ -18,6 +18,7 @@ from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
+ROW = 2048  # bytes
 BATCH = 16  # rows that a warp waits for together, at least
 QUEUE = 3  # CTAs in a row that the replay looks at
 
@@ -111,15 +112,16 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].written += n * scale
         for tensor, starts in c.starts.items():
             if len(starts) > 24 and 0 <= tensor < len(out):
-                steps = Counter(np.diff(np.array(starts)).tolist())
-                out[tensor].random |= len(steps) > 0.5 * len(starts)
-    l2 = gpu["l2.bytes"]
+                steps = np.diff(np.array(starts))
+                # What follows a rule has a few steps, whatever the number of its copies.
+                out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
+    l2, held = gpu["l2.bytes"], gpu["l2.held"]
     for s in out:
         if s.asked:
             s.device = min(1.0, s.size / s.asked)
-            if s.random and s.size > l2:
+            if s.random and s.size > held:
                 unique = s.size * (1 - np.exp(-s.asked / s.size))
-                s.device = max(min(1.0, unique / s.asked), 1 - l2 / s.size)
+                s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
             elif s.random:
                 s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
             if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
@@ -140,6 +142,7 @@ class Model:
         self.turns = self._turns()
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
+        self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         for a in trace.access.values():
             if a.space == "load" and a.tensors:
@@ -212,6 +215,7 @@ class Model:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
         rows = []
+        slow = g["hbm.busy"] * self.device_use**2
         for s in [*self.sources, Source("none", 0)]:
             per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
             if s.device:
@@ -220,10 +224,11 @@ class Model:
             far = min(1.0, s.device * self.together(s, active))
             if s.random:  # a wait is for many rows: the slowest counts
                 far = 1 - (1 - s.device) ** BATCH
-            ways = ("load", "tma", "queue")
+            ways = (("load", slow), ("tma", slow), ("queue", 0.0))
             # What is in L2 overtakes what is not: two queues.
             queue = replay.DEVICE_FREE if far > 0.5 else replay.L2_FREE
-            rows.append([per, *(clock * (g[f"{way}.l2"] * (1 - far) + g[f"{way}.hbm"] * far) for way in ways), queue])
+            delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + more) * far) for way, more in ways)
+            rows.append([per, *delays, queue])
         write = active * clock / g["hbm.write"]
         return np.array(rows), max(write, 1 / g["sm.write"])
 
@@ -347,10 +352,12 @@ class Model:
     def predict(self, clock: float | None = None) -> Prediction:
         f = clock or self.gpu.clock
         result = self._at(f)
+        first = f
+        self.device_use = min(1.0, float(result.busy["device memory"]))
         if clock is None:
             f = self._clock(result)
-            if abs(f - self.gpu.clock) > 0.005:
-                result = self._at(f)
+        if abs(f - first) > 0.005 or self.device_use > 0.1:
+            result = self._at(f)
         return result
 
     def _clock(self, r: Prediction) -> float:

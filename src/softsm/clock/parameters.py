@@ -102,16 +102,18 @@ HOPPER = {
     "tma.interval": _p(25.0, "cycles", OURS, "A", 15, 42),
     "tma.gather": _p(25.0, "cycles", OURS, "C", 15, 42),  # sm_100a only
     "tma.l2": _p(125.0, "ns", OURS, "B", 110, 180),
-    "tma.hbm": _p(400.0, "ns", OURS, "B", 330, 480),
+    "tma.hbm": _p(390.0, "ns", OURS, "B", 330, 410),
     "tma.port": _p(0.0, "share", OURS, "A", 0, 1),
     "load.l1": _p(34, "cycles", LU, "B"),
     "load.l2": _p(140.0, "ns", OURS, "B", 130, 170),
-    "load.hbm": _p(400.0, "ns", OURS, "A", 330, 500),  # 330 alone, 440 where all gather
+    "load.hbm": _p(330.0, "ns", OVERLAP, "A", 320, 345),  # one after another
+    "hbm.busy": _p(370.0, "ns, times the square of its use", OURS, "B", 320, 410),  # gathers: 443 at 53 %, 575 at 82 %
     "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),
+    "l2.held": _p(26e6, "bytes that random reads find again", STRIPS, "A", 23e6, 29e6),  # both halves hold it
     "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
     "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
     "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
@@ -130,7 +132,7 @@ HOPPER = {
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "queue.l2": _p(25, "ns", OURS, "B", 0, 50),
     "queue.hbm": _p(200, "ns", OURS, "B", 130, 260),
-    "copy.line": _p(1.63, "cycles of a 128-byte line", STRIPS, "B"),  # 16 rows of 32 bytes in 26 cycles
+    "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
     "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),
     "code.near": _p(220, "cycles of a jump over 1.5 KB of code, L2 emptied", STRIPS, "A", 60, 240),  # 60 with a warm L2
     "code.far": _p(480, "cycles of a jump over 8 KB", STRIPS, "A", 110, 480),
@@ -157,6 +159,7 @@ BLACKWELL = HOPPER | {
     "hbm.rate": _p(7100, "bytes/ns", SA, "A", 7000, 7300),
     "hbm.write": _p(6500, "bytes/ns", SA, "C", 5500, 7300),
     "l2.bytes": _p(126e6, "bytes", "driver", "A"),
+    "l2.held": _p(55e6, "bytes that random reads find again", "the H200's share of l2.bytes", "D", 50e6, 126e6),
     "clock.loaded": _p(1.85, "GHz", "stated, not measured", "D", 1.35, 1.965),
     "bar.sync": _p(22, "cycles", QRC, "B"),
     "latency.lds": _p(29, "cycles", QRC, "B"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from softsm.clock.accesses import Access, Looks
+from softsm.clock.accesses import Access, Instructions, Looks
 from softsm.clock.follow import CannotFollow
 from softsm.clock.loops import depths
 from softsm.engine import program as pg
@@ -257,7 +257,10 @@ class TracingMachine(Machine):
 
     def _prepare(self) -> None:
         code = self.program.code
-        self.looks = Looks(self.program)
+        known = self.kernel.__dict__.get("_timing_accesses")
+        if known is None:
+            known = self.kernel._timing_accesses = Instructions(self.program)
+        self.looks = Looks(known)
         self.is_branch = code[:, 0] == pg.OP_BRA
         self.leader = np.zeros(len(code) + 1, bool)
         self.leader[self.blocks.starts] = True
