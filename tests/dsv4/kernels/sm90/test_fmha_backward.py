@@ -1,6 +1,7 @@
 """The gradients of fmha by the Hopper kernels, through softsm, against the fp64 formulas."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import launches
 import pytest
@@ -79,6 +80,18 @@ def test_slabs_and_pieces_do_not_show(monkeypatch):
     b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
     run(b)
     check(b, want, low)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("begin, end", [(0, 3), (0, 15), (2, 9), (3, 9), (6, 8), (4, 5)])
+def test_products_of_a_slab_take_every_pair_once(heads, begin, end):
+    """Sequences times heads, in as few products as there can be: many sequences of a head go together."""
+    pairs = torch.arange(15).view(-1, heads)
+    found = [*chain.Chain._batches(SimpleNamespace(heads=heads), slice(begin, end))]
+    for here, place in found:
+        assert torch.equal(torch.arange(begin, end)[here], pairs[place].flatten())
+    assert sorted(x for _, place in found for x in pairs[place].flatten().tolist()) == list(range(begin, end))
+    assert len(found) <= max(heads, 3 if heads > 1 else 1)
 
 
 @pytest.mark.parametrize("d", [64, 256])

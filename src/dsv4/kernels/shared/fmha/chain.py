@@ -8,6 +8,7 @@ every query sees every key, the products go by pieces of rows (dQ) and of keys (
 sees.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,18 +60,28 @@ class Chain:
         for slab in slabs:
             p_slab, ds_slab = buffers[:, : slab.pairs.stop - slab.pairs.start, : slab.rows.stop - slab.rows.start]
             self._scores(slab, p_slab[..., : self.keys], ds_slab[..., : self.keys])
-            for n in range(slab.pairs.start // self.heads, (slab.pairs.stop - 1) // self.heads + 1):
-                begin = max(slab.pairs.start - n * self.heads, 0)
-                heads = slice(begin, min(slab.pairs.stop - n * self.heads, self.heads))
-                at = n * self.heads + begin - slab.pairs.start
-                here = slice(at, at + heads.stop - begin)
-                self._products(p_slab[here], ds_slab[here], n, heads, slab.rows, dq, dk, dv, sums if cut else None)
+            for here, place in self._batches(slab.pairs):
+                self._products(p_slab[here], ds_slab[here], place, slab.rows, dq, dk, dv, sums if cut else None)
             if cut and slab.rows.stop == self.rows:
                 n, head = divmod(slab.pairs.start, self.heads)
                 for x, name in ((dk, "k"), (dv, "v")):
                     if x is not None:
                         x[n, head : head + 1].copy_(sums[name])
                 sums.clear()
+
+    def _batches(self, pairs: slice) -> Iterator[tuple[slice, tuple]]:
+        """What torch can multiply at once, pairs with one stride between them: (which pairs of the slab, where they are
+        in [B, Hkv]). All heads of a sequence; or all sequences of a head, where there are more of them."""
+        first, begin = divmod(pairs.start, self.heads)
+        last, end = divmod(pairs.stop, self.heads)
+        if begin == end == 0 and last - first > self.heads:
+            for head in range(self.heads):
+                yield slice(head, None, self.heads), (slice(first, last), head)
+            return
+        for n in range(first, last + (end > 0)):
+            heads = slice(begin if n == first else 0, end if n == last else self.heads)
+            at = n * self.heads - pairs.start
+            yield slice(at + heads.start, at + heads.stop), (n, heads)
 
     def _slabs(self) -> list[Slab]:
         per_row = 4 * -(-self.keys // TILE) * TILE
@@ -108,20 +119,20 @@ class Chain:
         grid = (min(items, multiprocessors(self.q.device)),)
         launch.now(type(self).kernel, grid, *arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
 
-    def _products(self, p_slab, ds_slab, n: int, heads: slice, rows: slice, dq, dk, dv, sums) -> None:
-        """Everything of heads [h] of one sequence: p_slab, ds_slab [h, rows, padded keys]."""
-        q, dout, k = self.q[n, heads, rows], self.dout[n, heads, rows], self.k[n, heads]
+    def _products(self, p_slab, ds_slab, place: tuple, rows: slice, dq, dk, dv, sums) -> None:
+        """Everything of the pairs at a place of [B, Hkv]: p_slab, ds_slab [pairs, rows, padded keys]."""
+        q, dout, k = self.q[place][:, rows], self.dout[place][:, rows], self.k[place]
         size = rows.stop - rows.start
         p_alpha = 1 / FP16_P_SCALE if self.fp16 else 1.0
         if dq is not None:
             for begin, end in _ranges(size, self._pieces(size)):
                 first, last = self._keys_of(rows.start + begin, rows.start + end)
-                into = dq[n, heads, rows][:, begin:end]
+                into = dq[place][:, rows][:, begin:end]
                 self._product(ds_slab[:, begin:end, first:last], k[:, first:last], into, True)
         for name, target, left, right in (("k", dk, ds_slab, q), ("v", dv, p_slab, dout)):
             if target is None:
                 continue
-            into = target[n, heads]
+            into = target[place]
             if sums is not None:
                 into = sums.setdefault(name, torch.zeros(into.shape, dtype=torch.float32, device=q.device))
             for begin, end in _ranges(self.keys, self._pieces(self.keys)):
