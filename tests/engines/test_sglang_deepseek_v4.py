@@ -5,7 +5,7 @@ insertion are dsv4's; without, they are torch's (sglang_cuda_kernels)."""
 import pytest
 import torch
 from engines_here import needs
-from tiny_checkpoints import prompt
+from tiny_checkpoints import prompt, steady_prompt
 
 pytestmark = [needs("sglang"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -31,7 +31,7 @@ def wanted(checkpoints):
 def run(checkpoints, serve_sglang, wanted):
     """(plug-in, radix cache) -> the results, of an engine that is started once."""
     folder, done = checkpoints("deepseek_v4")[0], {}
-    many = [prompt(n, seed=n) for n in LENGTHS] + [wanted["prompt"]]
+    many = [steady_prompt(n) for n in LENGTHS] + [wanted["prompt"]]
     batches = dict(
         logprobs=dict(prompts=[wanted["prompt"]], tokens=6, logprobs=True),
         eight=dict(prompts=many, tokens=4),  # the last one begins with a cached page

@@ -5,7 +5,7 @@ dsv4's; without, they are torch's (vllm_cpu_operators)."""
 import pytest
 import torch
 from engines_here import needs
-from tiny_checkpoints import prompt
+from tiny_checkpoints import prompt, steady_prompt
 
 pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -35,7 +35,7 @@ def run(checkpoints, serve, wanted):
     """(plug-in, prefix caching) -> the results, of an engine that is started once. With prefix caching DSV4_VLLM=1
     switches the plug-in on and all parts are dsv4's; without, the backend's name does, and the indexer alone is."""
     folder, done = checkpoints("deepseek_v4")[0], {}
-    many = [prompt(n, seed=n) for n in LENGTHS] + [wanted["prompt"]]
+    many = [steady_prompt(n) for n in LENGTHS] + [wanted["prompt"]]
     long = [prompt(LONG, seed=2), many[1], many[2]]
     batches = dict(
         logprobs=dict(prompts=[wanted["prompt"]], tokens=1, logprobs=True),

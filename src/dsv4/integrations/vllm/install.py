@@ -12,10 +12,14 @@ MARK = "_dsv4_wrapped"
 
 asked = False  # by a configuration that another process sent
 ready = False  # vLLM has called register() in this process
+on = False
 
 
 def everything() -> None:
     """Twice is once."""
+    global on
+    if on:
+        return
     contract.check_version()
     contract.check()
     from vllm.platforms import current_platform
@@ -28,6 +32,7 @@ def everything() -> None:
         on_cuda()
     else:
         refuse(SWITCH, f"1 on {current_platform.device_name or 'an unknown platform'}", "CUDA or a CPU")
+    on = True
     what = ", ".join(["attention", *parts()])
     logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
 
@@ -54,8 +59,8 @@ def by_configuration() -> None:
     if asked:
         everything()
     else:
-        on = f"{SWITCH}=1 or --attention-backend {BACKEND}"
-        logger.warning("dsv4 is installed and off; %s switches its attention on", on)
+        how = f"{SWITCH}=1 or --attention-backend {BACKEND}"
+        logger.warning("dsv4 is installed and off; %s switches its attention on", how)
 
 
 def backend_name() -> None:
