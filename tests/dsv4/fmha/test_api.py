@@ -16,10 +16,10 @@ INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def check(q, k, v, **options):
+def check(q, k, v, merged=False, **options):
     got = dsv4.fmha(q, k, v, return_lse=True, **options)
     assert got[0].dtype == q.dtype and got[0].is_contiguous()
-    assert_agrees(got, reference.fmha, q, k, v, **options)
+    assert_agrees(got, reference.fmha, q, k, v, merged=merged, **options)
     return got
 
 
@@ -47,9 +47,11 @@ def test_head_groups(b, t, hq, hkv):
     mask_limit=st.sampled_from([64, 1 << 20]),
     chunk=st.sampled_from([1 << 10, 32 << 20]),
     dtype=st.sampled_from(DTYPES),
+    native=st.booleans(),
 )
-def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limit, chunk, dtype):
-    """Small limits reach the code that otherwise only long sequences reach. Rows nobody sees are poisoned."""
+def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limit, chunk, dtype, native):
+    """Small limits reach the code that otherwise only long sequences reach. Rows nobody sees are poisoned.
+    native: as on a CPU that multiplies 16-bit matrices; there each part of a row is rounded before it is merged."""
     q, k, v = qkv(2, t, s, 4, 2, 64, dtype, seed=t + s)
     unseen = ~reference.visible(t, s, causal, (left, right)).any(0)
     k[:, unseen], v[:, unseen] = float("nan"), INF
@@ -58,6 +60,7 @@ def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limi
         patch.setattr(cpu, "MASK_LIMIT", mask_limit)
         patch.setattr(cpu, "BLOCK_BYTES", chunk)
         patch.setattr(cpu, "SPLIT_KEYS", 16)
+        patch.setattr(cpu, "native", lambda dtype: native or dtype == torch.float32)
         check(
             q,
             k,
@@ -65,6 +68,7 @@ def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limi
             causal=causal,
             window=(left, right),
             sink=None if sink is None else torch.full((4,), sink),
+            merged=native and dtype != torch.float32,
         )
 
 
