@@ -93,17 +93,43 @@ def locate(item, scan, BN: gl.constexpr, M: gl.constexpr):
 
 
 @gluon.jit
+def course(scan, M: gl.constexpr):
+    """(first, end, step) of what the roles count: with three attend roles turns, with two items, since ptxas makes the
+    better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
+    after the other, 1103 static cycles a step instead of 966; with two, loops that differ in their speed alone."""
+    if M == 192:
+        return 0, (scan.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
+    else:
+        return gl.program_id(0), scan.items, gl.num_programs(0)
+
+
+@gluon.jit
+def item_of(at, M: gl.constexpr):
+    if M == 192:
+        return gl.program_id(0) + at * gl.num_programs(0)
+    else:
+        return at
+
+
+@gluon.jit
+def whole(first, tiles):
+    """All tiles of keys of an item."""
+    return Tiles(first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
+
+
+@gluon.jit
 def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr):
     BN: gl.constexpr = ring.k.shape[1]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
     landed_phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
-        seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
+    begin, end, step = course(scan, M)
+    for at in range(begin, end, step):
+        seq, head, tile_row, first, tiles = locate(item_of(at, M), scan, BN, M)
         where = loads.Where(seq, head, 0, scan.keys, 0, scan.keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
-        slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed,
-                                                    Tiles(first, 0, tiles, 0), SAME_KV, DENSE)  # fmt: skip
+        slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed, whole(first, tiles),
+                                                    SAME_KV, DENSE)  # fmt: skip
 
 
 @gluon.jit
@@ -117,7 +143,7 @@ def rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN: gl.constex
                    tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
     problem = Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right, scale,
                       want_lse)  # fmt: skip
-    return tile_row + 64 * W, Share(here, strides, problem, Tiles(first, 0, tiles, 0), pages)
+    return tile_row + 64 * W, Share(here, strides, problem, whole(first, tiles), pages)
 
 
 @gluon.jit
@@ -153,9 +179,9 @@ def scores(q, ring, slot, phase):
 
 
 @gluon.jit
-def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                 SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
-    """What attend_role does with EARLY. The steps are those of rows.attend."""
+def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages, share,
+                W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+    """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
     k_free, v_ready, v_free, v = ring.k_free, ring.v_ready, ring.v_free, ring.v
     STAGES: gl.constexpr = v.shape[0]
     BN: gl.constexpr = v.shape[1]
@@ -165,55 +191,66 @@ def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    stride = gl.num_programs(0)
-    first_row, first_share = rows_of(gl.program_id(0), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
-    ask(q, first_row, first_share, SIGN)
-    arrived(SIGN)
-    for item in range(gl.program_id(0), scan.items, stride):
-        more = item + stride < scan.items
-        tile_row, share = rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
-        tiles = share.tiles
-        seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
-        s = scores(q, ring, slot, phase)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        if not SAME_KV:
-            mbarrier.arrive(k_free.index(slot), count=1)
-        s = work.mask(s, tiles.first, seen, share, DENSE)
-        p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale)
-        l = gl.sum(p, 1)
-        pa = gl.convert_layout(p.to(q.dtype), LA)
-        o = gl.zeros([64, D], gl.float32, LO)
-        for tile in range(1, tiles.end):  # slot: of the tile whose P is in pa
-            after, after_phase = rows.next_slot(slot, phase, STAGES)
-            s = scores(q, ring, after, after_phase)
-            if not SAME_KV:
-                mbarrier.wait(v_ready.index(slot), phase)
-            o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            if not SAME_KV:
-                mbarrier.arrive(k_free.index(after), count=1)
-            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
-            p, m, alpha = softmax.step(s, m, scale)
-            l = l * alpha + gl.sum(p, 1)
-            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(v_free.index(slot), count=1)
-            o = o * gl.convert_layout(alpha, RO)[:, None]
-            pa = gl.convert_layout(p.to(q.dtype), LA)
-            slot = after
-            phase = after_phase
-        if more:
-            next_row, following = rows_of(item + stride, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
-            barrier()  # every warp has read the last of q
-            ask(q, next_row, following, SIGN)
+    tiles = share.tiles
+    first, end, step = course(scan, M)
+    more = at + step < end
+    seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
+    s = scores(q, ring, slot, phase)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    if not SAME_KV:
+        mbarrier.arrive(k_free.index(slot), count=1)
+    s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE)
+    p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale)
+    l = gl.sum(p, 1)
+    pa = gl.convert_layout(p.to(q.dtype), LA)
+    o = gl.zeros([64, D], gl.float32, LO)
+    for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
+        after, after_phase = rows.next_slot(slot, phase, STAGES)
+        s = scores(q, ring, after, after_phase)
         if not SAME_KV:
             mbarrier.wait(v_ready.index(slot), phase)
         o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        if not SAME_KV:
+            mbarrier.arrive(k_free.index(after), count=1)
+        s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
+        p, m, alpha = softmax.step(s, m, scale)
+        l = l * alpha + gl.sum(p, 1)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(v_free.index(slot), count=1)
-        slot, phase = rows.next_slot(slot, phase, STAGES)
-        work.write_at_once(o, m, l, tile_row, share, D)
+        o = o * gl.convert_layout(alpha, RO)[:, None]
+        pa = gl.convert_layout(p.to(q.dtype), LA)
+        slot = after
+        phase = after_phase
+    if more:
+        next_row, following = rows_of(item_of(at + step, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+        barrier()  # every warp has read the last of q
+        ask(q, next_row, following, SIGN)
+    if not SAME_KV:
+        mbarrier.wait(v_ready.index(slot), phase)
+    o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(v_free.index(slot), count=1)
+    slot, phase = rows.next_slot(slot, phase, STAGES)
+    work.write_at_once(o, m, l, tile_row, share, D)
+    return slot, phase
+
+
+@gluon.jit
+def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
+                 SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+    """What attend_role does with EARLY."""
+    BN: gl.constexpr = ring.v.shape[1]
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    first, end, step = course(scan, M)
+    first_row, first_share = rows_of(item_of(first, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+    ask(q, first_row, first_share, SIGN)
+    arrived(SIGN)
+    for at in range(first, end, step):
+        tile_row, share = rows_of(item_of(at, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+        slot, phase = attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages,
+                                  share, W, M, SAME_KV, SIGN)  # fmt: skip
         arrived(SIGN)
 
 
