@@ -36,10 +36,10 @@ class Waitable:
 @dataclass(slots=True)
 class Blocked:
     """Returned by a macro-operation that cannot go on: retry when `on` wakes (or, with `done`, go on behind it).
-    `text` says what it waits for."""
+    `text` says what it waits for, if somebody asks for its string."""
 
     on: Waitable
-    text: str
+    text: object
     done: bool = False
     told: bool = False  # what the race checker must know when it goes on, it will be told by `on`
     limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)

@@ -87,7 +87,13 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
         space = 1 if op == u4({OP_ATOM_S}) else 2 if rx else 0
         if atomic(R, Q, pool, S, space, i8(rd), i8(ra), offset, i8(rc), m):
             return i8({SLOW_MEMORY})
-{note_atomic}{wait}    else:
+{note_atomic}{wait}    elif op == u4({OP_LDMATRIX}) or op == u4({OP_STMATRIX}):
+        # rb: addresses, rc: matrices, rx: transposed
+        if m != u4({ALL}) or not sget(S, {S_UNWATCHED}):
+            return i8({MACRO})
+        if matrices(R, S, pool + 4 * i8(rd), i8(rb), i8(rc), i8(rx), i8(op == u4({OP_STMATRIX}))):
+            return i8({MACRO})
+    else:
         return i8({UNKNOWN})
     return i8(0)
 
@@ -172,7 +178,7 @@ def spans_module():
 def lane_by_lane(checking: bool):
     """The compiled function for memory and exchange between lanes, one lane after the other."""
     lanes = lanes_module()
-    used = "load store atomic known missing reduce first_lane rget rput sget sput load32 store32"
+    used = "load store atomic matrices known missing reduce first_lane rget rput sget sput load32 store32"
     names = {n: getattr(lanes, n) for n in used.split()}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:

@@ -99,6 +99,39 @@ def sput(S, k, value):
     store64(S + 8 * k, u8(value))
 
 
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
+def matrices(R, S, rows, row, count, transpose, store):
+    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: matrix i between the register whose number is at
+    rows + 4*i and the eight lines of 16 bytes that the register `row` names. SLOW, and nothing done, when a line is not
+    aligned or lies outside the CTA's shared memory."""
+    base, size, shared = sget(S, S_SHARED_BASE), sget(S, S_SHARED_SIZE), sget(S, S_SHARED)
+    for i in range(8 * count):  # all of them before a register changes, which may be that of the addresses
+        at = i8(rget(R, row, i)) - base
+        if at & 15 or at < SHARED_START or at + 16 > size:
+            return SLOW
+        sput(S, SCRATCH + i, shared + at)
+    for i in range(8 * count):
+        r, line, at = i8(load32(rows + 4 * (i >> 3))), i & 7, sget(S, SCRATCH + i)
+        if not transpose:
+            for k in range(4):
+                if store:
+                    store32(at + 4 * k, rget(R, r, 4 * line + k))
+                else:
+                    rput(R, r, 4 * line + k, load32(at + 4 * k))
+            continue
+        shift = u4(16 * (line & 1))
+        for e in range(8):
+            thread = 4 * e + (line >> 1)
+            word = rget(R, r, thread)
+            if store:
+                store16(at + 2 * e, np.uint16((word >> shift) & u4(0xFFFF)))
+            else:
+                rput(R, r, thread, (word & ~(u4(0xFFFF) << shift)) | (u4(load16(at + 2 * e)) << shift))
+    if store:
+        sput(S, S_WRITES, sget(S, S_WRITES) + 1)
+    return OK
+
+
 @compiled("i8(i8, i8, i8)")
 def known(S, lo, hi):
     """Is [lo, hi) inside one known global allocation? The table is sorted; the last hit is remembered."""

@@ -326,6 +326,7 @@ class Kernel:
             local[:] = 0xFF
         S[pg.S_WRITES] = S[pg.S_HIT] = S[pg.S_RACES] = 0  # where the files are stays as `new_files` has it
         S[pg.S_ALIVE], S[pg.S_PHASES] = pg.ALL, cta.phases_address
+        S[pg.S_UNWATCHED] = machine.unwatched
         idle = S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
         S[pg.S_COLUMNS] = cta.columns.ctypes.data if idle and cta.tmem is not None else 0
         if S[pg.S_COLUMNS]:

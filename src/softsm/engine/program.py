@@ -22,10 +22,11 @@ from softsm.ptx.ast import Function, Instruction, Variable
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
  OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST,
- OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK) = range(25)
+ OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX, OP_STMATRIX) = range(27)
 FIRST_MICRO = 32
 # Macro-operations; all but the first where compiled code cannot do it.
-MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK)
+MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX,
+          OP_STMATRIX)
 
 # Why the interpreter came back.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
@@ -43,7 +44,8 @@ S_TENSOR_LANE = 29  # the first of them as a tensor-memory address has it
 S_COLUMNS = 30  # address of Cta.columns, or 0: every access to tensor memory is a macro-operation
 S_READS = 31  # when races are checked: the reads of warps, see checks/shadow.py
 S_SCRATCH = 32  # 32 lane addresses
-S_FIELDS = 64
+S_UNWATCHED = 64  # nobody looks at single events
+S_FIELDS = 72
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57

@@ -14,6 +14,7 @@ from softsm.isa import cluster_launch, mbarriers  # they register their instruct
 from softsm.isa.mbarriers import lanes, set_predicate
 from softsm.isa.registry import lowers
 from softsm.isa.warp import converge
+from softsm.ptx.ast import Imm
 
 COUNT = 16  # named barriers of a CTA
 
@@ -29,6 +30,10 @@ class Arrivals(Waitable):
         self.inside: dict[
             int, dict[int, int]
         ] = {}  # warp -> {generation: lanes that came and have not gone on}
+
+    def __str__(self) -> str:
+        """What a warp waits for here, when a report is written."""
+        return self.describe()
 
     def came(self, key: int, mask: int) -> tuple[int, int]:
         """(lanes of the mask whose generation is over, lanes that still wait)."""
@@ -109,14 +114,12 @@ class NamedBarrier(Arrivals):
 
     def counted(self, w) -> None:
         self.arrived += 32
-        missing = self.expected() - self.arrived
-        if missing < 0:
-            raise w.fault(
-                "barrier-count",
-                f"barrier {self.number}: more threads arrive than the {self.expected()} expected",
-            )
-        if not missing:
-            self.settle()
+        expected = self.expected() if self.count is None else self.count
+        if self.arrived < expected:
+            return
+        if self.arrived > expected:
+            raise w.fault("barrier-count", f"barrier {self.number}: more threads arrive than the {expected} expected")
+        self.settle()
 
     def settle(self) -> None:
         if self.arrived and self.arrived == self.expected():
@@ -143,18 +146,6 @@ class NamedBarrier(Arrivals):
     def inside_now(self) -> set[int]:
         slowly = {key for key, entered in self.inside.items() if entered.get(self.generation)}
         return slowly | {f.warp.index for f in self.waiters}
-
-
-class Later:
-    """Text that is worked out when a report is written."""
-
-    __slots__ = ("barrier",)
-
-    def __init__(self, barrier):
-        self.barrier = barrier
-
-    def __str__(self) -> str:
-        return self.barrier.describe()
 
 
 def first(w, row: int, mask: int) -> int:
@@ -232,6 +223,8 @@ def bar(asm, ins):
         aligned=aligned,
         number=asm.src(number, "u"),
         count=None if count is None else asm.src(count, "u"),
+        fixed=asm.literal(number, "u") if isinstance(number, Imm) else None,
+        fixed_count=asm.literal(count, "u") if isinstance(count, Imm) else None,
         **extra,
     )
     return None
@@ -273,14 +266,16 @@ def do_warp_sync(w, mask, o):
 
 
 def do_sync(w, mask, o):
-    barrier = named_barrier(w, o.number, mask)
+    barrier = w.cta.named_barriers.get(o.fixed) or named_barrier(w, o.number, mask)
     if mask == w.alive and w.index not in barrier.partial and not barrier.inside.get(w.index):
         # The whole warp at once, as almost always: it goes on behind the instruction when the barrier wakes.
-        generation = barrier.generation
-        barrier.arrive(w, mask, None if o.count is None else first(w, o.count, mask), True)
+        generation, count = barrier.generation, o.fixed_count
+        if count is None and o.count is not None:
+            count = first(w, o.count, mask)
+        barrier.arrive(w, mask, count, True)
         if barrier.generation != generation:
             return POLLED if w.cta.machine.in_step else None  # who comes last goes on last
-        return Blocked(barrier, Later(barrier), done=True, told=True)
+        return Blocked(barrier, barrier, done=True, told=True)
     over, waiting = barrier.came(w.index, mask)
     if not over and not waiting:
         barrier.enter(w.index, mask)
@@ -297,7 +292,7 @@ def do_sync(w, mask, o):
             _acquire(w, barrier)
             barrier.leave(w.index, mask)
             return None
-    return Blocked(barrier, Later(barrier))
+    return Blocked(barrier, barrier)
 
 
 def do_arrive(w, mask, o):
@@ -318,7 +313,7 @@ def do_red(w, mask, o):
         barrier.arrive(w, fresh, None if o.count is None else first(w, o.count, fresh))
         over, waiting = barrier.came(w.index, mask)
     if not over:
-        return Blocked(barrier, Later(barrier))
+        return Blocked(barrier, barrier)
     _acquire(w, barrier)
     popc, every, some = barrier.results[barrier.leave(w.index, over)]
     if o.op == "popc":
@@ -391,7 +386,7 @@ def do_cluster_wait(w, mask, o):
     if mask & ~(over | waiting):
         raise w.fault("barrier-phase", "barrier.cluster.wait without a barrier.cluster.arrive before it")
     if waiting:
-        return Blocked(barrier, Later(barrier))
+        return Blocked(barrier, barrier)
     if w.machine.checker is not None:
         w.machine.checker.barriers.cluster_waited(barrier, w)
     barrier.leave(id(w), over)

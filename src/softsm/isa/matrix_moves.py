@@ -84,6 +84,15 @@ def lower_ldmatrix(asm, ins) -> None:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
               source=source, numbers=np.array(rows))  # fmt: skip
+    in_loop(asm, pg.OP_LDMATRIX, place, rows, shape, trans)
+
+
+def in_loop(asm, op: int, place: tuple[int, bool], rows: list[int], shape: str, trans: bool) -> None:
+    """Where nobody looks the compiled loop does the usual case (engine/lanes.py, `matrices`)."""
+    row, generic = place
+    if shape == "m8n8" and not generic:
+        _, _, number, _, _, _, *guard = asm.records[-1]
+        asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), int(trans), *guard]
 
 
 def moved(w, o, store: bool) -> bool:
@@ -143,6 +152,7 @@ def lower_stmatrix(asm, ins) -> None:
         raise asm.error(f"expected {count} source registers, got {len(rows)}")
     asm.macro(do_stmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
               numbers=np.array(rows))  # fmt: skip
+    in_loop(asm, pg.OP_STMATRIX, place, rows, shape, trans)
 
 
 def do_stmatrix(w, mask, o):
