@@ -8,15 +8,32 @@ those of one product after the other: fused multiply-adds in ascending k.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from softsm.engine import program as pg
 from softsm.isa import tensor_kernels
+from softsm.isa.instruction_descriptor import K_OF_KIND
 from softsm.isa.tcgen05_product import Plan, Product, multiply
-from softsm.isa.tensor_product import address, multiply_into
+from softsm.isa.tensor_product import address, native_multiply
 
 KIND = "tcgen05.mma"
 LONGEST = 8  # products: their operands should stay in the CPU's cache
+
+
+class Room(threading.local):
+    """Where the operands of a chain are gathered; kept, since an array's address takes Python longer than its use."""
+
+    def __init__(self) -> None:
+        steps = LONGEST * max(K_OF_KIND.values())
+        self.a, self.b = np.empty((steps, 128), np.uint32), np.empty((256, steps), np.uint32)
+        tiles = np.empty(2 * LONGEST * tensor_kernels.TILE, np.int64)
+        self.tiles = memoryview(tiles).cast("B")
+        self.at_a, self.at_b, self.at_tiles = address(self.a), address(self.b), address(tiles)
+
+
+room = Room()
 
 
 class Chain:
@@ -37,7 +54,7 @@ class Chain:
             and p.column == first.column
             and p.lane == first.lane
             and ctas == self.ctas
-            and p.shape == first.shape
+            and (p.shape is first.shape or p.shape == first.shape)
             and p.ws == first.ws
             and p.pair == first.pair
             and p.skipped == first.skipped
@@ -55,15 +72,18 @@ class Chain:
         k, n = p.shape.k, p.shape.n
         count, total, own = len(parts), len(parts) * k, n // len(ctas)
         gather = tensor_kernels.kernels().gather_tiles
-        a_tiles, b_tiles = (np.frombuffer(b"".join([x.tiles[i] for _, x in parts]), np.int64) for i in range(2))
-        a = (np.empty if plan.whole else np.zeros)((total, 128), np.uint32)
-        b = np.empty((-(-own // 16) * 16 * len(ctas), total), np.uint32)  # MN-major chunks may reach past the last row
-        to_a, to_b, of_a, of_b = (address(x) for x in (a, b, a_tiles, b_tiles))
+        tiles = b"".join([x.tiles[0] for _, x in parts] + [x.tiles[1] for _, x in parts])
+        room.tiles[: len(tiles)] = tiles
+        to_a, to_b, of_a = room.at_a, room.at_b, room.at_tiles
+        of_b = of_a + len(tiles) // 2
+        if not plan.whole:
+            room.a[:total] = 0
         for i, cta in enumerate(ctas):
             gather(cta.shared_address, 0, of_b, count, to_b + 4 * own * i * total, total, 4 * k)
         for i, cta in enumerate(ctas):
-            gather(cta.shared_address, cta.tmem.address, of_a, count, to_a, 128, 4 * 128 * k)
-            multiply_into(cta.tmem.address, 4 * p.column, plan.quarters[4 * i : 4 * i + 4], a, b, plan.keep)
+            tmem, quarters = cta.tmem.address, plan.at + i * 4 * 3 * 8
+            gather(cta.shared_address, tmem, of_a, count, to_a, 128, 4 * 128 * k)
+            native_multiply()(tmem, 4 * p.column, quarters, 4, to_a, to_b, total, plan.keep)
 
 
 def add(engine, product: Product, plan: Plan, ctas: list) -> None:

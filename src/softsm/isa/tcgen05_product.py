@@ -18,7 +18,7 @@ from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.isa import sparsity, tensor_core
 from softsm.isa.instruction_descriptor import InstructionDescriptor
-from softsm.isa.tensor_product import multiply_add, multiply_into
+from softsm.isa.tensor_product import address, multiply_add, multiply_into
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
@@ -188,6 +188,7 @@ class Plan(NamedTuple):
     whole: bool  # does A fill all lanes?
     adds: bool  # does it add to D as it is, and read nothing of D as an operand?
     tiles: tuple[bytes, bytes] | None  # of A and B, as `gather_tiles` wants them; None where it does not know A
+    at: int  # address of `quarters`
 
 
 def plan_of(p: Product) -> Plan | None:
@@ -220,7 +221,7 @@ def plan_of(p: Product) -> Plan | None:
         tiles = a.numbers(), b.numbers()
     elif a is None and s.a in ("f16", "bf16"):
         tiles = tensor_core.tensor_numbers(p.a_column, s.a), b.numbers()
-    return Plan(a, b, lanes_of, quarters, keep, whole, apart and keep == 1, tiles)
+    return Plan(a, b, lanes_of, quarters, keep, whole, apart and keep == 1, tiles, address(quarters))
 
 
 def check_tiles(p: Product, cta) -> None:

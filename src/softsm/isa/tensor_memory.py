@@ -100,7 +100,8 @@ def first_lane(mask: int) -> int:
 def group_ctas(w, group: int) -> list:
     """The CTAs whose tensor memory an instruction of this cta_group works on, even rank first."""
     cta = w.cta
-    located(w, cta.tmem.check_group, cta, group)
+    if cta.tmem.groups.get(id(cta)) != group:
+        located(w, cta.tmem.check_group, cta, group)
     if group == 1:
         return [cta]
     if len(cta.cluster) < 2:

@@ -103,7 +103,8 @@ def multiply(module: ir.Module) -> None:
 
 
 @functools.cache
-def _native():
+def native_multiply():
+    """`multiply`, with addresses and nothing checked."""
     at = native.functions("product", native.module_source(__file__), multiply, ["multiply"])["multiply"]
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(at)
 
@@ -111,7 +112,7 @@ def _native():
 def multiply_into(cells: int, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
     """As `multiply_add`, with the address of the cells, and nothing checked."""
     at = address
-    _native()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
+    native_multiply()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
 
 
 def address(array: np.ndarray) -> int:
@@ -126,4 +127,4 @@ def multiply_add(cells: np.ndarray, row: int, plan: np.ndarray, a: np.ndarray, b
     for array, dtype in ((cells, np.uint32), (plan, np.int64), (a, np.uint32), (b, np.float32)):
         assert array.dtype == dtype and array.flags.c_contiguous, (array.dtype, array.strides)
     assert b.shape[1] % STEPS == 0, b.shape
-    _native()(cells.ctypes.data, row, plan.ctypes.data, plan.shape[0], a.ctypes.data, b.ctypes.data, b.shape[1], keep)
+    multiply_into(cells.ctypes.data, row, plan, a, b, keep)
