@@ -53,6 +53,10 @@ def pytest_collection() -> Iterator[None]:
     return result
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton's bindings say at the end that they leak
+
+
 class Cost:
     """Adds up what the workers, or this process, compiled. The processor time is that of all processes of the run. A
     worker says its own: whether the system counts it among this process's children depends on when it ends."""

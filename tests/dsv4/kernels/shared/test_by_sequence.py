@@ -33,12 +33,13 @@ def test_others_only_of_one_size(options):
 
 
 def test_long_ones_go_alone():
-    assert sizes([(600, 600), (600, 600), (4, 600), (4, 600)], causal=True) == [[(600, 600)]] * 2 + [[(4, 600)]] * 2
+    long, few = (1025, 1025), (4, 1025)
+    assert sizes([long, long, few, few], causal=True) == [[long]] * 2 + [[few]] * 2
 
 
-def test_those_with_many_heads_go_alone():
-    assert sizes([(300, 300), (300, 300)], heads=64, causal=True) == [[(300, 300)]] * 2
-    assert sizes([(300, 300), (300, 300)], heads=16, causal=True) == [[(300, 300)] * 2]
+@pytest.mark.parametrize("heads", [1, 64])
+def test_the_longest_that_go_together(heads):
+    assert sizes([(1024, 1024)] * 2, heads=heads, causal=True) == [[(1024, 1024)] * 2]
 
 
 def test_nothing_is_done_for_those_without_queries_or_keys():
