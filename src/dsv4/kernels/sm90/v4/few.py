@@ -23,8 +23,6 @@ Converted rows are written by ordinary stores; compute puts the fence before the
 """
 
 from dsv4.kernels.compat import (
-    Value,
-    aggregate,
     async_copy,
     barrier,
     fence_async_shared,
@@ -36,9 +34,9 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
-from dsv4.kernels.shared.v4.items import NONE, lists_of
-from dsv4.kernels.sm90.v4.gather import Pool, Pools, Queries, entries, numbers_of, pool_of, quotient, words
-from dsv4.kernels.sm90.v4.narrow import (
+from dsv4.kernels.shared.v4.items import NONE
+from dsv4.kernels.sm90.v4.gather import Pool, Pools, Queries, entries, numbers_of, pool_of, words
+from dsv4.kernels.sm90.v4.transposed import (
     Splits,
     add,
     ask,
@@ -52,35 +50,17 @@ from dsv4.kernels.sm90.v4.narrow import (
     scores,
     scores_layout,
     unpack,
+    work_of,
 )
 
 GROUPS = gl.constexpr(2)  # of gathering warps, and slots
-
-
-@aggregate
-class Work:
-    """What a CTA does: blocks [begin, end) of the rows of a query."""
-
-    query: Value
-    begin: Value
-    end: Value
-
-
-@gluon.jit
-def work_of(window, compressed, requests, splits, HOW: gl.constexpr):
-    query, split = gl.program_id(1), gl.program_id(2)
-    lists = lists_of(query, window, compressed, requests, HOW)
-    blocks = lists.window_blocks + (lists.count + 63) // 64
-    each = quotient(blocks + splits.count - 1, splits.inverse, splits.shift)
-    begin = gl.minimum(split * each, blocks)
-    return lists, Work(query, begin, gl.minimum(begin + each, blocks))
 
 
 @gluon.jit
 def gather_role(window, compressed, requests, pools, memory, ready, free, splits, GROUP: gl.constexpr,
                 HOW: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
-    lists, work = work_of(window, compressed, requests, splits, HOW)
+    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     entry = entries(words(gl.num_warps()))
     first = work.begin + GROUP
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, HOW)
@@ -103,7 +83,7 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
     LP: gl.constexpr = partial_sums(gl.zeros([64, HEADS], gl.float32, LS)).type.layout
     first_head = gl.program_id(0) * HEADS
     copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
-    lists, work = work_of(window, compressed, requests, splits, HOW)
+    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
