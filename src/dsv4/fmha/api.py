@@ -206,15 +206,7 @@ def _call(
         deterministic=checks.flag("deterministic", deterministic),
     )
     checks.flag("return_lse", return_lse)
-
-    def refuse() -> None:
-        for key, x in tensors.items():
-            if not checks.is_tensor(x):
-                checks.fail(key, checks.describe(x), "a tensor")
-        if sink is not None and not checks.is_tensor(sink):
-            checks.fail("sink", checks.describe(sink), "None or a tensor")
-
-    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend), refuse)
+    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend))
 
 
 OPTIONS = (

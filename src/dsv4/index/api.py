@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,8 +83,7 @@ def index_topk(
         scale=None if scale is None else checks.number("scale", scale),
         request_rows=checks.flag("request_rows", request_rows),
     )  # fmt: skip
-    refuse = partial(problem.build, **arguments)
-    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend), refuse)
+    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend))
 
 
 ARGUMENTS = (

@@ -37,8 +37,9 @@ class Ready:
         memory = [*tensors, *[room.empty(self.device) for room in self.rooms]]
         pointers = [None if x is None else x.data_ptr() for x in memory] if self.by_address else memory
         stream = driver.active.get_current_stream(self.device.index)
+        watched = _hooks()
         for step in self.steps:
-            step.run(memory, pointers, stream)
+            step.run(memory, pointers, stream, watched)
 
 
 class ReadyLaunch:
@@ -63,7 +64,7 @@ class ReadyLaunch:
                 x = {name: value for name, value in vars(x).items() if name != "base"}
             self.template.append(x)
 
-    def run(self, memory: list, pointers: list, stream: int) -> None:
+    def run(self, memory: list, pointers: list, stream: int, watched: bool) -> None:
         arguments = self.template.copy()
         arguments[STREAM] = stream
         if self.by_address:
@@ -74,7 +75,7 @@ class ReadyLaunch:
                 arguments[place] = _from(memory[index], offset)
         for place, index in self.descriptors:
             arguments[place] = SimpleNamespace(**arguments[place], base=memory[index])
-        if self.with_hooks is not None and _hooks():
+        if watched and self.with_hooks is not None:
             self.with_hooks(*arguments[HEAD:])
         else:
             self.launch(*arguments)

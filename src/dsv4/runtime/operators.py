@@ -102,14 +102,12 @@ def define_operation(op: Operation, arguments: str) -> None:
 
 
 def call(
-    op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str,
-    refuse: Callable[[], Any],
-) -> Any:  # fmt: skip
+    op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str
+) -> Any:
     """The public function, after its checks of numbers and flags -> out, or (out, second output).
 
-    arguments: all of the operator's but backend; refuse(): ValueError if one that should be a tensor is none. A call of
-    plain tensors that nobody else has to see goes on at once; others go through the operator, whose kernel is the same
-    `calls.run`.
+    arguments: all of the operator's but backend. A call of plain tensors that nobody else has to see goes on at once;
+    others go through the operator, whose kernel is the same `calls.run`.
     """
     if out is not None:
         if not checks.is_tensor(out):
@@ -125,7 +123,7 @@ def call(
     tensors = [arguments[name] for name in op.tensors]  # torch.compile follows no itemgetter
     plain = not _observed() and _plain(tensors, op.required) and not tensors[0].is_meta
     if not plain:
-        refuse()
+        op.build(**arguments)  # ValueError where one that should be a tensor is none
     if checks.derivatives() and not (plain and _constant(tensors) and _constant((out,))):
         differentiable, training = TRAINING.get(op.name, ((), None))
         wanted = torch.is_grad_enabled() and any(

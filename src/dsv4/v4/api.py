@@ -135,7 +135,7 @@ def v4_attention(
     cos_sin, positions = None, None
     if isinstance(inverse_rope, (tuple, list)) and len(inverse_rope) == 2:
         cos_sin, positions = inverse_rope
-    elif inverse_rope is not None:
+    if inverse_rope is not None and (cos_sin is None or positions is None):
         checks.fail("inverse_rope", checks.describe(inverse_rope), "None or (cos_sin, positions)")
     rows, window_page, window_stride = _travelling(window)
     more_rows, compressed_page, compressed_stride = _travelling(compressed)
@@ -159,17 +159,7 @@ def v4_attention(
         softmax_scale=checks.scale(softmax_scale),
         deterministic=checks.flag("deterministic", deterministic),
     )
-
-    def refuse() -> None:
-        problem.build(
-            q, window, window_indices, compressed, compressed_indices, window_lengths=window_lengths,
-            compressed_lengths=compressed_lengths, compressed_block_table=compressed_block_table,
-            request_starts=request_starts, inverse_rope=inverse_rope, sink=sink,
-        )  # fmt: skip
-
-    if inverse_rope is not None and (cos_sin is None or positions is None):
-        refuse()
-    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend), refuse)
+    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend))
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
