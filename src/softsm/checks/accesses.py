@@ -12,6 +12,7 @@ from softsm.checks import shadow as sh
 from softsm.checks.boxes import box_spans
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
+from softsm.engine import program as pg
 from softsm.engine.interpreter import checking_module, spans_module
 
 REDUCTIONS = ("TMA reduction", "bulk reduction")
@@ -48,8 +49,8 @@ class MemoryAccesses:
         self.races_address = self.races.ctypes.data
         self.one_span = np.zeros(2, np.int64)
         self.one_span_address = address_of(self.one_span)
-        self.kept = np.zeros((32, 16), np.uint8)
-        self.kept_address = address_of(self.kept)
+        self.kept = np.zeros((32, 16), np.uint8)  # lines before a stmatrix
+        self.order.newest[pg.KEPT] = address_of(self.kept)
         self.clusters = self.races[sh.CLUSTERS :]
         self.touched = self.shadow_global()
         self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
@@ -177,23 +178,6 @@ class MemoryAccesses:
                 self.races_address,
             )
         self.checker.findings.collect(w)
-
-    def moves_lines(self, w, row: int, count: int, write: bool) -> bool:
-        """ldmatrix and stmatrix of the CTA's own shared memory are about to move the lines of 16 bytes that the first
-        `count` threads name in a register. A load is noted; before a store the lines are kept, for `stored_lines`.
-        False, and nothing noted, when a line is misplaced or stored to twice."""
-        if self.spans.keep_lines(w.state, row, count, self.kept_address):
-            return False
-        if not write:
-            self.spans.register_lines(w.state, row, count, 0, w.pc, 0)
-            if self.races.item(0):
-                self.checker.findings.collect(w)
-        return True
-
-    def stored_lines(self, w, row: int, count: int) -> None:
-        self.spans.register_lines(w.state, row, count, 1, w.pc, self.kept_address)
-        if self.races.item(0):
-            self.checker.findings.collect(w)
 
     def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
         """ldmatrix and stmatrix: rows of 16 bytes; same: the store changes nothing."""

@@ -99,6 +99,10 @@ class Checker:
             S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest_address
             S[pg.S_PHASES], S[pg.S_READS] = cta.phases_address, cta.view.reads_address
             S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.view.slot0, w.index, self.warps
+            S[pg.S_LOADS] = S[pg.S_STORES] = S[pg.S_OWED] = 0
+            if S[pg.S_COLUMNS]:
+                S[pg.S_CELLS], S[pg.S_ISSUER] = self.tensor.shadow_of(cta).address, self.operations.enter(w)
+                cta.view.issuers.append(self.operations.entered)
 
     def cluster_number(self, cta) -> int:
         (x, y, z), (nx, ny, _) = ([a // b for a, b in zip(v, self.machine.cluster_shape)]
@@ -106,6 +110,8 @@ class Checker:
         return x + nx * (y + ny * z)
 
     def leave(self, cta) -> None:
+        if cta.view.issuers:
+            self.operations.leave(cta.view.issuers)
         self.operations.unfinished(cta)
         self.operations.left_by_peers(cta)
         self.barriers.left(cta)

@@ -11,6 +11,7 @@ import numpy as np
 
 from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
 from softsm.engine.program import (
+    CLOCKS,
     MACRO,
     S_CLOCK,
     S_NEXT_OP,
@@ -19,12 +20,13 @@ from softsm.engine.program import (
     S_SHARED_BASE,
     S_SHARED_SIZE,
     S_SLOT,
+    SECTIONS,
+    USED,
 )
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
 WORDS = 512  # of a set of asynchronous operations
-NEWEST, CLOCKS, SECTIONS, USED = range(4)  # of Order.layout
 PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
 
 

@@ -48,7 +48,7 @@ class Findings:
             return
         entries = races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
         races[0] = 0
-        agents, operations = self.checker.agents, self.checker.operations.by_number
+        agents, operations = self.checker.agents, self.checker.operations
         for kind, place, address, pc, agent, epoch, other_pc, lanes in entries:
             lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
             if kind == sh.OVER_BARRIER:
@@ -134,11 +134,9 @@ class Findings:
                 self.report.add(found)
         w.view.suspected.clear()
 
-    def used_early(self, w, load, move: bool) -> None:
+    def used_early(self, w, load) -> None:
         """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
         before the wait (a true dependency, which the hardware honours), so this counts at the strict level only."""
-        if not self.strict:
-            return
         other = self.party(load.warp, load, "may still be writing its registers")
         self.add_race(
             self.party(w, None, "uses registers of a tcgen05.ld"),

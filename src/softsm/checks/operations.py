@@ -3,11 +3,15 @@ ends. So a race is found although the values are right."""
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import WORDS
-from softsm.engine.asynchrony import AsyncOp
+from softsm.checks.order import address_of
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.report.diagnostics import Diagnostic
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
@@ -29,8 +33,42 @@ class Operations:
 
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
-        self.by_number: dict[int, AsyncOp] = {}
+        self.by_number: dict[int, AsyncOp] = {}  # those that Python has issued
+        # Those that compiled code has issued (checks/cells.py), in the place of their number: the number, and who from
+        # where. Warps have numbers here, from 1 on; those of the present CTAs, and of past ones as long as may be.
+        self.log = np.zeros((sh.OPS, 2), np.int64)
+        self.order.newest[pg.LOG] = address_of(self.log)
+        self.issuers: dict[int, object] = {}
+        self.entered = 0
+        self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
         self.instructions = checker.machine.program.instructions
+
+    def enter(self, w) -> int:
+        """A warp begins; its number as an issuer."""
+        self.entered += 1
+        self.issuers[self.entered] = w
+        return self.entered
+
+    def leave(self, numbers: list[int]) -> None:
+        """The warps of a CTA have ended. What they have issued may be asked for as long as its numbers are not used
+        again."""
+        newest = self.order.newest.item(pg.NEWEST)
+        self.past.append((newest, numbers))
+        while self.past[0][0] + sh.OPS <= newest:
+            for number in self.past.popleft()[1]:
+                del self.issuers[number]
+
+    def get(self, number: int) -> AsyncOp | None:
+        """The operation of a number, unless it was too long ago."""
+        op = self.by_number.get(number)
+        if op is None and number > 0:
+            issued, place = self.log[number % sh.OPS].tolist()
+            if issued == number:
+                ins = self.instructions[place & 0xFFFFFFFF]
+                kind = ".".join(("tcgen05", ins.modifiers[0]))
+                return AsyncOp(kind, self.issuers[place >> 32], 0, ins.line, nothing, done=True, number=number,
+                               instruction=ins)  # fmt: skip
+        return op
 
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
@@ -42,7 +80,7 @@ class Operations:
         op.number = number = self.order.number()
         op.instruction = self.instructions[w.pc]
         self.by_number[number] = op
-        if number >= sh.OPS:
+        if not number & 31 and number >= sh.OPS:
             self.forget(number)
         if len(cta.cluster) > 1:
             self.uses_peers(op)
@@ -84,14 +122,14 @@ class Operations:
         bits[word] = bits.item(word) | 1 << op.number % 32
 
     def forget(self, number: int) -> None:
-        """The number has had another owner, as in Order.number."""
-        self.by_number.pop(number - sh.OPS, None)
-        if number % 32 == 0:
-            word = number % sh.OPS // 32
-            for warp in self.checker.agents.values():
-                warp.view.copies[word] = 0
-                for bits in warp.view.issued.values():
-                    bits[word] = 0
+        """The numbers from here to the next multiple of 32 have had other owners, as in Order.number."""
+        for earlier in range(number - sh.OPS - 32, number - sh.OPS):
+            self.by_number.pop(earlier, None)
+        word = number % sh.OPS // 32
+        for warp in self.checker.agents.values():
+            warp.view.copies[word] = 0
+            for bits in warp.view.issued.values():
+                bits[word] = 0
 
     def committed(self, op) -> None:
         """What tcgen05.commit tells; other operations tell of themselves alone, see Order.publish."""
@@ -119,7 +157,7 @@ class Operations:
             for w in member.warps:
                 known |= w.view.clock[self.order.known]
         for number in self.order.unknown(known, np.array(cta.view.outstanding)):
-            op = self.by_number.get(number)
+            op = self.get(number)
             if op is not None:
                 self.checker.report.add(
                     Diagnostic(
@@ -146,7 +184,7 @@ class Operations:
                 party = self.checker.findings.party(w, None, "accesses the shared memory of a peer", pc=pc)
                 self.checker.report.add(Diagnostic("peer-exit", text, (party,)))
         for number in cta.view.used_by:
-            op = self.by_number.get(number)
+            op = self.get(number)
             if op is not None and not any(self.order.knows(w, number) for w in cta.warps):
                 party = self.checker.findings.party(op.warp, op, "accesses the shared memory of a peer")
                 self.checker.report.add(Diagnostic("peer-exit", text, (party,)))

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import WORDS
+from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -44,9 +44,9 @@ class Order:
         self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
         self.used = 2  # words of a section that hold bits so far; even
         # The number of the next asynchronous operation, and what compiled code must know of clocks.
-        self.newest = np.array([1, 2 * slots, self.sections, self.used], np.int64)
+        self.newest = np.zeros(pg.LAYOUT, np.int64)
+        self.newest[: pg.LOG] = 1, 2 * slots, self.sections, self.used
         self.newest_address = address_of(self.newest)
-        self.next = 1
         self.sheets: list[Sheet] = []  # of clocks; new ones are rows of the last
         self.sheet_of: dict[int, Sheet] = {}  # by the address of the clock: all that live long
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
@@ -81,10 +81,10 @@ class Order:
     def number(self) -> int:
         """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
         know the new one."""
-        number = self.next
-        self.newest[0] = self.next = number + 1
+        number = self.newest.item(pg.NEWEST)
+        self.newest[pg.NEWEST] = number + 1
         if not number & 31:
-            self.used = self.newest[cl.USED] = min(number // 32 + 2 & ~1, WORDS)
+            self.used = self.newest[pg.USED] = min(number // 32 + 2 & ~1, WORDS)
             for sheet in self.sheets if number >= sh.OPS else ():
                 sheet.rows[:, 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
         return number

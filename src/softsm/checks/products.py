@@ -253,7 +253,7 @@ class Products:
         ]
 
     def by_number(self, number: int, what: str) -> list[Party]:
-        op = self.checker.operations.by_number.get(number)
+        op = self.checker.operations.get(number)
         if op is None:
             return []
         for region in op.reads:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow
-from softsm.checks.clocks import CLOCKS, WORDS
+from softsm.checks.clocks import WORDS
 from softsm.checks.shadow import (
     ASYNC,
     CLUSTERS,
@@ -33,8 +33,17 @@ from softsm.checks.shadow import (
     WHOLE_WARP,
     WRITTEN,
 )
-from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
-from softsm.engine.program import S_CLOCK, S_KNOWN, S_R, S_SHARED, S_SHARED_BASE, S_SHARED_SIZE, SHARED_START
+from softsm.engine.lanes import i8, load32, load64, store8, store32, store64, u4
+from softsm.engine.program import (
+    CLOCKS,
+    S_CLOCK,
+    S_KNOWN,
+    S_R,
+    S_SHARED,
+    S_SHARED_BASE,
+    S_SHARED_SIZE,
+    SHARED_START,
+)
 
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 inner = globals().get("inner") or compiled  # for what only compiled code calls
@@ -237,7 +246,7 @@ def lines(S, offsets, count, write, pc, flags):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
-@compiled("i8(i8, i8, i8, i8)")
+@inner("i8(i8, i8, i8, i8)")
 def keep_lines(S, row, count, to):
     """Copy the lines of 16 bytes of the warp's shared memory that the first `count` lanes name in register `row`. 1,
     and nothing copied, when one is not aligned or out of bounds, or two are the same."""
@@ -257,7 +266,7 @@ def keep_lines(S, row, count, to):
     return 0
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8)")
+@inner("void(i8, i8, i8, i8, i8, i8)")
 def register_lines(S, row, count, write, pc, kept):
     """The warp of S reads or has written those lines. kept: what was there before a store."""
     addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
@@ -274,74 +283,6 @@ def register_lines(S, row, count, write, pc, kept):
         first = (i8(load32(addresses + 4 * k)) - base) >> 2
         for word in range(first, first + 4):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
-
-
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
-def tensor_mark(table, held, groups, low, high, write, me, kind):
-    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
-    for g in range(8):
-        if (groups >> g) & 1 == 0:
-            continue
-        for at in range(g * 512 + low, g * 512 + high):
-            if write:
-                store64(table + 8 * at, np.uint64(me))
-                store8(held + at, np.uint8(kind))
-            else:
-                store64(table + 8 * (at + 8192), load64(table + 8 * (at + 4096)))
-                store64(table + 8 * (at + 4096), np.uint64(me))
-
-
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def tensor_users(table, low, high, reader, me, before, known, newest, out):
-    """One row of cells of one table: adds to `out` the operations that are neither `me` nor `before` nor known to be
-    complete. Returns 1 when there is a cell that nobody used."""
-    empty, last = i8(0), i8(-1)
-    for at in range(low, high):
-        number = i8(load64(table + 8 * at))
-        if number == last:
-            continue
-        last = number
-        if number == 0:
-            empty = i8(1)
-        elif number != me and number != before and not records.complete(known, number, newest):
-            entry, n, there = 2 * number + reader, i8(load64(out)), False
-            for i in range(1, n + 1):
-                there = there or i8(load64(out + 8 * i)) == entry
-            if not there:
-                store64(out + 8 * (n + 1), np.uint64(entry))
-                store64(out, np.uint64(n + 1))
-    return empty
-
-
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def tensor_touch(table, held, groups, low, high, write, me, before, known, newest, out, kind, wrong):
-    """Operation `me` touches the cells [low, high) of the lane groups of tensor memory. Which operations wrote them
-    (and read them, for a write) and are neither `me`, nor known to be complete, nor as writers `before` it in order?
-    And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. When there is no such
-    operation, and nothing that `wrong` names, they are marked as by `tensor_mark`, and the answer is -1. Else the
-    number of operations; out[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more
-    for a reader."""
-    flags = i8(0)
-    store64(out, np.uint64(0))
-    for g in range(8):
-        if (groups >> g) & 1:
-            first, end, last = g * 512 + low, g * 512 + high, i8(-1)
-            flags |= tensor_users(table, first, end, 0, me, before, known, newest, out)
-            if write:
-                tensor_users(table + 8 * 4096, first, end, 1, me, 0, known, newest, out)
-                tensor_users(table + 8 * 8192, first, end, 1, me, 0, known, newest, out)
-            if wrong >> 1:
-                for at in range(first, end):
-                    one = i8(load8(held + at))
-                    if one != last:
-                        flags |= i8(2) << one
-                        last = one
-    n = i8(load64(out))
-    store64(out, np.uint64(flags))
-    if n or flags & wrong:
-        return n
-    tensor_mark(table, held, groups, low, high, write, me, kind)
-    return i8(-1)
 
 
 @compiled("void(i8, i8, i8, i8)")

@@ -10,24 +10,27 @@ import functools
 
 import numpy as np
 
+from softsm.checks.cells import CELLS, COLUMNS, HELD_AT, LANE_GROUPS
+from softsm.checks.order import address_of
+from softsm.engine import program as pg
+from softsm.engine.interpreter import cells_module
+from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 
-LANE_GROUPS, COLUMNS = 8, 512
-UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)
 HELD = {ACCUMULATOR: "an accumulator wrote them", STORED_F32: "they were stored as f32 values"}
-STORED = {"f32": STORED_F32, "packed": STORED_PACKED}
 IN_ORDER = {("tcgen05.st", "tcgen05.ld"), ("tcgen05.st", "tcgen05.st"), ("tcgen05.ld", "tcgen05.st")}
 PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
 class TensorShadow:
-    """Of one SM. The compiled code of checks/spans.py knows how it is laid out."""
+    """Of one SM. The compiled code of checks/cells.py knows how it is laid out."""
 
     def __init__(self) -> None:
-        table = np.zeros((3, LANE_GROUPS, COLUMNS), np.int64)
-        self.writer, *self.readers = table
-        self.held = np.zeros((LANE_GROUPS, COLUMNS), np.uint8)
-        self.address, self.held_address = table.ctypes.data, self.held.ctypes.data
+        raw = np.zeros(HELD_AT // 8 + CELLS // 8, np.int64)
+        self.writer, *self.readers = raw[: HELD_AT // 8].reshape(3, LANE_GROUPS, COLUMNS)
+        self.held = raw[HELD_AT // 8 :].view(np.uint8).reshape(LANE_GROUPS, COLUMNS)
+        self.address = address_of(raw)
+        self.held_address = self.address + HELD_AT
 
 
 @functools.lru_cache(maxsize=1 << LANE_GROUPS)
@@ -60,7 +63,7 @@ class Where:
 
 @functools.cache
 def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
-    """What an access leaves behind in its cells, and what they must not hold: see `spans.tensor_touch`."""
+    """What an access leaves behind in its cells, and what they must not hold: see `touch` of checks/cells.py."""
     kind = UNKNOWN
     if write:
         kind = ACCUMULATOR if operation == "tcgen05.mma" else STORED.get(note, UNKNOWN)
@@ -75,14 +78,15 @@ class TensorChecks:
     """The part of the checker that knows tensor memory."""
 
     def __init__(self, checker):
-        self.order, self.operations, self.findings = checker.order, checker.operations.by_number, checker.findings
+        self.order, self.operations, self.findings = checker.order, checker.operations, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
         order = checker.order
         self.seen = 4 * (order.tensor if checker.strict else order.known).start  # within a clock
-        self.touch, self.mark = checker.memory.spans.tensor_touch, checker.memory.spans.tensor_mark
-        self.found = np.zeros(1 + 3 * LANE_GROUPS * COLUMNS, np.int64)
-        self.found_address = self.found.ctypes.data
+        cells = cells_module()
+        self.touch, self.mark, self.waited = cells.touch, cells.mark, cells.waited
+        self.found = np.zeros(1 + 3 * CELLS, np.int64)
+        self.found_address = order.newest[pg.FOUND] = address_of(self.found)
 
     def shadow_of(self, cta) -> TensorShadow:
         shadow = self.by_sm.get(cta.sm.index)
@@ -143,6 +147,13 @@ class TensorChecks:
         if flags & ~1:
             self.held_wrongly(op, shadow, where, note, flags)
         self.mark(shadow.address, shadow.held_address, groups, low, high, write, op.number, kind)
+
+    def unwaited_load(self, w):
+        """The last tcgen05.ld that the warp has not waited for."""
+        count = w.S.item(pg.S_LOADS)
+        issued = self.operations.get(w.S.item(pg.S_LOADS + count)) if count else None
+        loads = w.view.unwaited_loads
+        return loads[-1] if loads and (issued is None or loads[-1].number > issued.number) else issued
 
     def held_wrongly(self, op, shadow: TensorShadow, where: Where, note: str, flags: int) -> None:
         """Cells hold values of another kind than the operation takes them for."""

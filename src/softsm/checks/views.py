@@ -46,6 +46,7 @@ class CtaView:
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
+    issuers: list[int] = field(default_factory=list)  # its warps, see checks/operations.py
     products: dict[object, tuple] = field(default_factory=dict)  # regions of its tcgen05.mma, by what they do
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
     records: list[np.ndarray] = field(default_factory=list)  # what addresses above lead to

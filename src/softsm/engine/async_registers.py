@@ -41,7 +41,7 @@ class AsyncRegisters:
     def touches_registers(self, ins: Instruction, start: int) -> None:
         """The instruction has been lowered, to records from `start` on."""
         if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
-            self.flush_tensor_loads(start, use="move" if ins.opcode == "mov" else "use")
+            self.flush_tensor_loads(start, use=True)
         if self.wgmma_busy and ins.opcode != "wgmma":
             self.settle_products(start, ins.opcode == "mov")
         if self.checking:  # it looks before anything is settled: what is inserted last comes first
@@ -106,15 +106,17 @@ class AsyncRegisters:
             self.insert_macro(start, do_early_use, rows=pg.row_set(self.rows[name] for name in fresh), copy=False)
             self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
 
-    def insert_macro(self, at: int, function, waits: bool = False, **operands) -> None:
+    def insert_macro(self, at: int, function, record: tuple[int, int, int] = (pg.OP_MACRO, 0, 0), **operands) -> None:
+        """record: operation, rd and rc."""
+        op, rd, rc = record
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
-        self.records.insert(at, [pg.OP_MACRO, int(waits), len(self.macros) - 1, 0, 0, 0, 0, 0])
+        self.records.insert(at, [op, rd, len(self.macros) - 1, 0, rc, 0, 0, 0])
         self.instructions.insert(at, self.ins)
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
-    def flush_tensor_loads(self, at: int, use: str = "") -> None:
-        """tcgen05.ld delivers its registers at their first use ('use', or 'move'), or at wait::ld; at a jump at the
-        latest."""
+    def flush_tensor_loads(self, at: int, use: bool = False) -> None:
+        """tcgen05.ld delivers its registers at their first use, or at wait::ld; at a jump at the latest."""
         if self.tmem_pending and self.tmem_flush is not None:
-            self.insert_macro(at, self.tmem_flush, waits=True, use=use)
+            checked = pg.OP_TENSOR_WAIT, 0, pg.FIRST_USE if use else pg.FLUSH
+            self.insert_macro(at, self.tmem_flush, checked if self.checking else (pg.OP_MACRO, 1, 0), use=use)
         self.tmem_pending.clear()

@@ -269,6 +269,18 @@ def dispatch(module: ir.Module) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
+        # The same when races are checked, rx: so many records up to where its result is due, from pg.DISTANCE on.
+        for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
+            case(number)
+            due = b.add(pc, b.zext(b.lshr(rx, _I32(pg.DISTANCE)), _I64))
+            with b.if_then(b.and_(b.icmp_unsigned("==", m, _I32(FULL)), b.icmp_signed("<", due, b.load(limit_)))):
+                status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
+                with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):
+                    b.branch(loop)
+            with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
+                b.branch(loop)
+            leave(_I64(pg.MACRO), pc, m, following)
+
         case(pg.OP_MACRO)  # rd: 1 if it only waits for what is in flight
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
             b.branch(loop)

@@ -89,11 +89,11 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
             return i8({SLOW_MEMORY})
 {note_atomic}{wait}    elif op == u4({OP_LDMATRIX}) or op == u4({OP_STMATRIX}):
         # rb: addresses, rc: matrices, rx: transposed
-        if m != u4({ALL}) or not sget(S, {S_UNWATCHED}):
+        if m != u4({ALL}) or {watched}:
             return i8({MACRO})
-        if matrices(R, S, pool + 4 * i8(rd), i8(rb), i8(rc), i8(rx), i8(op == u4({OP_STMATRIX}))):
+{note_lines}        if matrices(R, S, pool + 4 * i8(rd), i8(rb), i8(rc), i8(rx), i8(op == u4({OP_STMATRIX}))):
             return i8({MACRO})
-    else:
+{note_stored_lines}    else:
         return i8({UNKNOWN})
     return i8(0)
 
@@ -119,12 +119,27 @@ _NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_ST})) and not r
 '''
 _NOTE_ATOMIC = '''        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
 '''
+# Lines of which two are the same, or one is not the CTA's own, are left to Python.
+_NOTE_LINES = '''        kept = i8(load64(sget(S, {S_NEXT_OP}) + 8 * {KEPT}))
+        if keep_lines(S, i8(rb), 8 * i8(rc), kept):
+            return i8({MACRO})
+        if op == u4({OP_LDMATRIX}):
+            register_lines(S, i8(rb), 8 * i8(rc), 0, pc, 0)
+'''
+_NOTE_STORED_LINES = '''        if op == u4({OP_STMATRIX}):
+            register_lines(S, i8(rb), 8 * i8(rc), 1, pc, kept)
+'''
 _WAIT = '''    elif op == u4({OP_CHECKED_WAIT}):
         return answer_wait(R, P, S, i8(rd), i8(rb), i8(rc), m)
     elif op == u4({OP_MEMBERS}):
         return members(R, S, i8(rb), m)
     elif op == u4({OP_TICK}):
         return tick(S)
+    elif op == u4({OP_CHECKED_LD}) or op == u4({OP_CHECKED_ST}):
+        # rd: registers in the pool, rb: address, rc: their number
+        return access(S, pool + 4 * i8(rd), i8(rb), i8(rc), i8(op == u4({OP_CHECKED_ST})), i8(rx), pc)
+    elif op == u4({OP_TENSOR_WAIT}):
+        return wait(S, i8(rc), m)
 '''
 
 
@@ -140,6 +155,10 @@ def lane_operation_source(checking: bool) -> str:
     stored = _NOTE_STORED.format(**numbers) if checking else ""
     atomic = _NOTE_ATOMIC.format(**numbers) if checking else ""
     notes = {"note_load": access, "note_store": store, "note_stored": stored, "note_atomic": atomic}
+    notes["watched"] = "sget(S, {S_PHASES}) == 0" if checking else "not sget(S, {S_UNWATCHED})"
+    notes["watched"] = notes["watched"].format(**numbers)
+    notes["note_lines"] = _NOTE_LINES.format(**numbers) if checking else ""
+    notes["note_stored_lines"] = _NOTE_STORED_LINES.format(**numbers) if checking else ""
     notes["wait"] = _WAIT.format(**numbers) if checking else ""
     return _HEADER + _LANE_OPERATION.format(**notes, **numbers)
 
@@ -175,16 +194,27 @@ def spans_module():
 
 
 @functools.cache
+def cells_module():
+    """checks/cells.py, compiled."""
+    path = _HERE.parent / "checks" / "cells.py"
+    depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"))
+    names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
+    return build.load("cells", path.read_text(), depends, **names)
+
+
+@functools.cache
 def lane_by_lane(checking: bool):
     """The compiled function for memory and exchange between lanes, one lane after the other."""
     lanes = lanes_module()
-    used = "load store atomic matrices known missing reduce first_lane rget rput sget sput load32 store32"
+    used = "load store atomic matrices known missing reduce first_lane rget rput sget sput load32 store32 load64"
     names = {n: getattr(lanes, n) for n in used.split()}
     depends = (_HERE / "lanes.py", _HERE / "program.py")
     if checking:
         names |= {n: getattr(checking_module(), n) for n in ("note", "quiet", "collide")} | {"locate": lanes.locate}
         names |= {n: getattr(clocks_module(), n) for n in ("answer_wait", "members", "tick")}
-        depends += (_HERE.parent / "checks" / "shadow.py", _HERE.parent / "checks" / "clocks.py")
+        names |= {n: getattr(cells_module(), n) for n in ("access", "wait")}
+        names |= {n: getattr(spans_module(), n) for n in ("keep_lines", "register_lines")}
+        depends += tuple(_HERE.parent / "checks" / f"{name}.py" for name in ("shadow", "clocks", "cells", "spans"))
     name = "checked_lane_operation" if checking else "lane_operation"
     return build.load(name, lane_operation_source(checking), depends, **names).lane_operation
 

@@ -106,11 +106,13 @@ class Kernel:
     def __init__(self, module: Module, function: Function, checking: bool = False):
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
-        from softsm.isa import product_chain, tcgen05
+        from softsm.isa import product_chain, tcgen05, tensor_waits
 
         load_chapters()
         self.module, self.function, self.name, self.checking = module, function, function.name, checking
         self.program = Assembler(module, function, micro_numbers(), checking).assemble()
+        if checking:
+            tensor_waits.mark(self.program)
         self.interpreter = interpreter(self.program, checking)
         self.blocks = Blocks(self.program, checking)
         self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
@@ -328,7 +330,9 @@ class Kernel:
         S[pg.S_ALIVE], S[pg.S_PHASES] = pg.ALL, cta.phases_address
         S[pg.S_UNWATCHED] = machine.unwatched
         idle = S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
-        S[pg.S_COLUMNS] = cta.columns.ctypes.data if idle and cta.tmem is not None else 0
+        compared = machine.checker is not None and machine.divisible and machine.options.order != "random"
+        S[pg.S_LATEST] = machine.options.order == "latest"
+        S[pg.S_COLUMNS] = cta.columns.ctypes.data if (idle or compared) and cta.tmem is not None else 0
         if S[pg.S_COLUMNS]:
             lane = 32 * (index % 4)
             S[pg.S_TENSOR], S[pg.S_TENSOR_LANE] = cta.tmem.address + 4 * lane, lane << 16

@@ -22,11 +22,17 @@ from softsm.ptx.ast import Function, Instruction, Variable
 # Control and memory operations of the interpreter loop.
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
  OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST,
- OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX, OP_STMATRIX) = range(27)
+ OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST,
+ OP_TENSOR_WAIT) = range(30)
 FIRST_MICRO = 32
 # Macro-operations; all but the first where compiled code cannot do it.
 MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX,
-          OP_STMATRIX)
+          OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT)
+
+# OP_CHECKED_LD and ST, the last operand: what a store leaves in its cells, and from this bit on the number of records
+# up to where the result is due, 0 if something else may happen before (isa/tensor_waits.py). OP_TENSOR_WAIT: kinds.
+DISTANCE = 4
+FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 
 # Why the interpreter came back.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
@@ -45,7 +51,17 @@ S_COLUMNS = 30  # address of Cta.columns, or 0: every access to tensor memory is
 S_READS = 31  # when races are checked: the reads of warps, see checks/shadow.py
 S_SCRATCH = 32  # 32 lane addresses
 S_UNWATCHED = 64  # nobody looks at single events
-S_FIELDS = 72
+# When races are checked, of tcgen05.ld and st (checks/cells.py):
+S_CELLS = 65  # address of the TensorShadow
+S_LATEST = 66  # an access completes at its wait, so compiled code does only those that nothing can come behind
+S_OWED = 67  # Python has issued some that the warp has not waited for
+S_ISSUER = 68  # the warp's number in what is kept of the operations that compiled code issues
+UNWAITED = 7  # numbers at most, behind their count, of
+S_LOADS, S_STORES = 72, 80  # ... those of compiled code that the warp has not waited for
+S_FIELDS = 88
+# What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
+# down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py).
+NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, LAYOUT = range(8)
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57

@@ -16,7 +16,6 @@ from softsm import formats
 from softsm.engine import program as pg
 from softsm.isa.mbarriers import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
-from softsm.isa.tensor_kernels import kernels
 from softsm.isa.tensor_memory import exactly, finish, rows_index, take
 from softsm.isa.typed import needs_target
 
@@ -83,40 +82,19 @@ def lower_ldmatrix(asm, ins) -> None:
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
-              source=source, numbers=np.array(rows))  # fmt: skip
+              source=source)  # fmt: skip
     in_loop(asm, pg.OP_LDMATRIX, place, rows, shape, trans)
 
 
 def in_loop(asm, op: int, place: tuple[int, bool], rows: list[int], shape: str, trans: bool) -> None:
-    """Where nobody looks the compiled loop does the usual case (engine/lanes.py, `matrices`)."""
+    """The compiled loop does the usual case (engine/lanes.py, `matrices`)."""
     row, generic = place
     if shape == "m8n8" and not generic:
         _, _, number, _, _, _, *guard = asm.records[-1]
         asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), int(trans), *guard]
 
 
-def moved(w, o, store: bool) -> bool:
-    """The usual case: 8x8 matrices, shared addresses of the own CTA. False, and nothing done, when it is another one,
-    or wrong."""
-    row, generic = o.place
-    cta = w.cta
-    if generic or o.shape != "m8n8":
-        return False
-    checker = cta.machine.checker
-    if checker is not None and not checker.memory.moves_lines(w, row, 8 * o.count, store):
-        return False
-    halves = cta.shared[: cta.shared.size & ~15].view(np.uint16)
-    moves = kernels().matrices
-    if moves(w.R, row, o.numbers, o.trans, store, halves, cta.shared_base, pg.SHARED_START):
-        return False
-    if checker is not None and store:
-        checker.memory.stored_lines(w, row, 8 * o.count)
-    return True
-
-
 def do_ldmatrix(w, mask, o):
-    if moved(w, o, False):
-        return
     per = 16 if o.shape == "m16n16" else 8
     cta, offsets = row_addresses(w, o.place, per * o.count, "ldmatrix")
     data = load_rows(cta, offsets)
@@ -150,15 +128,11 @@ def lower_stmatrix(asm, ins) -> None:
     rows = asm.vector_rows(ins.operands[1], "u")
     if len(rows) != count:
         raise asm.error(f"expected {count} source registers, got {len(rows)}")
-    asm.macro(do_stmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
-              numbers=np.array(rows))  # fmt: skip
+    asm.macro(do_stmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans)
     in_loop(asm, pg.OP_STMATRIX, place, rows, shape, trans)
 
 
 def do_stmatrix(w, mask, o):
-    if moved(w, o, True):
-        w.machine.writes += 1
-        return
     cta, offsets = row_addresses(w, o.place, 8 * o.count, "stmatrix")
     registers = np.ascontiguousarray(w.R[o.rows])
     if o.shape == "m8n8":

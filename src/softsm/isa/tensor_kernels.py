@@ -180,32 +180,6 @@ def left(registers, rows, per, table, out, first):
                     out[at + e, lane] = code << np.uint32(16)
 
 
-@compiled("i8(u4[:,::1], i8, i8[::1], i8, i8, u2[::1], i8, i8)")
-def matrices(registers, addresses, rows, transpose, store, shared, base, floor):
-    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: matrix i between register rows[i] and the eight lines
-    of 16 bytes that the row `addresses` names, which count from `base`. 1, and nothing done, when a line is not aligned
-    or lies outside the CTA's shared memory, which begins at `floor`."""
-    count = rows.size * 8
-    lines = registers[addresses].copy()  # a load may write the register that names them
-    for i in range(count):
-        at = np.int64(lines[i]) - base
-        if at & 15 or at < floor or at + 16 > shared.size * 2:
-            return 1
-    for i in range(count):
-        r, line = rows[i >> 3], i & 7
-        at = (np.int64(lines[i]) - base) >> 1
-        for e in range(8):
-            thread = 4 * e + (line >> 1) if transpose else 4 * line + (e >> 1)
-            shift = np.uint32(16 * ((line if transpose else e) & 1))
-            word = registers[r, thread]
-            if store:
-                shared[at + e] = np.uint16((word >> shift) & np.uint32(0xFFFF))
-            else:
-                kept = word & ~(np.uint32(0xFFFF) << shift)
-                registers[r, thread] = kept | np.uint32(shared[at + e]) << shift
-    return 0
-
-
 @compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])")
 def warp_product(registers, rows, a_count, per, a_table, b_table):
     """mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in a register;

@@ -80,7 +80,7 @@ def exactly(count: int) -> range:
 def settle(asm) -> None:
     """A register that a tcgen05.ld is still to deliver is used here: deliver it first."""
     if asm.touched & asm.tmem_pending:
-        asm.flush_tensor_loads(len(asm.records), use="use")
+        asm.flush_tensor_loads(len(asm.records), use=True)
 
 
 def rows_index(rows: list[int]) -> slice | np.ndarray:
@@ -273,7 +273,7 @@ def lower_ld(asm, ins, modifiers) -> None:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
     settle(asm)
     asm.macro(do_ld, ins, address=row, rows=rows_index(rows), split=split, note="", **access)
-    in_loop(asm, pg.OP_TENSOR_LD, row, rows, access)
+    in_loop(asm, pg.OP_CHECKED_LD if asm.checking else pg.OP_TENSOR_LD, row, rows, access)
     asm.tmem_flush = flush_tmem_loads
     asm.tmem_pending.update(("R", r) for r in rows)
 
@@ -292,14 +292,16 @@ def lower_st(asm, ins, modifiers) -> None:
     kinds = {asm.produced.get(("R", r), "") for r in rows} if asm.checking else set()
     note = "f32" if kinds == {"f32"} else "packed" if kinds and all(k.endswith(("x2", "x4")) for k in kinds) else ""
     asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note=note, **access)
-    in_loop(asm, pg.OP_TENSOR_ST, row, rows, access)
+    kind = tm.STORED.get(note, tm.UNKNOWN)
+    in_loop(asm, pg.OP_CHECKED_ST if asm.checking else pg.OP_TENSOR_ST, row, rows, access, kind)
 
 
-def in_loop(asm, op: int, row: int, rows: list[int], access: dict) -> None:
-    """Where a register is a column and nothing is in flight, the compiled loop can do it (engine/vec_tensor.py)."""
+def in_loop(asm, op: int, row: int, rows: list[int], access: dict, kind: int = 0) -> None:
+    """Where a register is a column and nothing is in flight, the compiled loop can do it (engine/vec_tensor.py). When
+    races are checked it can where nothing else may happen before the result is due (checks/cells.py)."""
     if access["shape"] == "32x32b" and not access["packed"]:
         _, _, number, _, _, _, *guard = asm.records[-1]
-        asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), 0, *guard]
+        asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), kind, *guard]
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
@@ -349,6 +351,7 @@ def do_ld(w, mask, o):
     op = machine.issue(AsyncOp("tcgen05.ld", w, 0, line, effects, tuple(in_flight.tensor_stores), (), regions))
     if w.view is not None:
         w.view.unwaited_loads.append(op)
+        w.S[pg.S_OWED] = 1
     if not op.done:
         in_flight.tensor_loads.append(op)
 
@@ -367,6 +370,7 @@ def do_st(w, mask, o):
     op = machine.issue(AsyncOp("tcgen05.st", w, 0, line, effects, after, (), (), regions))
     if w.view is not None:
         w.view.unwaited_stores.append(op)
+        w.S[pg.S_OWED] = 1
     if not op.done:
         stores.append(op)
 
@@ -374,8 +378,11 @@ def do_st(w, mask, o):
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
     machine = w.cta.machine
-    if machine.checker is not None and o is not None and o.use and w.view.unwaited_loads:
-        machine.checker.findings.used_early(w, w.view.unwaited_loads[-1], o.use == "move")
+    checker = machine.checker
+    if checker is not None and checker.strict and o is not None and o.use:
+        last = checker.tensor.unwaited_load(w)
+        if last is not None:
+            checker.findings.used_early(w, last)
     loads = w.in_flight.tensor_loads
     for op in loads:
         machine.require(op)
@@ -385,21 +392,22 @@ def flush_tmem_loads(w, mask=0, o=None):
 def do_wait_ld(w, mask, o):
     flush_tmem_loads(w)
     if w.view is not None:
-        waited(w, w.view.unwaited_loads)
+        waited(w, w.view.unwaited_loads, pg.S_LOADS)
 
 
-def waited(w, operations: list[AsyncOp]) -> None:
-    """The race checker learns that these operations of the warp are complete."""
-    if operations:
-        observe = w.cta.machine.checker.order.observe
-        for op in operations:
-            observe(w, op)
-        operations.clear()
+def waited(w, operations: list[AsyncOp], others: int) -> None:
+    """The race checker learns that these operations of the warp are complete, and `others`, issued by compiled code."""
+    checker = w.cta.machine.checker
+    for op in operations:
+        checker.order.observe(w, op)
+    operations.clear()
+    checker.tensor.waited(w.state, others)
+    w.S[pg.S_OWED] = bool(w.view.unwaited_loads or w.view.unwaited_stores)
 
 
 def do_wait_st(w, mask, o):
     if w.view is not None:
-        waited(w, w.view.unwaited_stores)
+        waited(w, w.view.unwaited_stores, pg.S_STORES)
     stores = w.in_flight.tensor_stores
     for op in stores:
         w.cta.machine.require(op)
@@ -411,12 +419,16 @@ def lower_wait_ld(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.tmem_pending.clear()
     asm.macro(do_wait_ld, ins, waits=True)
+    if asm.checking:
+        asm.answered(pg.OP_TENSOR_WAIT, rc=pg.WAIT_LOADS)
 
 
 @form("wait::st")
 def lower_wait_st(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, exactly(0), collective=True)
     asm.macro(do_wait_st, ins, waits=True)
+    if asm.checking:
+        asm.answered(pg.OP_TENSOR_WAIT, rc=pg.WAIT_STORES)
 
 
 @form("fence::before_thread_sync")
