@@ -193,8 +193,11 @@ def _call(
     name: str, tensors: dict[str, Any], bounds: dict[str, Any], causal, window, sink, softmax_scale, return_lse,
     out, plan, deterministic, backend,
 ) -> Result:  # fmt: skip
-    """Numbers and flags are checked here; the tensors where the call is prepared."""
-    left, right = checks.window(window, checks.flag("causal", causal))
+    """Here numbers and flags get their types, which the key of a call cannot tell apart; their values are checked, like
+    the tensors, where the problem is built."""
+    left, right = checks.two_ints(window)
+    if checks.flag("causal", causal) and left >= -1 and right >= -1:  # else it is refused as it was given
+        right = 0
     arguments = dict(
         tensors,
         **{key: checks.bound(key, x) for key, x in bounds.items()},

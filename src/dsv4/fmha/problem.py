@@ -1,7 +1,8 @@
 """A validated fmha problem: what every backend receives, whichever public operation it came from.
 
-The three builders check shapes, dtypes, devices and strides and raise ValueError; they read no tensor values, so they
-also serve the fake kernels that torch.compile traces. :func:`check_values` reads values and is called by the real
+The three builders check shapes, dtypes, devices and strides, and the values of numbers, whose types are right by then:
+the public functions see to that, and for operators torch does. They raise ValueError; they read no tensor values, so
+they also serve the fake kernels that torch.compile traces. :func:`check_values` reads values and is called by the real
 kernels of the ops, where `checks.values_checked` allows.
 """
 
@@ -108,16 +109,15 @@ def _common(q, k, v, causal, window, sink, softmax_scale, deterministic, names=(
     if v.shape != k.shape:
         checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
-    left, right = checks.window(window, checks.flag("causal", causal))
-    scale = checks.scale(softmax_scale)
+    left, right = checks.window_bounds(*window)
     return dict(
         q=q,
         k=k,
         v=v,
         left=left,
-        right=right,
+        right=0 if causal else right,
         sink=checks.sink(sink, q.shape[-2], ("q", q)),
-        softmax_scale=d**-0.5 if scale is None else scale,
+        softmax_scale=checks.softmax_scale(softmax_scale, d),
         deterministic=deterministic,
     )
 
@@ -188,7 +188,8 @@ def paged(
 
 def _bound(name: str, x: Any, total: int) -> int:
     """A longest-sequence hint; never more than the rows there are."""
-    x = checks.bound(name, x)
+    if x is not None and x < 0:
+        checks.fail(name, checks.describe(x), checks.BOUND)
     return total if x is None or x > total else x
 
 

@@ -119,7 +119,8 @@ def flash_attn_varlen_func(
             )  # fmt: skip
         out = out[..., :width]
     else:
-        checks.bound("max_seqlen_k", max_seqlen_k)
+        if max_seqlen_k is not None:
+            checks.at_least(0, "max_seqlen_k", max_seqlen_k, checks.BOUND)
         with named(sink="learnable_sink", window="window_size", k_pages="k", v_pages="v", lengths="cu_seqlens_k"):
             out, lse = _varlen_paged(
                 q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale=softmax_scale, **more
@@ -184,7 +185,9 @@ def flash_attn_with_kvcache(
     names = dict(sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache",
                  lengths="cache_seqlens")  # fmt: skip
     with named(**names):
-        problem.paged(q, k_cache, v_cache, table, lengths, **options)  # before anything is written
+        typed = dict(causal=checks.flag("causal", causal), window=checks.two_ints(window), sink=options["sink"],
+                     softmax_scale=checks.scale(softmax_scale))  # fmt: skip
+        problem.paged(q, k_cache, v_cache, table, lengths, **typed)  # before anything is written
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
     checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)

@@ -98,22 +98,38 @@ def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
     return None if x is None else tensor("sink", x, (heads,), (torch.float32,), like=like)
 
 
-def scale(x: Any) -> float | None:
-    """The softmax scale; None = head dim ** -0.5."""
-    return None if x is None else number("softmax_scale", x, "None or a finite number")
-
-
 def number(name: str, x: Any, accepted: str = "a finite number") -> float:
     """A finite number, as a float."""
+    return finite(name, real(name, x, accepted), accepted)
+
+
+def real(name: str, x: Any, accepted: str) -> float:
+    """A number, as a float; an int that no float holds is infinite."""
     if isinstance(x, bool) or not isinstance(x, (int, float, numbers.Real)):
         fail(name, describe(x), accepted)
     try:
-        value = float(x)
-    except OverflowError:  # an int that no float holds
-        value = math.inf
-    if not -math.inf < value < math.inf:
+        return float(x)
+    except OverflowError:
+        return math.inf
+
+
+def finite(name: str, x: float, accepted: str = "a finite number") -> float:
+    if not -math.inf < x < math.inf:
         fail(name, describe(x), accepted)
-    return value
+    return x
+
+
+SCALE = "None or a finite number"
+
+
+def scale(x: Any) -> float | None:
+    """A softmax scale: None or a number, as a float. softmax_scale() says whether it is finite."""
+    return None if x is None else real("softmax_scale", x, SCALE)
+
+
+def softmax_scale(x: float | None, d: int) -> float:
+    """The softmax scale of a head dim; None = head dim ** -0.5."""
+    return d**-0.5 if x is None else finite("softmax_scale", x, SCALE)
 
 
 def dtype(name: str, x: Any, accepted: Sequence[torch.dtype]) -> torch.dtype:
@@ -132,22 +148,40 @@ def device(name: str, x: Any) -> torch.device:
     return found
 
 
+WINDOW = "(left, right), two ints >= 0 or -1 for no bound"
+
+
 def window(x: Any, causal: bool = False) -> tuple[int, int]:
     """(left, right) with causal folded in; -1 = no bound."""
-    accepted = "(left, right), two ints >= 0 or -1 for no bound"
+    left, right = window_bounds(*two_ints(x))
+    return left, 0 if causal else right
+
+
+def two_ints(x: Any) -> tuple[int, int]:
+    """A window as two ints that an operator takes; window_bounds says whether they are right."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
-        fail("window", describe(x), accepted)
+        fail("window", describe(x), WINDOW)
     left, right = whole(x[0]), whole(x[1])
-    if left is None or right is None or left < -1 or right < -1:
-        fail("window", describe(x), accepted)
-    return -1 if left > NO_BOUND else left, 0 if causal else -1 if right > NO_BOUND else right
+    if left is None or right is None or left < -NO_BOUND or right < -NO_BOUND:
+        fail("window", describe(x), WINDOW)
+    return -1 if left > NO_BOUND else left, -1 if right > NO_BOUND else right
+
+
+def window_bounds(left: int, right: int) -> tuple[int, int]:
+    """Both >= 0, or -1 for no bound; one that bounds nothing is -1."""
+    if left < -1 or right < -1:
+        fail("window", describe((left, right)), WINDOW)
+    return -1 if left > NO_BOUND else left, -1 if right > NO_BOUND else right
+
+
+BOUND = "None or an int >= 0"
 
 
 def bound(name: str, x: Any) -> int | None:
-    """A bound on a length: None or an int >= 0; one that bounds nothing is None."""
+    """A bound on a length, None or an int; one that bounds nothing is None. The problem says whether it is negative."""
     number = whole(x)
-    if x is not None and (number is None or number < 0):
-        fail(name, describe(x), "None or an int >= 0")
+    if x is not None and (number is None or number < -NO_BOUND):
+        fail(name, describe(x), BOUND)
     return None if x is None or number > NO_BOUND else number
 
 

@@ -142,7 +142,7 @@ def build(
         q=q,
         window=window,
         window_indices=window_indices,
-        softmax_scale=d**-0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale),
+        softmax_scale=checks.softmax_scale(softmax_scale, d),
         window_lengths=window_lengths,
         compressed=compressed,
         compressed_indices=compressed_indices,

@@ -1,5 +1,6 @@
 """dsv4.fmha on the cpu backend against the oracle: masks, sinks, heads, dtypes, strides, sizes."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4 import reference
 from dsv4.fmha import cpu, problem
+from dsv4.runtime import checks
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -157,3 +159,39 @@ def test_an_fp32_output_of_16_bit_inputs_is_not_rounded(dtype):
     p = replace(p, out=torch.full(q.shape, float("nan")), lse=torch.empty(p.lse_shape))
     cpu.forward(p)
     assert_agrees((p.out, p.lse), reference.fmha, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("how", ["dense", "varlen", "paged", "operator"])
+def test_each_number_is_checked_once(how, monkeypatch):
+    """Its type where it arrives, which for an operator is torch's part; its value where the problem is built."""
+    seen = []
+    for name in ("two_ints", "window_bounds", "real", "finite", "bound"):
+        real = getattr(checks, name)
+        monkeypatch.setattr(checks, name, lambda *a, name=name, real=real: seen.append(name) or real(*a))
+    q, k, v = qkv(1, 3, 5, 2, 2, 64, torch.float32)
+    starts, lengths = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    numbers = dict(causal=True, softmax_scale=0.5)
+    values, types = ["finite", "window_bounds"], ["real", "two_ints"]
+    if how == "dense":
+        dsv4.fmha(q, k, v, window=(4, 3), **numbers)
+    elif how == "varlen":
+        dsv4.fmha_varlen(q[0], k[0], v[0], starts, lengths, max_seqlen_q=3, window=(4, 3), **numbers)
+        types = ["bound", "bound", *types]
+    elif how == "paged":
+        dsv4.fmha_paged(q, k, v, torch.zeros(1, 1, dtype=torch.int32), lengths[1:], window=(4, 3), **numbers)
+    else:
+        torch.ops.dsv4.fmha(q, k, v, window_left=4, window_right=3, **numbers)
+        types = []
+    assert sorted(seen) == sorted(types + values)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_is_refused_as_it_was_given(causal):
+    q, k, v = qkv(1, 3, 5, 2, 2, 64, torch.float32)
+    for window in ((-2, 3), (3, -2), (3, -1 << 70)):
+        with pytest.raises(ValueError, match=re.escape(f"window: got tuple {window}")):
+            dsv4.fmha(q, k, v, window=window, causal=causal)
+        with pytest.raises(ValueError, match=re.escape(f"window: got tuple {window}")):
+            dsv4.fmha(q.clone().requires_grad_(), k, v, window=window, causal=causal)
+    with pytest.raises(ValueError, match=re.escape("window: got tuple (3, -2)")):
+        torch.ops.dsv4.fmha(q, k, v, window_left=3, window_right=-2, causal=causal)
