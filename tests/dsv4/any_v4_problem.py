@@ -1,5 +1,6 @@
 """Random V4 problems, drawn from a seed: pools of every kind and stride, lists with holes, lengths, block tables,
-requests, sinks, angles, scales, splits, NaN in every row that nobody names. `DSV4_SEED` draws others."""
+requests, sinks, angles, scales, splits, NaN in every row that nobody names; every fifth in fp16. `DSV4_SEED` draws
+others."""
 
 import os
 import random
@@ -22,9 +23,10 @@ class Problem:
     def __init__(self, seed: int, where: suites.Where):
         self.r, self.where = random.Random(seed), where
         self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = torch.float16 if seed % 5 == 4 else torch.bfloat16
         pick = self.r.choice
         self.queries, self.heads = pick((1, 2, 3, 5)), pick((1, 3, 8, 64, 65, 128))
-        wide = torch.full((self.queries, self.heads, 512 + pick((0, 0, 8, 3))), NAN).bfloat16()
+        wide = torch.full((self.queries, self.heads, 512 + pick((0, 0, 8, 3))), NAN, dtype=self.dtype)
         wide[..., :512] = self.normal(self.queries, self.heads, 512)
         self.args: dict = dict(q=wide.to(where.device)[..., :512])
         self.fp8 = pick((True, False))
@@ -45,16 +47,16 @@ class Problem:
         self.call = Call("v4_attention", self.args, out_pad=pick((0, 8, 3)), extra=self.extra())
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).bfloat16()
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
 
     def pool(self, pages: int, page_rows: int, used: Tensor, paged: bool):
-        """Rows that are used are finite, the others NaN. Now and then the pools are of two kinds."""
+        """Rows that are used are finite, the others NaN. Now and then the pools are of two kinds; fp16 has one."""
         fp8 = self.fp8 if self.r.random() < 0.8 else not self.fp8
         rows = self.normal(len(used), 512)
-        if fp8:
+        if fp8 and self.dtype == torch.bfloat16:
             stride = page_rows * 584 + self.r.choice((-1, -1, 0, 8, 2, 1))
             stride = -1 if stride < page_rows * 584 else stride
             cache = dsv4.Fp8Cache(torch.zeros(0, dtype=torch.uint8), page_rows, stride)
@@ -63,7 +65,7 @@ class Problem:
             cache.write(used, rows)
             return replace(cache, storage=storage.to(self.where.device))
         row = 512 + self.r.choice((0, 0, 64, 3))
-        wide = torch.full((pages, page_rows * row + self.r.choice((0, 0, 512, 640, 5))), NAN).bfloat16()
+        wide = torch.full((pages, page_rows * row + self.r.choice((0, 0, 512, 640, 5))), NAN, dtype=self.dtype)
 
         def view(x: Tensor) -> Tensor:
             return x[:, : page_rows * row].unflatten(1, (page_rows, row))[..., :512]

@@ -9,7 +9,7 @@ from dsv4 import reference, reference_backward
 from dsv4.v4 import problem
 from dsv4.v4.backward import V4Backward
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def draw(*shape, seed, dtype=BF16, device="cpu"):
@@ -24,18 +24,19 @@ def lists(n, width, rows, seed):
 
 
 def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, deterministic=False, paged=False,
-            device="cpu"):  # fmt: skip
-    """window, compressed: (rows, entries of a list). Inputs with their forward pass, gradients of NaN, the formulas."""
-    args = dict(q=draw(n, heads, 512, seed=0), window=draw(window[0], 512, seed=1))
+            device="cpu", dtype=BF16, size=1.0):  # fmt: skip
+    """window, compressed: (rows, entries of a list). size: of dout and dlse. Inputs with their forward pass, gradients
+    of NaN, the formulas."""
+    args = dict(q=draw(n, heads, 512, seed=0, dtype=dtype), window=draw(window[0], 512, seed=1, dtype=dtype))
     args["window_indices"] = lists(n, window[1], window[0], 2)
     args["window"][7] = float("nan")
     args["window_indices"][args["window_indices"] == 7] = 8  # nobody lists row 7
     if compressed is not None:
         rows, entries = compressed
-        args |= dict(compressed=draw(rows, 512, seed=3), compressed_indices=lists(n, entries, rows, 4))
+        args |= dict(compressed=draw(rows, 512, seed=3, dtype=dtype), compressed_indices=lists(n, entries, rows, 4))
     if paged:
         args |= dict(
-            compressed=draw(6, 8, 512, seed=3),
+            compressed=draw(6, 8, 512, seed=3, dtype=dtype),
             compressed_block_table=torch.tensor([[5, 1], [2, 0]], dtype=torch.int32),
             request_starts=torch.tensor([0, 1, n - 1], dtype=torch.int32),
             compressed_lengths=torch.full((n,), 13, dtype=torch.int32),
@@ -44,21 +45,21 @@ def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, de
     args["inverse_rope"] = (reference.rope_table(60, rope), torch.arange(n) * 9 % 60) if rope else None
     args = {name: tuple(part.to(device) for part in x) if isinstance(x, tuple) else x if x is None else x.to(device)
             for name, x in args.items()}  # fmt: skip
-    dout = draw(n, heads, 512, seed=6, device=device)
-    dlse = draw(n, heads, seed=7, dtype=torch.float32, device=device) if dlse else None
+    dout = draw(n, heads, 512, seed=6, device=device, dtype=dtype) * size
+    dlse = draw(n, heads, seed=7, dtype=torch.float32, device=device) * size if dlse else None
     out, lse = reference.v4_attention(**args)
-    p = replace(problem.build(**args), out=out.to(BF16), lse=lse.float())
+    p = replace(problem.build(**args), out=out.to(dtype), lse=lse.float())
     empty = [None if x is None else torch.full_like(x, float("nan")) for x in (p.q, p.window, p.compressed, p.sink)]
     b = V4Backward(p, dout, dlse, *empty, deterministic=deterministic)
     want = reference_backward.v4_attention(**args, dout=dout, dlse=dlse)
-    return b, want, reference_backward.v4_attention(**args, dout=dout, dlse=dlse, p_dtype=BF16)
+    return b, want, reference_backward.v4_attention(**args, dout=dout, dlse=dlse, p_dtype=dtype)
 
 
 def check(b, want, low):
     for name, got in (("q", b.dq), ("window", b.dwindow), ("compressed", b.dcompressed)):
         if got is None:
             continue
-        ref, rounded = getattr(want, name), getattr(low, name).to(BF16).double()
+        ref, rounded = getattr(want, name), getattr(low, name).to(got.dtype).double()
         error, bound = (float((x - ref).norm() / ref.norm()) for x in (got.double(), rounded))
         assert error <= 1.5 * bound, f"d{name}: {error:.2e}, rounded {bound:.2e}"
     assert not b.dwindow[7].any() and not b.dq[-1].any()

@@ -45,6 +45,10 @@ def plain(queries: int = 1, heads: int = 80, window: int = 70, compressed: int =
     )  # fmt: skip
 
 
+def in_fp16(problem: dict) -> dict:
+    return problem | {name: problem[name].half() for name in ("q", "window", "compressed")}
+
+
 def fp8() -> dict:
     """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
     window = dsv4.Fp8Cache.pack(rows(64), rows_per_page=64)

@@ -95,12 +95,22 @@ def test_short_sequences_go_together(name, d):
     ],
     ids=["small", "many-queries", "two-tiles-of-heads-few-rows", "small-two-pools", "small-by-block-table"],
 )
-def test_v4(options, deterministic):
-    b, want, low = v4_gradients.request(device="cuda", deterministic=deterministic, **options)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_v4(dtype, options, deterministic):
+    b, want, low = v4_gradients.request(device="cuda", deterministic=deterministic, dtype=dtype, **options)
     run(b)
     v4_gradients.check(b, want, low)
     if deterministic:
         assert_same_bits_again(b)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**9])
+def test_fp16_of_v4_gradients_that_are_small_or_large(size, deterministic):
+    b, want, low = v4_gradients.request(30, 80, (500, 128), (70, 200), dlse=True, device="cuda", dtype=FP16, size=size,
+                                        deterministic=deterministic)  # fmt: skip
+    run(b)
+    v4_gradients.check(b, want, low)
 
 
 def test_only_what_is_wanted():

@@ -22,15 +22,16 @@ def test_suite(case):
     assert result.ok, f"seed {SEED}: {result.why()}"
 
 
-@pytest.mark.parametrize("store", ["bf16", "fp8"])
+@pytest.mark.parametrize("store", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("queries, heads", [(1, 64), (300, 64), (300, 128)])
 def test_model_shapes(queries, heads, store):
     """128 window rows and 512 compressed ones per query, as a CSA layer has; twice the same bits."""
     generator = torch.Generator("cuda").manual_seed(SEED)
-    rows = torch.randn(20_000, 512, device="cuda", generator=generator).bfloat16()
-    pool = rows if store == "bf16" else dsv4.Fp8Cache.pack(rows)
-    plain = rows if store == "bf16" else pool.unpack()[: len(rows)]
-    q = torch.randn(queries, heads, 512, device="cuda", generator=generator).bfloat16()
+    dtype = torch.float16 if store == "fp16" else torch.bfloat16
+    rows = torch.randn(20_000, 512, device="cuda", generator=generator).to(dtype)
+    pool = dsv4.Fp8Cache.pack(rows) if store == "fp8" else rows
+    plain = pool.unpack()[: len(rows)] if store == "fp8" else rows
+    q = torch.randn(queries, heads, 512, device="cuda", generator=generator).to(dtype)
     window = torch.randint(-1, 20_000, (queries, 128), device="cuda", generator=generator).int()
     picked = torch.randint(-1, 20_000, (queries, 512), device="cuda", generator=generator).int()
     sink = torch.randn(heads, device="cuda", generator=generator)

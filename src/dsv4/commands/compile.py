@@ -38,7 +38,8 @@ def compile(  # noqa: A001 - the command's name
     wanted = variants.wanted(kinds, dims, dtypes)
     if not wanted:
         of_v4 = ", ".join(k for k in kinds if k in variants.ONLY_V4)
-        raise typer.BadParameter(f"{of_v4}: accepted: with head dim 512 and bf16", param_hint="--kind")
+        accepted = "accepted: with head dim 512 and bf16, v4 and v4-backward also with fp16"
+        raise typer.BadParameter(f"{of_v4}: {accepted}", param_hint="--kind")
     out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
     if not os.access(out, os.W_OK):
         raise PermissionError(errno.EACCES, "nothing can be written there", str(out))

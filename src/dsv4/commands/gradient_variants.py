@@ -37,12 +37,12 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
     return found
 
 
-def v4_launches(heads: int, rope: int, arch: str) -> list[Launch]:
+def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[Launch]:
     """Of v4_attention: added up in any order or always in the same one, rotated back or not, positions of 32 and 64
     bits."""
     found = []
     for deterministic, positions in itertools.product((False, True), (None, torch.int32, torch.int64)):
-        q, rows = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((1, heads, 512), (64, 512)))
+        q, rows = (torch.empty(n, dtype=dtype, device="meta") for n in ((1, heads, 512), (64, 512)))
         numbers = torch.empty(1, 64, dtype=torch.int32, device="meta")
         turn = None
         if positions is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -101,8 +102,11 @@ def paged(page: int, gap: int = 0) -> Any:
     return ready(problem.paged(zeros(1, 2, 4, 128), k, v, int32(2, 0)[None], int32(page + 1)))
 
 
-def v4(fp8: bool = False, heads: int = 64, how: str = "window", rope: bool = False, sink: bool = True) -> Any:
-    pool = Fp8Cache.empty(2, 64) if fp8 else zeros(2, 64, 512)
+def v4(
+    fp8: bool = False, heads: int = 64, how: str = "window", rope: bool = False, sink: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
+    pool = Fp8Cache.empty(2, 64) if fp8 else zeros(2, 64, 512, dtype=dtype)
     options: dict[str, Any] = {"sink": torch.zeros(heads)} if sink else {}
     if how == "list":
         options.update(compressed=pool, compressed_indices=int32(3, -1)[None])
@@ -110,7 +114,12 @@ def v4(fp8: bool = False, heads: int = 64, how: str = "window", rope: bool = Fal
         options.update(compressed=pool, compressed_block_table=int32(1)[None], compressed_lengths=int32(7))
     if rope:
         options["inverse_rope"] = (torch.zeros(8, 64), int32(5))
-    return ready(v4_problem.build(zeros(1, heads, 512), pool, int32(0, 1, 2)[None], **options))
+    return ready(v4_problem.build(zeros(1, heads, 512, dtype=dtype), pool, int32(0, 1, 2)[None], **options))
+
+
+def v4_gradients() -> list[Any]:
+    kinds = itertools.product(("window", "list", "table"), checks.LOW_PRECISION)
+    return [gradients(v4(how=how, rope=True, dtype=dtype)) for how, dtype in kinds]
 
 
 def ready(one: Any) -> Any:
@@ -145,6 +154,7 @@ FEATURES: list[tuple[str, Callable[[], list[Any]]]] = [
     ("V4 window-only layer", lambda: [v4()]),
     ("V4 CSA: list of compressed rows", lambda: [v4(how="list")]),
     ("V4 HCA: block table of compressed rows", lambda: [v4(how="table")]),
+    ("V4 in fp16", lambda: [v4(how=how, dtype=torch.float16) for how in ("window", "list", "table")]),
     ("V4 with FP8 rows of 584 bytes", lambda: [v4(fp8=True, how="list")]),
     ("V4 with 1 to 128 heads", lambda: [v4(heads=n) for n in (1, 3, 16, 64, 128)]),
     ("V4 with inverse RoPE in the epilogue", lambda: [v4(rope=True)]),
@@ -153,7 +163,7 @@ FEATURES: list[tuple[str, Callable[[], list[Any]]]] = [
     ("gradients, head dim 256", lambda: gradients_of(256)),
     ("gradients, head dim 512", lambda: gradients_of(512)),
     ("gradients, varlen", lambda: [gradients(varlen())]),
-    ("gradients, V4", lambda: [gradients(v4(how=how, rope=True)) for how in ("window", "list", "table")]),
+    ("gradients, V4", v4_gradients),
 ]
 
 

@@ -32,7 +32,7 @@ from dsv4.v4.problem import V4Problem
 from . import gradient_variants
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16
+OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
 ONLY_V4 = (*OF_V4, "v4-backward")
 KINDS = ("dense", "varlen", "paged", *OF_V4, "fmha-backward", "v4-backward")
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
@@ -77,12 +77,16 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
                           itertools.product(dims, dtypes, plain, PHASES)]  # fmt: skip
     if "fmha-backward" in kinds:
         parts += [("fmha-backward", *x) for x in itertools.product(dims, dtypes)]
-    if 512 in dims and "bf16" in dtypes:
+    if 512 in dims:
+        rows = [x for x in (*ROWS, "fp16") if ("fp16" if x == "fp16" else "bf16") in dtypes]
         if "v4" in kinds:
-            parts += [("v4", *x) for x in itertools.product(ROWS, NAMED) if x != ("mixed", "window only")]
+            parts += [("v4", *x) for x in itertools.product(rows, NAMED) if x != ("mixed", "window only")]
+        if "v4-backward" in kinds:
+            parts += [("v4-backward", dtype) for dtype in dtypes]
+    if 512 in dims and "bf16" in dtypes:
         if "index" in kinds:
             parts += [("index", *x) for x in itertools.product((False, True), (1, 2, 4, 16))]
-        parts += [(kind,) for kind in ("compress", "model", "v4-backward") if kind in kinds]
+        parts += [(kind,) for kind in ("compress", "model") if kind in kinds]
     return parts
 
 
@@ -97,7 +101,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     if kind == "fmha-backward":
         return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch)
     if kind == "v4-backward":
-        return gradient_variants.v4_launches(sizes.heads, sizes.rope, arch)
+        return gradient_variants.v4_launches(sizes.heads, sizes.rope, DTYPES[rest[0]], arch)
     if kind == "v4":
         found: Iterable[Any] = v4_problems(*rest)
     elif kind == "index":
@@ -141,16 +145,17 @@ def v4_small(
     rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False, queries: int = 1, width: int = 0,
     room: int = 64,
 ) -> V4Problem:
-    """rows: of ROWS, or `odd pages`, plain rows that are not equally far apart. wide: positions have 64 bits. width: of
-    the window's list, and then there are 64 compressed rows at most. room: pages of the pools then; 64 are too many to
-    be unpacked first for few queries."""
-    q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
+    """rows: of ROWS, `fp16` (q too), or `odd pages`, plain rows that are not equally far apart. wide: positions have 64
+    bits. width: of the window's list, and then there are 64 compressed rows at most. room: pages of the pools then; 64
+    are too many to be unpacked first for few queries."""
+    dtype = torch.float16 if rows == "fp16" else torch.bfloat16
+    q = torch.empty(queries, heads, 512, dtype=dtype)
 
     def pool(fp8: bool) -> Any:
         if fp8:
             return Fp8Cache.empty(room if width else 2, 64)
         count = 512 if queries == 1 else 4  # many queries list every row often
-        pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=torch.bfloat16)
+        pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 
     numbers = torch.zeros(queries, width or 128, dtype=torch.int32)

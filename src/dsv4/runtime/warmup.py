@@ -24,14 +24,16 @@ def warmup(
 
     Takes the arguments of :func:`plan`, and dtype and backend of the later calls. Which kernel a call takes depends on
     whether a causal mask is given, deterministic is set (if the plan has room for that), k is v, and, for
-    v4_attention, whether rows are FP8 and how compressed rows are named: every kind is run once. same_kv and fp8
-    restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache). index_topk is run with
-    pages, for lists of 512 and 1024. Returns the plan.
+    v4_attention, whether rows are FP8 (which go with bf16) and how compressed rows are named: every kind is run once.
+    same_kv and fp8 restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache).
+    index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
     checks.backend(backend)
     checks.dtype("dtype", dtype, checks.FLOATS)
     page = min(checks.at_least(1, "page_size", page_size), made.max_seqlen_k)
+    if fp8 is None and dtype != torch.bfloat16:
+        fp8 = False
     packed, same = _kinds("fp8", fp8), _kinds("same_kv", same_kv)
     q = torch.zeros(
         made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=made.scratch.device

@@ -210,6 +210,18 @@ def v4_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
     yield "csa-repeatable", of(partial(step, kind="csa", start=60, count=3), repeat=True), {"csa", "deterministic"}
 
 
+def v4_halves() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
+    """q and rows in fp16."""
+    half = partial(v4_cases.step, dtype=torch.float16)
+    yield "swa-fp16", of(partial(half, kind="swa", start=126, count=2)), {"swa"}
+    yield "csa-fp16", of(partial(half, kind="csa", start=126, count=2, heads=65), lse=True), {"csa", "lse", "heads"}
+    yield "hca-table-fp16", of(partial(half, kind="hca", start=254, count=4, table=True)), {"hca", "table"}
+    yield "csa-sink-large-fp16", of(partial(half, kind="csa", start=90, sink=12.0)), {"csa", "sink"}
+    yield "csa-nothing-listed-fp16", of(partial(v4_cases.holes, everywhere=True, dtype=torch.float16)), {"csa", "holes"}
+    repeated = of(partial(half, kind="csa", start=60, count=3), repeat=True)
+    yield "csa-repeatable-fp16", repeated, {"csa", "deterministic"}
+
+
 def backward() -> list[Case]:
     """The suite, in a fixed order."""
     cases = []
@@ -227,5 +239,6 @@ def backward() -> list[Case]:
     turns = cycle([(HEAD_DIMS[(i + i // 8) % 4], fmha_cases.DTYPES[(i // 4 + i) % 2]) for i in range(32)])
     for (name, maker, features), (d, dtype) in zip(dense_forms(), turns):
         add(name, maker, features, d, dtype)
-    cases += [Case("backward", f"v4-{name}", make, features=frozenset(words)) for name, make, words in v4_forms()]
+    for forms, dtype in ((v4_forms(), torch.bfloat16), (v4_halves(), torch.float16)):
+        cases += [Case("backward", f"v4-{name}", make, 512, dtype, frozenset(words)) for name, make, words in forms]
     return cases

@@ -26,17 +26,21 @@ WINDOW = 128
 RATIO = {"csa": 4, "hca": 128}
 TOPK = 16  # small, so that n_c passes it within a few dozen tokens; the rules do not depend on it
 NAN = float("nan")
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def pool(draw: Draw, count: int, store: str, rows_per_page: int, spare: int = 5) -> tuple[Any, Tensor]:
+def pool(
+    draw: Draw, count: int, store: str, rows_per_page: int, dtype: torch.dtype = BF16, spare: int = 5
+) -> tuple[Any, Tensor]:
     """`count` rows at shuffled places of a pool, the other places NaN. Returns the pool and the places [count]."""
     pages = -(-(count + spare) // rows_per_page)
     places = draw.permutation(pages * rows_per_page)[:count]
-    return filled(draw, places, store, pages, rows_per_page), places
+    return filled(draw, places, store, pages, rows_per_page, dtype), places
 
 
-def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: int) -> Any:
-    rows = draw.normal(len(places), 512, dtype=torch.bfloat16)
+def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: int, dtype: torch.dtype) -> Any:
+    """store: fp8, or in the dtype: plain (rows side by side), padded, pages."""
+    rows = draw.normal(len(places), 512, dtype=dtype)
     if store == "fp8":
         cache = dsv4.Fp8Cache.empty(pages, rows_per_page, device=draw.device)
         cache.storage.fill_(255)  # NaN as e4m3, as bf16 and as a scale
@@ -44,10 +48,10 @@ def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: in
         return cache
     total = pages * rows_per_page
     if store == "padded":  # a pool whose rows are further apart than they are long
-        wide = torch.full((total, 512 + 64), NAN, dtype=torch.bfloat16, device=draw.device)
+        wide = torch.full((total, 512 + 64), NAN, dtype=dtype, device=draw.device)
         data = wide[:, :512]
     else:
-        data = torch.full((total, 512), NAN, dtype=torch.bfloat16, device=draw.device)
+        data = torch.full((total, 512), NAN, dtype=dtype, device=draw.device)
     data[places.long()] = rows
     return data.view(pages, rows_per_page, 512) if store == "pages" else data
 
@@ -61,8 +65,9 @@ def lists(rows: list[Tensor], width: int, device: torch.device) -> Tensor:
 
 
 def step(
-    draw: Draw, kind: str, start: int, count: int = 1, heads: int = 8, store: str = "bf16", table: bool = False,
+    draw: Draw, kind: str, start: int, count: int = 1, heads: int = 8, store: str = "plain", table: bool = False,
     lengths: bool = False, sink: Any = "random", rope: bool = True, width: int | None = None, topk: int = TOPK,
+    dtype: torch.dtype = BF16,
 ) -> Call:  # fmt: skip
     """Tokens start .. start+count-1 of one sequence, in a layer of this kind, after everything before them.
 
@@ -70,9 +75,9 @@ def step(
     and garbage after them, instead of -1.
     """
     positions = range(start, start + count)
-    window, slots = pool(draw, start + count, store if store != "pages" else "bf16", rows_per_page=64)
+    window, slots = pool(draw, start + count, store if store != "pages" else "plain", 64, dtype)
     seen = [slots[max(0, t - WINDOW + 1) : t + 1] for t in positions]
-    args: dict[str, Any] = {"q": draw.normal(count, heads, 512, dtype=torch.bfloat16), "window": window}
+    args: dict[str, Any] = {"q": draw.normal(count, heads, 512, dtype=dtype), "window": window}
     args["window_indices"] = lists(seen, width or WINDOW, draw.device)
     if lengths:
         args["window_lengths"] = draw.int32([len(row) for row in seen])
@@ -121,7 +126,7 @@ def add_lists(
 ) -> None:
     """A list of compressed rows for every query: `topk` of the visible ones at random, or with None all of them."""
     rows_per_page = 2 if topk is None else 64
-    compressed, slots = pool(draw, most, store if store != "pages" else "bf16", rows_per_page)
+    compressed, slots = pool(draw, most, store if store != "pages" else "plain", rows_per_page, args["q"].dtype)
     if topk is None:
         chosen, width = [slots[:n] for n in visible], max(most, 1)
     else:
@@ -144,23 +149,22 @@ def add_table(draw: Draw, args: dict[str, Any], counts: list[int], store: str, r
         at += need[r]
         j = torch.arange(n, device=draw.device)
         places.append(table[r, j // rows_per_page] * rows_per_page + (j % rows_per_page).to(torch.int32))
-    store = "pages" if store == "bf16" else store
-    args["compressed"] = filled(draw, torch.cat(places), store, pages, rows_per_page)
+    store = "pages" if store == "plain" else store
+    args["compressed"] = filled(draw, torch.cat(places), store, pages, rows_per_page, args["q"].dtype)
     args["compressed_block_table"] = table
 
 
-def batch(draw: Draw, kind: str, steps: list[tuple[int, int]], store: str = "fp8", heads: int = 8) -> Call:
+def batch(
+    draw: Draw, kind: str, steps: list[tuple[int, int]], store: str = "fp8", heads: int = 8, dtype: torch.dtype = BF16
+) -> Call:
     """Several requests in one call, each `(start, count)`: decode with drafts of 1 to 4 tokens. HCA by block table."""
     positions = [t for start, count in steps for t in range(start, start + count)]
     need = [start + count for start, count in steps]
-    window, slots = pool(draw, sum(need), store, rows_per_page=64)
+    window, slots = pool(draw, sum(need), store, 64, dtype)
     own = [slots[end - n : end] for n, end in zip(need, torch.tensor(need).cumsum(0).tolist(), strict=True)]
     owner = [r for r, (_, count) in enumerate(steps) for _ in range(count)]
     rows = [own[r][max(0, t - WINDOW + 1) : t + 1] for r, t in zip(owner, positions, strict=True)]
-    args: dict[str, Any] = {
-        "q": draw.normal(len(positions), heads, 512, dtype=torch.bfloat16),
-        "window": window,
-    }
+    args: dict[str, Any] = {"q": draw.normal(len(positions), heads, 512, dtype=dtype), "window": window}
     args["window_indices"] = lists(rows, WINDOW, draw.device)
     if kind != "swa":
         visible = [(t + 1) // RATIO[kind] for t in positions]
@@ -170,7 +174,7 @@ def batch(draw: Draw, kind: str, steps: list[tuple[int, int]], store: str = "fp8
             args["request_starts"] = draw.int32([0, *torch.tensor([c for _, c in steps]).cumsum(0).tolist()])
             args["compressed_lengths"] = draw.int32(visible)
         else:
-            compressed, places = pool(draw, sum(most), store, rows_per_page=64)
+            compressed, places = pool(draw, sum(most), store, 64, dtype)
             first = [0, *torch.tensor(most).cumsum(0).tolist()]
             chosen = [
                 places[first[r] + draw.permutation(n)[:TOPK].long()]
@@ -181,9 +185,9 @@ def batch(draw: Draw, kind: str, steps: list[tuple[int, int]], store: str = "fp8
     return Call("v4_attention", args)
 
 
-def holes(draw: Draw, everywhere: bool) -> Call:
+def holes(draw: Draw, everywhere: bool, **options: Any) -> Call:
     """-1 anywhere in the lists, also first; with `everywhere` one query has nothing but -1 in both."""
-    call = step(draw, "csa", start=200, count=3)
+    call = step(draw, "csa", start=200, count=3, **options)
     for name in ("window_indices", "compressed_indices"):
         ids = call.args[name]
         ids[draw.integers(0, 3, tuple(ids.shape)) == 0] = -1
@@ -232,7 +236,7 @@ def drafts() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
         yield f"{kind}-batch", partial(batch, kind=kind, steps=mixed), {kind, "mtp", "batch", "fp8"}
         yield (
             f"{kind}-batch-bf16",
-            partial(batch, kind=kind, steps=mixed[:3], store="bf16"),
+            partial(batch, kind=kind, steps=mixed[:3], store="plain"),
             {kind, "mtp", "batch"},
         )
 
@@ -251,7 +255,7 @@ def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
     yield "csa-padded-rows", partial(step, kind="csa", start=150, store="padded"), {"csa", "strided"}
     for heads in (1, 3, 16, 64, 128):
         yield f"csa-heads{heads}", partial(step, kind="csa", start=140, heads=heads), {"csa", "heads"}
-    for kind, store in (("csa", "fp8"), ("hca", "bf16"), ("hca", "fp8")):
+    for kind, store in (("csa", "fp8"), ("hca", "plain"), ("hca", "fp8")):
         yield (
             f"{kind}-heads128-{store}",
             partial(step, kind=kind, start=300, heads=128, store=store, table=kind == "hca"),
@@ -276,11 +280,26 @@ def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
     yield "csa-repeatable", changed(plain, repeat=True), {"csa", "deterministic"}
 
 
+def halves() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
+    """q and rows in fp16: every way in which rows come, heads on both sides of the tiles of 64 and 128."""
+    half = partial(step, dtype=FP16)
+    yield "swa-fp16", partial(half, kind="swa", start=126, count=3), {"swa"}
+    yield "csa-fp16", partial(half, kind="csa", start=140, count=2, heads=65), {"csa", "heads"}
+    yield "csa-heads128-fp16", partial(half, kind="csa", start=140, heads=128), {"csa", "heads"}
+    yield "csa-padded-rows-fp16", partial(half, kind="csa", start=150, store="padded"), {"csa", "strided"}
+    yield "csa-nothing-listed-fp16", partial(holes, everywhere=True, dtype=FP16), {"csa", "holes"}
+    yield "csa-prefill-fp16", partial(half, kind="csa", start=0, count=140, heads=2), {"csa", "prefill"}
+    yield "csa-repeatable-fp16", changed(partial(half, kind="csa", start=120, count=2), repeat=True), {"deterministic"}
+    mixed = [(0, 1), (126, 4), (3, 2)]
+    several = partial(batch, kind="hca", steps=mixed, store="plain", dtype=FP16)
+    yield "hca-batch-fp16", several, {"hca", "table", "batch"}
+
+
 def v4() -> list[Case]:
     """The suite, in a fixed order."""
-    groups = (positions(), drafts(), forms(), layer_specials())
+    groups = ((positions(), BF16), (drafts(), BF16), (forms(), BF16), (halves(), FP16), (layer_specials(), BF16))
     return [
-        Case("v4", name, maker, features=frozenset(features))
-        for group in groups
+        Case("v4", name, maker, dtype=dtype, features=frozenset(features))
+        for group, dtype in groups
         for name, maker, features in group
     ]

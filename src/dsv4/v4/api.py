@@ -120,8 +120,9 @@ def v4_attention(
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Rules:
-        bfloat16 everywhere; float16 and float32, and head dims 64, 128 and 256, on the cpu backend. The last
-        dimension has stride 1; all other strides are free. out has q's dtype.
+        bfloat16 and float16 everywhere; float32, head dims 64, 128 and 256, and an Fp8Cache with q of another dtype
+        than bfloat16 on the cpu backend. The last dimension has stride 1; all other strides are free. out has q's
+        dtype.
         A query that lists no row gives out 0 and lse -inf, with or without a sink.
         Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
         Gradients exist with respect to q, the rows of both pools (not of an Fp8Cache), sink and lse (first order,

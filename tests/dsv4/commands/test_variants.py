@@ -111,8 +111,10 @@ def test_gradients_of_fmha_are_written(arch, d, dtype):
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_v4_attention_are_written(arch, deterministic):
-    q, rows = (torch.zeros(n, dtype=torch.bfloat16, requires_grad=True) for n in ((3, 5, 512), (70, 512)))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_v4_attention_and_its_gradients_are_written(arch, dtype, deterministic):
+    draw = dict(dtype=variants.DTYPES[dtype], requires_grad=True)
+    q, rows = (torch.zeros(n, **draw) for n in ((3, 5, 512), (70, 512)))
     numbers = torch.zeros(3, 7, dtype=torch.int32)
     with recording(arch) as launched, torch.enable_grad():
         for rope in (None, (torch.zeros(9, 64), torch.zeros(3, dtype=torch.int64))):
@@ -120,7 +122,7 @@ def test_gradients_of_v4_attention_are_written(arch, deterministic):
                                     backend="softsm")  # fmt: skip
             torch.autograd.grad(out, [q, rows], torch.zeros_like(out))
     assert {"query_rows", "number_rows", "backward_listed"} <= set(launched.values())
-    missing = set(launched) - written(["v4", "v4-backward"], arch)
+    missing = set(launched) - written(["v4", "v4-backward"], arch, dtype=dtype)
     assert not missing, [launched[one] for one in missing]
 
 

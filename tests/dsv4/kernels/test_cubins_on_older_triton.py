@@ -38,7 +38,7 @@ PARTS = [
     ("v4", "fp8", "list"), ("v4", "bf16", "table"), ("paged", 512, "bf16", "split"), ("dense", 512, "bf16", "prefill"),
     ("index", True, 1), ("compress",),
 ]  # fmt: skip
-GRADIENTS = [("fmha-backward", 64, "bf16"), ("fmha-backward", 512, "bf16"), ("v4-backward",)]
+GRADIENTS = [("fmha-backward", 64, "bf16"), ("fmha-backward", 512, "bf16"), ("v4-backward", "bf16")]
 
 
 @pytest.mark.parametrize("part", PARTS + GRADIENTS, ids=lambda part: " ".join(map(str, part)))

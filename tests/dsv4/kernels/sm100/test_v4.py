@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 import pytest
 import torch
 from launches import multiprocessors
-from v4_on_blackwell import NAN, compare, fp8, numbers, plain, rows, run
+from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, run
 
 import dsv4
 import softsm
@@ -39,6 +39,11 @@ def _same_numbers():
 def test_two_lists_of_plain_rows_whenever_copies_complete(order):
     """Five blocks: each place of the ring is used again. Two head tiles, the second in part."""
     compare(*run(order, **plain()))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fp16(order):
+    compare(*run(order, **in_fp16(plain(window=130, compressed=3))))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,7 +1,7 @@
 """The gradients of v4_attention by the Blackwell kernel, through softsm, against the fp64 formulas."""
 
 import pytest
-from v4_gradients import check, request
+from v4_gradients import FP16, check, request
 
 import softsm
 from dsv4.kernels.sm100.v4 import backward
@@ -25,6 +25,24 @@ def test_two_tiles_of_heads_and_rows_by_block_table():
         b, want, low = request(3, 80, (90, 128), sink=False, paged=True, rope=96, deterministic=deterministic)
         run(b)
         check(b, want, low)
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
+def test_fp16_without_a_race(order):
+    b, want, low = request(2, 40, (50, 130), (30, 40), rope=64, dlse=True, dtype=FP16)
+    with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**9])
+def test_fp16_of_gradients_that_are_small_or_large(size, deterministic):
+    b, want, low = request(3, 80, (50, 70), (30, 40), dlse=True, dtype=FP16, size=size, deterministic=deterministic)
+    run(b)
+    check(b, want, low)
 
 
 @pytest.mark.slow

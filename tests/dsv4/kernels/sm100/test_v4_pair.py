@@ -11,7 +11,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 import pytest
 import torch
 from launches import launched, multiprocessors
-from v4_on_blackwell import NAN, compare, fp8, numbers, plain, rows, run
+from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, run
 
 import dsv4
 from dsv4 import reference
@@ -52,6 +52,11 @@ def test_a_pair_takes_one_query_of_fp8_rows_after_the_other(pairs, order, monkey
         order, q=torch.randn(3, 128, 512).bfloat16(), window=cache, window_indices=numbers(3, 140, of=60),
         window_lengths=torch.tensor([140, 0, 7], dtype=torch.int32), sink=torch.randn(128),
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("order", SLOW_ORDERS)
+def test_fp16(pairs, order):
+    compare(*run(order, **in_fp16(wide(plain(2)))))
 
 
 @pytest.mark.parametrize("order", SLOW_ORDERS)

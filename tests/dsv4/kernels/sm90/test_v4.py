@@ -54,6 +54,20 @@ def test_two_lists_of_plain_rows_whenever_copies_complete(order):
     compare(*compared)
 
 
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
+def test_fp16_rows_in_pages_by_block_table(order):
+    """Three blocks of the window and one of the compressed rows, in part; more heads than a tile."""
+    half = torch.float16
+    compared = run(
+        order, q=torch.randn(2, 65, 512).to(half), window=torch.randn(90, 512).to(half),
+        window_indices=numbers(2, 130, of=90), compressed=torch.randn(5, 3, 512).to(half),
+        compressed_block_table=torch.tensor([[4, 0, 2]], dtype=torch.int32),
+        compressed_lengths=torch.tensor([8, 0], dtype=torch.int32),
+        request_starts=torch.tensor([0, 2], dtype=torch.int32), sink=torch.randn(65),
+    )  # fmt: skip
+    compare(*compared)
+
+
 @pytest.fixture
 def not_few(monkeypatch):
     """Few items of FP8 rows take this kernel too, as many do; test_v4_narrow.py has the one that they would take."""
@@ -131,8 +145,20 @@ def test_fp8_values_come_out_exactly_beside_plain_rows():
 
 def test_what_it_does_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 128).bfloat16()
+    listed = torch.zeros(1, 1, dtype=torch.int32)
     with softsm.use("sm_90a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
-        dsv4.v4_attention(q, q[:, 0], torch.zeros(1, 1, dtype=torch.int32), backend="softsm")
+        dsv4.v4_attention(q, q[:, 0], listed, backend="softsm")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_fp8_cache_beside_fp16_is_refused_by_name(arch, mixed):
+    q, listed = torch.randn(1, 2, 512).half(), torch.zeros(1, 1, dtype=torch.int32)
+    cache = dsv4.Fp8Cache.pack(rows(3))
+    pools = (q[:, 0], listed, cache, listed) if mixed else (cache, listed)
+    with softsm.use(arch), pytest.raises(ValueError, match=r"torch\.float16 with an Fp8Cache; .* q of torch\.bfloat16"):
+        dsv4.v4_attention(q, *pools, backend="softsm")
+    assert dsv4.v4_attention(q, *pools, backend="cpu").dtype == torch.float16
 
 
 @pytest.mark.slow
@@ -143,14 +169,15 @@ def test_the_suite(case):
 
 
 @pytest.mark.slow  # a variant of its own; which calls take it is tested below
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
-def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order):
+def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order, dtype):
     """Six queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs.
     Positions are of int64 here."""
     lengths = torch.tensor([270, 270, 0, 128, 190, 270], dtype=torch.int32)
     arguments = dict(
-        q=torch.randn(6, 16, 512).bfloat16(), window=rows(12), window_indices=numbers(6, 150, of=12),
-        compressed=rows(10), compressed_indices=numbers(6, 270, of=10), compressed_lengths=lengths,
+        q=torch.randn(6, 16, 512).to(dtype), window=rows(12).to(dtype), window_indices=numbers(6, 150, of=12),
+        compressed=rows(10).to(dtype), compressed_indices=numbers(6, 270, of=10), compressed_lengths=lengths,
         window_lengths=torch.where(lengths == 0, 0, torch.where(lengths == 128, 0, 150)).int(), sink=torch.randn(16),
         inverse_rope=(reference.rope_table(50, 64), torch.arange(6)),
     )  # fmt: skip

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from v4_gradients import check, request
+from v4_gradients import FP16, check, request
 
 import softsm
+from dsv4 import reference, reference_backward
 from dsv4.kernels.shared.v4 import backward as shared
 from dsv4.kernels.sm90.v4 import backward
 
@@ -62,7 +63,48 @@ def test_no_race_whenever_copies_and_products_complete(order):
     check(b, want, low)
 
 
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
+def test_fp16_without_a_race(order):
+    b, want, low = request(2, 40, (50, 130), (30, 40), rope=64, dlse=True, dtype=FP16)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size", [2.0**-12, 2.0**9])
+def test_fp16_of_gradients_that_are_small_or_large(size, deterministic):
+    """dS without a factor would be less than fp16's least number, or more than its largest."""
+    b, want, low = request(3, 80, (50, 70), (30, 40), dlse=True, dtype=FP16, size=size, deterministic=deterministic)
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+def test_fp16_of_queries_whose_gradients_differ_in_size():
+    """One dO is 2^20 times as large as the other: dQ of both is as exact as alone. Its rows are its own."""
+    b, _, _ = request(2, 16, (40, 20), dtype=FP16)
+    listed = torch.stack([torch.arange(20), torch.arange(20, 40)]).int()
+    b.dout[0] *= 2.0**10
+    b.dout[1] *= 2.0**-10
+    p = b.forward
+    args = dict(q=p.q, window=p.window.nan_to_num(), window_indices=listed, sink=p.sink)
+    out, lse = reference.v4_attention(**args)
+    p = replace(p, window=args["window"], window_indices=listed, out=out.half(), lse=lse.float())
+    b = replace(b, forward=p)
+    run(b)
+    want, low = (reference_backward.v4_attention(**args, dout=b.dout, p_dtype=x) for x in (None, FP16))
+    for query, mine in enumerate((slice(0, 20), slice(20, 40))):
+        for got, ref, rounded in (
+            (b.dq[query], want.q[query], low.q[query]), (b.dwindow[mine], want.window[mine], low.window[mine])
+        ):  # fmt: skip
+            error, bound = (float((x - ref).norm() / ref.norm()) for x in (got.double(), rounded.half().double()))
+            assert error <= 1.5 * bound, f"query {query}: {error:.2e}, rounded {bound:.2e}"
+
+
 def test_what_the_kernels_do_not_take_is_said():
     b, _, _ = request(2, 8, (20, 9))
     assert backward.supports(b) is None
-    assert "float16" in backward.supports(replace(b, forward=replace(b.forward, q=b.forward.q.half())))
+    assert "float32" in backward.supports(replace(b, forward=replace(b.forward, q=b.forward.q.float())))

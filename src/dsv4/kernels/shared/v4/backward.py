@@ -1,6 +1,6 @@
 """Gradients of v4_attention: from a request to launches. Each architecture has a backward_listed of its own.
 
-1. query_rows         delta and the exponent of every (query, head), dO turned as q was
+1. query_rows         delta and the exponent of every (query, head), for fp16 what bounds dS, dO turned as q was
    number_rows        the lists of both pools as one
 2. backward_listed    dQ, and every block's dKV: added to fp32 sums with atomics, or, deterministic, stored and
 3. fold_rows          summed by row in the order of the lists, some queries at a time
@@ -17,7 +17,7 @@ from dsv4.kernels.shared.fmha.backward import addressable, descriptor
 from dsv4.kernels.shared.fmha.prepare import is_aligned, row_strides
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.kernels.shared.v4.backward_rows import fold_rows, number_rows, query_rows
-from dsv4.runtime import launch
+from dsv4.runtime import checks, launch
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.problem import V4Problem, requests_of
 
@@ -27,8 +27,8 @@ STORED_BYTES = 1 << 30  # contributions held at once, deterministic
 def supports(b: V4Backward) -> str | None:
     """None, or why these kernels cannot run the problem."""
     p = b.forward
-    if p.q.dtype != torch.bfloat16:
-        return f"q has dtype {p.q.dtype}; they take bfloat16"
+    if p.q.dtype not in checks.LOW_PRECISION:
+        return f"q has dtype {p.q.dtype}; they take bfloat16 and float16"
     if p.head_dim != 512:
         return f"head dim {p.head_dim}; they take 512"
     if isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache):
@@ -40,11 +40,12 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_listed of an
     architecture, and the registers of its roles."""
     p = b.forward
-    lse2, delta, share, turned = _rows(b)
-    if b.dsink is not None:
-        torch.sum(share, 0, out=b.dsink)
     window = _flat(p.window)
     compressed = window if p.compressed is None else _flat(p.compressed)
+    fp16 = p.q.dtype == torch.float16
+    lse2, delta, share, turned, most = _rows(b, _longest({window, compressed}) if fp16 else None)
+    if b.dsink is not None:
+        torch.sum(share, 0, out=b.dsink)
     rows, blocks, window_blocks = _listed(p)
     width = rows.shape[1]
     q, dout = (addressable(x) for x in (p.q, b.dout))
@@ -60,16 +61,18 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
             kernel, (count, tiles), rows, blocks, lse2, delta, window, compressed, target,
             *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), p.softmax_scale * LOG2E.value,
             p.softmax_scale, p.q_heads, width, caches.pool_size(p.window), window.stride(0) // 8, window_blocks,
-            compressed.stride(0) // 8, begin, count,
-            ATOMIC=atomic, TURNED=panels, **registers, num_warps=4,
+            compressed.stride(0) // 8, begin, count, most,
+            ATOMIC=atomic, TURNED=panels, SCALED=fp16, **registers, num_warps=4,
         )  # fmt: skip
 
     if not b.deterministic:
         listed(sums, 0, p.batch, True)
     else:
         padded = -(-width // 64) * 64
-        some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
-        parts = torch.empty(tiles * some * padded, 512, dtype=torch.bfloat16, device=p.q.device)
+        # Rounded to bf16 a contribution is as exact as bf16 results; fp16 would not have its range.
+        stored = torch.float32 if fp16 else torch.bfloat16
+        some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 512 * stored.itemsize)))
+        parts = torch.empty(tiles * some * padded, 512, dtype=stored, device=p.q.device)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
             listed(parts, begin, count, False)
@@ -91,12 +94,20 @@ def _fold(rows: Tensor, parts: Tensor, sums: Tensor, tiles: int, padded: int) ->
     launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, SOME=16, num_warps=4)
 
 
-def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _longest(pools: set[Tensor]) -> Tensor:
+    """The largest norm of a row, fp32 []. Rows that nobody lists may hold anything."""
+    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in pools)
+    return torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms if x.numel()]).amax()
+
+
+def _rows(b: V4Backward, longest: Tensor | None) -> tuple[Tensor, ...]:
     """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
-    And the last columns of dO turned as q was, where the output was turned back; else anything."""
+    The last columns of dO turned as q was, where the output was turned back; else anything. And fp32 [N, H], where the
+    norm of the longest row is given: what bounds dS; else anything."""
     p = b.forward
     out, dout = (addressable(x) for x in (p.out, b.dout))
     lse2, delta, share = (torch.empty(p.batch, p.q_heads, device=p.q.device) for _ in range(3))
+    most = lse2 if longest is None else torch.empty_like(lse2)
     turned, columns = dout, 0
     if p.cos_sin is not None:
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
@@ -110,9 +121,10 @@ def _rows(b: V4Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         share, turned, p.q_heads,
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out)[1:], *row_strides(dout)[1:],
         *p.lse.stride(), *dlse.stride(), cos_sin.shape[0], cos_sin.shape[1], cos_sin.stride(0),
-        D=512, ROWS=16, TURNED=columns, num_warps=4,
+        lse2 if longest is None else longest, most, abs(p.softmax_scale),
+        D=512, ROWS=16, TURNED=columns, SCALED=longest is not None, num_warps=4,
     )  # fmt: skip
-    return lse2, delta, share, turned
+    return lse2, delta, share, turned, most
 
 
 def _flat(pool: Tensor) -> Tensor:

@@ -38,17 +38,20 @@ class Query:
 
 @aggregate
 class Terms:
-    """Of all (query, head): the exponent to subtract and delta. What S is multiplied by, in base 2, and dS."""
+    """Of all (query, head): the exponent to subtract, delta, and for fp16 what bounds dS. What S is multiplied by, in
+    base 2, and dS."""
 
     lse2_ptr: Value
     delta_ptr: Value
+    most_ptr: Value
     scale2: Value
     scale: Value
 
 
 @aggregate
 class Target:
-    """Where dKV goes: fp32 rows to add to, or bf16 room for what this CTA contributes, `step` from block to block."""
+    """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, bf16 (fp32 where the rest is fp16),
+    `step` from block to block."""
 
     ptr: Value
     step: Value

@@ -1,7 +1,8 @@
 """What the gradients of V4 attention need beside the products: small kernels, one pass over their inputs each.
 
-query_rows      per query and head: lse2 and delta (shared/fmha/backward_rows.py), the sink's term; and the last columns
-                of dO turned as q was, which is what the products made before the output was turned back
+query_rows      per query and head: lse2 and delta (shared/fmha/backward_rows.py), the sink's term; for fp16 what bounds
+                dS (backward_scale.py); and the last columns of dO turned as q was, which is what the products made
+                before the output was turned back
 number_rows     the lists of both pools as one list of row numbers
 fold_rows       deterministic: the contributions of all queries to a row, summed in the order of the lists
 """
@@ -12,14 +13,15 @@ from dsv4.kernels.shared.fmha.backward_rows import row_layout, terms
 
 @gluon.jit(do_not_specialize=[
     "heads", "has_sink", "has_dlse", "stride_on", "stride_oh", "stride_gn", "stride_gh", "stride_ln", "stride_lh",
-    "stride_dn", "stride_dh", "positions", "rope_width", "rope_line",
+    "stride_dn", "stride_dh", "positions", "rope_width", "rope_line", "scale",
 ])  # fmt: skip
 def query_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, cos_sin_ptr, positions_ptr, lse2_ptr, delta_ptr,
                share_ptr, turned_ptr, heads, has_sink, has_dlse, stride_on, stride_oh, stride_gn, stride_gh, stride_ln,
-               stride_lh, stride_dn, stride_dh, positions, rope_width, rope_line,
-               D: gl.constexpr, ROWS: gl.constexpr, TURNED: gl.constexpr):  # fmt: skip
+               stride_lh, stride_dn, stride_dh, positions, rope_width, rope_line, longest_ptr, most_ptr, scale,
+               D: gl.constexpr, ROWS: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Program (n, i): ROWS heads of query n. share: what dsink is the sum of. turned [N, H, TURNED]: the last TURNED
-    columns of dO, the last rope_width of them turned. Strides of out and dout in units of 8 elements."""
+    columns of dO, the last rope_width of them turned. Strides of out and dout in units of 8 elements. SCALED (fp16):
+    most is made, from the norm of the longest row and |scale|."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     query = gl.program_id(0).to(gl.int64)
@@ -41,6 +43,10 @@ def query_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, cos_sin_ptr, posi
     gl.store(lse2_ptr + place, lse2, mask=there)
     gl.store(delta_ptr + place, delta, mask=there)
     gl.store(share_ptr + place, -share * plain, mask=there)
+    if SCALED:
+        norm = gl.sqrt(gl.sum(do.to(gl.float32) * do.to(gl.float32), 1))
+        of_lse = gl.where(lse == -float("inf"), 0.0, gl.abs(dlse))
+        gl.store(most_ptr + place, scale * (2.0 * norm * gl.load(longest_ptr) + of_lse), mask=there)
     if TURNED > 0:
         T: gl.constexpr = row_layout(TURNED)
         head = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))

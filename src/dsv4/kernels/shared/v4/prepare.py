@@ -20,6 +20,7 @@ from dsv4.kernels.shared.fmha.prepare import (
     sign_and_scale,
 )
 from dsv4.kernels.shared.v4.items import CELLS, FP8, LIST, NONE, TABLE, TMA
+from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 from dsv4.runtime.splits import choose_splits, deterministic_cut
@@ -36,8 +37,10 @@ def supports(p: V4Problem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if p.head_dim != 512:
         return f"head dim {p.head_dim}; the GPU kernels take 512"
-    if p.q.dtype != torch.bfloat16:
-        return f"dtype {p.q.dtype}; the GPU kernels take torch.bfloat16"
+    if p.q.dtype not in checks.LOW_PRECISION:
+        return f"dtype {p.q.dtype}; the GPU kernels take torch.bfloat16 and torch.float16"
+    if p.q.dtype != torch.bfloat16 and any(isinstance(pool, Fp8Cache) for pool in (p.window, p.compressed)):
+        return f"q of dtype {p.q.dtype} with an Fp8Cache; the GPU kernels take its rows with q of torch.bfloat16"
     return None
 
 

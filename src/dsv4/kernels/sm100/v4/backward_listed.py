@@ -3,6 +3,8 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
+fp16: P and dS are multiplied by a power of two before they are rounded (shared/v4/backward_scale.py), results divided.
+
 Role chart of a block::
 
     gather  4 warps | rows of the next block, as soon as dQ has used this one's ...
@@ -63,6 +65,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
+from dsv4.kernels.shared.v4.backward_scale import factors
 
 
 @aggregate
@@ -123,7 +126,7 @@ def mma_role(memory, barriers, query):
 
 
 @gluon.jit
-def score_role(memory, barriers, terms, query, dq_desc):
+def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
     """P and dS of every block; in the end dQ to memory."""
     p16, ds16, kv = memory.p16, memory.ds16, memory.kv
     L: gl.constexpr = memory.s.get_reg_layout()
@@ -131,12 +134,17 @@ def score_role(memory, barriers, terms, query, dq_desc):
     at = query.number.to(gl.int64) * query.heads + row
     lse2 = gl.load(terms.lse2_ptr + at, mask=row < query.heads, other=float("inf"))
     delta = gl.load(terms.delta_ptr + at, mask=row < query.heads, other=0.0)
+    up, down = 1.0, 1.0
+    if SCALED:
+        up, down = factors(terms, query)
     for block in range(0, query.blocks):
         phase = block % 2
         there = numbers(query, block, gl.SliceLayout(0, L)) >= 0
         mbarrier.wait(barriers.s_ready, phase)
         p = gl.where(there[None, :], gl.exp2(memory.s.load() * terms.scale2 - lse2[:, None]), 0.0)
         mbarrier.wait(barriers.used, phase ^ 1)  # the first wait on an untouched barrier passes
+        if SCALED:
+            p = p * up
         p16.store(p.to(p16.dtype))
         mbarrier.wait(barriers.dp_ready, phase)
         ds = p * (memory.dp.load() - delta[:, None]) * terms.scale
@@ -152,6 +160,8 @@ def score_role(memory, barriers, terms, query, dq_desc):
             x = gl.zeros([64, 64], gl.float32, LO)
             if query.blocks > 0:  # else nobody ever wrote dQ
                 x = memory.dq.slice(h * 256 + i * 64, 64).load()
+                if SCALED:
+                    x = x * down
             panels.index(i).store(x.to(kv.dtype))
     fence_async_shared()
     for h in gl.static_range(2):
@@ -162,10 +172,13 @@ def score_role(memory, barriers, terms, query, dq_desc):
 
 
 @gluon.jit
-def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
+def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
+    down = 1.0
+    if SCALED:
+        _, down = factors(terms, query)
     # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
     for part in range(0, 2 * query.blocks):
         block = part // 2
@@ -177,6 +190,8 @@ def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
             x = memory.dkv.slice(c * 64, 64).load()
             if c == 3:
                 mbarrier.arrive(barriers.part_free, count=1)
+            if SCALED:
+                x = x * down
             column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
             if ATOMIC:
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
@@ -184,7 +199,7 @@ def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
             else:  # in the order of Hopper's keep(), which fold_rows undoes
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
-                gl.store(place, x.to(gl.bfloat16), mask=there)
+                gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
 
 
 @gluon.jit(do_not_specialize=[
@@ -193,17 +208,18 @@ def add_role(memory, barriers, target, query, ATOMIC: gl.constexpr):
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries,
-                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, ADD_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-                    MMA_REGS: gl.constexpr):  # fmt: skip
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr,
+                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,
+                    GATHER_REGS: gl.constexpr, MMA_REGS: gl.constexpr):  # fmt: skip
     """The arguments are those of the Hopper kernel of this name."""
+    DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    dout = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    p16 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ds16 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    p16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
+    ds16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
     s = allocate_tensor_memory(gl.float32, [64, 64], TensorMemoryLayout([64, 64], col_stride=1))
     dp = allocate_tensor_memory(gl.float32, [64, 64], TensorMemoryLayout([64, 64], col_stride=1))
     dq = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
@@ -239,12 +255,12 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
         target = Target(target_ptr, 64 * 512)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, scale2, scale)
+    terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)
     memory = Memory(q, dout, kv, p16, ds16, s, dp, dq, dkv)
     barriers = Barriers(q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done)
     gl.warp_specialize([
-        (score_role, (memory, barriers, terms, query, dq_desc)),
-        (add_role, (memory, barriers, target, query, ATOMIC)),
+        (score_role, (memory, barriers, terms, query, dq_desc, SCALED)),
+        (add_role, (memory, barriers, target, terms, query, ATOMIC, SCALED)),
         (gather_role, (operands, memory, barriers, pools, query, TURNED)),
         (mma_role, (memory, barriers, query)),
     ], [4, 4, 1], [ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip

@@ -79,13 +79,13 @@ class Barriers:
 
 
 @gluon.jit
-def make_memory():
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+def make_memory(DTYPE: gl.constexpr):
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
-    p = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], P)
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    p = gl.allocate_shared_memory(DTYPE, [2, 64, 64], P)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     s = allocate_tensor_memory(gl.float32, [2, 64, 64], TensorMemoryLayout([64, 64], col_stride=1))
@@ -289,7 +289,7 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
                     queries, heads, rope, want_lse)  # fmt: skip
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
 
-    memory = make_memory()
+    memory = make_memory(q_desc.dtype)
     barriers = make_barriers()
     gl.warp_specialize([
         (softmax_role, (memory, barriers, output, items, signed_scale, split)),

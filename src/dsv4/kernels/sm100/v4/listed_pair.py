@@ -105,7 +105,7 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
                     queries, heads, rope, want_lse)  # fmt: skip
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
 
-    memory = make_memory(gl.bfloat16)
+    memory = make_memory(q_desc.dtype)
     bias = gl.allocate_shared_memory(gl.bfloat16, [4, 128], OWN)
     barriers = make_barriers()
     bias_ready = mbarrier.allocate_mbarrier(batch=4)

@@ -3,6 +3,8 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
+fp16: P and dS are multiplied by a power of two before they are rounded (shared/v4/backward_scale.py), results divided.
+
 Role chart of a block::
 
     gather  4 warps | rows of the next block, as soon as dQ has used this one's ...
@@ -45,6 +47,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
+from dsv4.kernels.shared.v4.backward_scale import factors
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -123,22 +126,36 @@ setp.ne.b64 there, $14, 0; add.s64 place, $14, column; @there st.global.v4.b32 [
 }""")
 
 
+# The same in fp32. $20, $22: the rows' places; $36: the column, in bytes.
+KEEP_FP32 = gl.constexpr("""{
+.reg .pred there; .reg .b64 place, column;
+mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; cvt.u64.u32 column, $36;
+setp.ne.b64 there, $20, 0; add.s64 place, $20, column;
+@there st.global.v4.b32 [place], {$4, $5, $8, $9}; @there st.global.v4.b32 [place+16], {$12, $13, $16, $17};
+setp.ne.b64 there, $22, 0; add.s64 place, $22, column;
+@there st.global.v4.b32 [place], {$6, $7, $10, $11}; @there st.global.v4.b32 [place+16], {$14, $15, $18, $19};
+}""")
+
+
 @gluon.jit
 def keep(part, rows, target, first):
-    """part to target, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
-    neighbours in memory. Nothing of rows of -1."""
+    """part to target, bf16 or fp32, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of
+    32 are neighbours in memory. Nothing of rows of -1."""
+    SIZE: gl.constexpr = target.dtype.element_ty.primitive_bitwidth // 8
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    place = gl.where(rows >= 0, target.to(gl.int64) + slot * 1024, 0)[:, None]
+    place = gl.where(rows >= 0, target.to(gl.int64) + slot * (512 * SIZE), 0)[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
     column = (first + column // 32 * 32 + column // 2 % 4 * 8)[None, :]
-    part, place = gl.broadcast(part.to(gl.bfloat16), place)
-    part, column = gl.broadcast(part, column * 2)
-    gl.inline_asm_elementwise(KEEP, "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16, [part, place, column],
+    part, place = gl.broadcast(part.to(target.dtype.element_ty), place)
+    part, column = gl.broadcast(part, column * SIZE)
+    ASM: gl.constexpr = KEEP if SIZE == 2 else KEEP_FP32
+    gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r" + ",r" * (4 * SIZE) + ",l" * 16 + ",r" * 16, [part, place, column],
                               dtype=gl.int8, is_pure=False, pack=16)  # fmt: skip
 
 
 @gluon.jit
-def gradients(dq, memory, barriers, rows, target, block, H: gl.constexpr, ATOMIC: gl.constexpr):
+def gradients(dq, memory, barriers, rows, target, block, down, H: gl.constexpr, ATOMIC: gl.constexpr,
+              SCALED: gl.constexpr):  # fmt: skip
     """This half of dQ and of dKV of a block."""
     p16, ds16 = memory.p16, memory.ds16
     place = target.ptr + block * target.step
@@ -157,6 +174,8 @@ def gradients(dq, memory, barriers, rows, target, block, H: gl.constexpr, ATOMIC
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if piece == 3:
             mbarrier.arrive(barriers.used, count=1)
+        if SCALED:
+            part = part * down
         if ATOMIC:
             add(part, rows, place, H * 256 + piece * 64)
         else:
@@ -177,11 +196,14 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 
 @gluon.jit
-def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr):
+def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """S, P; columns 0-255 of dQ and dKV."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     lse2 = gl.load(terms.lse2_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=float("inf"))
+    up, down = 1.0, 1.0
+    if SCALED:
+        up, down = factors(terms, query)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
@@ -193,22 +215,29 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
         s = products(memory.q, memory.kv, block)
         p = gl.where(there[None, :], gl.exp2(s * terms.scale2 - lse2[:, None]), 0.0)
         mbarrier.wait(barriers.used, phase ^ 1)
+        if SCALED:
+            p = p * up
         memory.p32.store(p)
         memory.p16.store(p.to(memory.p16.dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.p_ready, count=1)
         mbarrier.wait(barriers.ds_ready, phase)
-        dq = gradients(dq, memory, barriers, rows, target, block, 0, ATOMIC)
+        dq = gradients(dq, memory, barriers, rows, target, block, down, 0, ATOMIC, SCALED)
         phase = phase ^ 1
+    if SCALED:
+        dq = dq * down
     end(dq, memory.kv, dq_desc, query, 0)
 
 
 @gluon.jit
-def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr):
+def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """dP, dS; columns 256-511 of dQ and dKV."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     delta = gl.load(terms.delta_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=0.0)
+    down = 1.0
+    if SCALED:
+        _, down = factors(terms, query)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
@@ -222,8 +251,10 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
         memory.ds16.store(ds.to(memory.ds16.dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.ds_ready, count=1)
-        dq = gradients(dq, memory, barriers, rows, target, block, 1, ATOMIC)
+        dq = gradients(dq, memory, barriers, rows, target, block, down, 1, ATOMIC, SCALED)
         phase = phase ^ 1
+    if SCALED:
+        dq = dq * down
     end(dq, memory.kv, dq_desc, query, 1)
 
 
@@ -233,21 +264,23 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries,
-                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, RIGHT_REGS: gl.constexpr,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr,
+                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, RIGHT_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr):  # fmt: skip
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
-    to add to; without ATOMIC the contributions, bf16 [head tiles, queries from query_begin on, width rounded up to 64,
-    512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned."""
+    to add to; without ATOMIC the contributions, bf16 (for fp16 fp32) [head tiles, queries from query_begin on, width
+    rounded up to 64, 512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are
+    those of turned. most [N, H], SCALED: for fp16."""
+    DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    dout = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    p16 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    ds16 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    p16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
+    ds16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
     p32 = gl.allocate_shared_memory(gl.float32, [64, 64], FLAT)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -272,11 +305,11 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
         target = Target(target_ptr, 64 * 512)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, scale2, scale)
+    terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)
     memory = Memory(q, dout, kv, p16, ds16, p32)
     barriers = Barriers(q_ready, ready, free, p_ready, ds_ready, used)
     gl.warp_specialize([
-        (left_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC)),
-        (right_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC)),
+        (left_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (right_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC, SCALED)),
         (gather_role, (operands, memory, barriers, pools, query, TURNED)),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

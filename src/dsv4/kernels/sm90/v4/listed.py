@@ -96,14 +96,14 @@ class Barriers:
 
 
 @gluon.jit
-def make_memory():
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], gl.bfloat16)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+def make_memory(DTYPE: gl.constexpr):
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], HALF)
-    p0 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
-    p1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], P)
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
+    p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     a0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -299,7 +299,7 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
                     queries, heads, rope, want_lse)  # fmt: skip
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
 
-    memory = make_memory()
+    memory = make_memory(q_ptr.dtype.element_ty)
     barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
