@@ -54,6 +54,16 @@ def test_dq_of_fp16_whose_ds_is_scaled():
     check(b, want, low)
 
 
+@pytest.mark.parametrize("d, name", [(64, "dq"), *(pytest.param(d, "dk", marks=pytest.mark.slow) for d in (64, 256))])
+def test_fp16_where_the_gradient_of_the_lse_is_the_larger(d, name):
+    """A factor made for dO alone would bring dS to 2^18, more than fp16 holds."""
+    b, _, _ = request(t=20, s=30, heads=(2, 1), d=d, dtype=FP16, dlse=True)
+    p, dout, dlse = b.forward, b.dout * 2.0**-10, b.dlse * 2.0**6
+    b = replace(b, dout=dout, dlse=dlse, **{other: None for other in ("dq", "dk", "dv") if other != name})
+    run(b)
+    check(b, *(reference_backward.fmha(p.q, p.k, p.v, dout, dlse, p_dtype=x) for x in (None, FP16)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -41,8 +41,9 @@ class Sequences(NamedTuple):
 
 
 def at_once(b: FmhaBackward, run: Callable[..., None]) -> None:
-    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv, sequences) for a batch of either kind; sequences is None for a
-    dense one. A gradient that run makes instead of filling the one it gets must be 0 in rows of no sequence."""
+    """run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv, sequences) for a batch of either kind; sequences is None
+    for a dense one. factor: of dS in fp16. A gradient that run makes instead of filling the one it gets must be 0 in
+    rows of no sequence."""
     p = b.forward
     if p.kind == "dense":
         dense(b, run, None)
@@ -80,7 +81,8 @@ def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | Non
     k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
     dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else made_like(q, varlen)
     dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
-    run(p, q, k, v, dout, lse2, delta, dq, dk, dv, *sequences)
+    factor = ds_scale(dout, v, b.dlse, p.lse) if p.q.dtype == torch.float16 else lse2.flatten()[:1]  # or unread
+    run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv, *sequences)
     if b.dq is not None and group > 1:
         b.dq.copy_(dq.unflatten(2, (p.max_seqlen_q, group)).permute(0, 2, 1, 3, 4).flatten(2, 3))
 
@@ -146,10 +148,12 @@ def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return made
 
 
-def ds_scale(dout: Tensor, v: Tensor) -> Tensor:
-    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| near the top of its range. fp32 [1]."""
+def ds_scale(dout: Tensor, v: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of its range. fp32 [1]."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (dout, v))
     # Rows of no sequence and keys that nobody sees may hold anything.
     longest = [torch.where(norm.isfinite(), norm, 0).amax() for norm in norms]
     most = 2 * longest[0] * longest[1]
+    if dlse is not None:
+        most = most + torch.where(dlse.isfinite() & (lse > float("-inf")), dlse.abs(), 0).amax()
     return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)

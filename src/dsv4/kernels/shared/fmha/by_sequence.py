@@ -37,8 +37,8 @@ class Span(NamedTuple):
 
 
 def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
-    """run(p, q, k, v, dout, lse2, delta, dq, dk, dv) for a dense batch, or for the sequences of a varlen one; what it
-    gets is what a Chain gets."""
+    """run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv) for a dense batch, or for the sequences of a varlen one;
+    what it gets is what a Chain gets."""
     p = b.forward
     if p.kind == "dense":
         dense(b, run)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, TILE, descriptor, ds_scale
+from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, TILE, descriptor
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND
 from dsv4.kernels.shared.softmax import LOG2E
 from dsv4.runtime import dispatch, launch
@@ -36,19 +36,23 @@ class Slab:
 
 
 class Chain:
-    """Slab by slab: scores, then products. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
+    """Slab by slab: scores, then products. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R];
+    ds_scale [1], for fp16."""
 
     kernel: ClassVar[Any]  # backward_scores of the architecture
     stored: ClassVar[list[int]]  # of P and dS at once
     options: ClassVar[dict[str, int]]  # ring slots, registers of the roles
 
-    def __init__(self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor):
+    def __init__(
+        self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
+        ds_scale: Tensor,
+    ):  # fmt: skip
         self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
         self.batch, self.heads, self.rows, self.width = q.shape
         self.keys = k.shape[2]
         self.masked = p.left >= 0 or p.right >= 0
         self.fp16 = q.dtype == torch.float16
-        self.ds_scale = ds_scale(dout, v) if self.fp16 else lse2.flatten()[:1]  # or unread
+        self.ds_scale = ds_scale
 
     def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         slabs = self._slabs()

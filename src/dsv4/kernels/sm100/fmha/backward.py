@@ -15,7 +15,6 @@ from dsv4.kernels.shared.fmha.backward import (
     Sequences,
     at_once,
     descriptor,
-    ds_scale,
     supports,
 )
 from dsv4.kernels.shared.fmha.by_sequence import by_sequence
@@ -44,14 +43,15 @@ class BlackwellChain(Chain):
 
 
 def chain(p: FmhaProblem, *tensors: Tensor) -> None:
-    BlackwellChain(p, *tensors[:6]).run(*tensors[6:])
+    BlackwellChain(p, *tensors[:7]).run(*tensors[7:])
 
 
 def tiles(
-    p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, dq: Tensor | None,
-    dk: Tensor | None, dv: Tensor | None, sequences: Sequences | None,
+    p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, factor: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, sequences: Sequences | None,
 ) -> None:  # fmt: skip
-    """q, dout, dq [B, Hkv, R, D], R packed rows; k, v, dk, dv [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
+    """q, dout, dq [B, Hkv, R, D], R packed rows; k, v, dk, dv [B, Hkv, S, D]; lse2, delta [B, Hkv, R]; factor [1], of
+    dS in fp16."""
     batch, heads, rows, d = q.shape
     keys, fp16 = k.shape[2], q.dtype == float16
     of_rows, of_keys = [[descriptor(x, [1, 1, 128, 64]) for x in pair] for pair in ((q, dout), (k, v))]
@@ -59,7 +59,7 @@ def tiles(
         p.softmax_scale * LOG2E.value, p.softmax_scale, FP16_P_SCALE, rows, rows // p.group, keys, p.group,
         NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right, heads,
     ]  # fmt: skip
-    terms = [lse2, delta, ds_scale(dout, v) if fp16 else lse2]
+    terms = [lse2, delta, factor]
     count, starts, of_each = 0, (lse2, lse2), lambda n: -(-n // 128)
     if sequences is not None:
         count, starts, of_each = sequences.count, sequences, lambda n: n // 128 + sequences.count  # as many as may be

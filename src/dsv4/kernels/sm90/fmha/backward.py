@@ -20,7 +20,6 @@ from dsv4.kernels.shared.fmha.backward import (
     addressable,
     at_once,
     descriptor,
-    ds_scale,
     made_like,
     supports,
 )
@@ -46,11 +45,11 @@ def backward(b: FmhaBackward) -> None:
 
 def tiled(p: FmhaProblem, *given: Any) -> None:
     *tensors, sequences = given
-    Tiled(p, *tensors[:6], sequences).run(*tensors[6:])
+    Tiled(p, *tensors[:7], sequences).run(*tensors[7:])
 
 
 def chain(p: FmhaProblem, *tensors: Any) -> None:
-    HopperChain(p, *tensors[:6]).run(*tensors[6:])
+    HopperChain(p, *tensors[:7]).run(*tensors[7:])
 
 
 class HopperChain(Chain):
@@ -60,19 +59,19 @@ class HopperChain(Chain):
 
 
 class Tiled:
-    """Without scores in memory. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]."""
+    """Without scores in memory. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]; factor [1], of dS
+    in fp16."""
 
     def __init__(
         self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
-        sequences: Sequences | None,
+        factor: Tensor, sequences: Sequences | None,
     ):  # fmt: skip
-        self.sequences = sequences
+        self.sequences, self.factor = sequences, factor
         self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
         self.batch, self.heads, self.rows, self.width = q.shape
         self.keys, self.pairs = k.shape[2], q.shape[0] * q.shape[1]
         self.fp16 = q.dtype == torch.float16
         self.q_box, self.dout_box = (descriptor(x, [1, 1, 64, 64]) for x in (q, dout))  # both kernels take them
-        self.factor = ds_scale(dout, v) if self.fp16 else lse2  # or unread
         self.sizes = (
             self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
             NO_BOUND if p.right < 0 else p.right, self.heads,
