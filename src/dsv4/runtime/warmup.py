@@ -9,6 +9,8 @@ from dsv4.caches import HEAD_DIM, Fp8Cache
 from dsv4.runtime import checks
 from dsv4.runtime.plan import Plan, plan
 
+WHOLE = 128  # keys: a multiple of every kernel's tile
+
 
 def warmup(
     operation: Callable,
@@ -23,10 +25,10 @@ def warmup(
     """Make the plan for these capacities and run the operation with it, which compiles what calls of that size need.
 
     Takes the arguments of :func:`plan`, and dtype and backend of the later calls. Which kernel a call takes depends on
-    whether a causal mask is given, deterministic is set (if the plan has room for that), k is v, and, for
-    v4_attention, whether rows are FP8 (which go with bf16) and how compressed rows are named: every kind is run once.
-    same_kv and fp8 restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and Fp8Cache).
-    index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
+    whether a causal mask is given, dense keys are whole tiles, deterministic is set (if the plan has room for that), k
+    is v, and, for v4_attention, whether rows are FP8 (which go with bf16) and how compressed rows are named: every kind
+    is run once. same_kv and fp8 restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and
+    Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
     checks.backend(backend)
@@ -60,7 +62,7 @@ def _kinds(name: str, only: bool | None) -> tuple[bool, ...]:
 
 
 def _fmha_calls(made: Plan, q: Tensor, page_size: int, same_kv: tuple[bool, ...]) -> Iterator[tuple[tuple, dict]]:
-    """(tensors, options) of a call with one key per sequence, for each kind."""
+    """(tensors, options) of a call with one key per sequence, for each kind; dense keys also in whole tiles."""
     starts = torch.arange(made.batch + 1, dtype=torch.int32, device=q.device)
     for same in same_kv:
         if made.operation == "fmha_paged":
@@ -68,12 +70,13 @@ def _fmha_calls(made: Plan, q: Tensor, page_size: int, same_kv: tuple[bool, ...]
             table = torch.zeros(made.batch, 1, dtype=torch.int32, device=q.device)
             yield (q, k, k if same else k.clone(), table, torch.ones_like(table[:, 0])), {}
             continue
-        k = q.new_zeros(made.batch, 1, made.kv_heads, made.head_dim)
-        v = k if same else k.clone()
-        if made.operation == "fmha_varlen":
-            yield (q.flatten(0, 1), k[:, 0], v[:, 0], starts * made.max_seqlen_q, starts), {}
-        else:
-            yield (q, k, v), {}
+        for keys in (1,) if made.operation == "fmha_varlen" or made.max_seqlen_k < WHOLE else (1, WHOLE):
+            k = q.new_zeros(made.batch, keys, made.kv_heads, made.head_dim)
+            v = k if same else k.clone()
+            if made.operation == "fmha_varlen":
+                yield (q.flatten(0, 1), k[:, 0], v[:, 0], starts * made.max_seqlen_q, starts), {}
+            else:
+                yield (q, k, v), {}
 
 
 def _v4_calls(made: Plan, q: Tensor, page_size: int, fp8: tuple[bool, ...]) -> Iterator[tuple[tuple, dict]]:

@@ -60,6 +60,18 @@ def test_warmup_makes_every_kind_of_call(operation):
     assert {bits for _, _, bits in kinds_of(operation, deterministic=False)} == {False}
 
 
+def test_warmup_runs_dense_keys_in_whole_tiles_too():
+    """Tiles of which every row sees every key have a kernel of their own."""
+    seen = set()
+
+    def fmha(q, k, v, **options):
+        seen.add(k.shape[1])
+        return dsv4.fmha(q, k, v, **options)
+
+    dsv4.warmup(fmha, **CAPACITY | dict(max_seqlen_k=200))
+    assert seen == {1, 128}
+
+
 def test_warmup_makes_every_kind_of_v4_call():
     seen = []
 

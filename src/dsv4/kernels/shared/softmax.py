@@ -17,13 +17,44 @@ def see(s, first_column, row_first, row_end, L: gl.constexpr):
 
 
 @gluon.jit
-def step(s, m, scale):
-    """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before)."""
+def step(s, m, scale, ABOVE: gl.constexpr = 0):
+    """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before).
+    The maximum stays where it grows by no more than ABOVE: the factor is then exactly 1."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    if ABOVE > 0:
+        m_new = gl.where(m_new - m > ABOVE, m_new, m)
     safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     alpha = gl.exp2(m - safe)
     p = gl.exp2(s * scale - safe[:, None])
     return p, m_new, alpha
+
+
+@gluon.jit
+def partial_sums(p):
+    """What each thread holds of the sums of the rows: an accumulator [M, N] -> [M, 4], no exchange between lanes."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+def _scaling(count: int) -> str:
+    """PTX: `count` values of two rows by turns of two, $0 on, times their factors, $2 count on, unless all are 1."""
+    lines = [".reg .pred some, any", f"setp.neu.f32 some, ${2 * count}, 0f3F800000",
+             f"setp.neu.or.f32 some, ${2 * count + 2}, 0f3F800000, some", "vote.sync.any.pred any, some, 0xffffffff",
+             "@!any bra done", *(f"mul.f32 ${i}, ${i}, ${2 * count + i}" for i in range(count))]  # fmt: skip
+    return "{ " + "; ".join(lines) + "; done: }"
+
+
+SCALED_AT_ONCE = gl.constexpr(64)
+SCALING = gl.constexpr(_scaling(64))
+# The values stay in their registers: copies would cost as much as the products.
+SCALING_REGISTERS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """O, an accumulator [M, N], times the factors of its rows; a warp whose factors are all 1 jumps over it."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
+    return gl.inline_asm_elementwise(SCALING, SCALING_REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True,
+                                     pack=SCALED_AT_ONCE)  # fmt: skip
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """The Hopper kernels on a CPU, through softsm: one case per part of the code; the rest of the suites is slow."""
 
 import dataclasses
+import math
 
 import launches
 import pytest
@@ -103,6 +104,24 @@ def test_one_block_loops_over_many_tiles(head_dim, causal):
         _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
     assert "nothing found" in str(report), str(report)
     assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_tiles_that_every_row_sees_are_not_masked(order):
+    """Head dim 128 without a mask, whole tiles of keys. The keys grow, so that tiles raise the maximum of some rows by
+    more than 8 and of some by less: O is rescaled, or left as it is."""
+    q, v = torch.randn(1, 330, 2, 128).bfloat16(), torch.randn(1, 512, 2, 128).bfloat16()
+    k = (torch.randn(1, 512, 2, 128) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
+    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"]
+    sink, out = torch.randn(2), torch.full_like(q, float("nan"))
+    with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+        _, lse = dsv4.fmha(q, k, v, sink=sink, out=out, return_lse=True, backend="softsm")
+    assert "nothing found" in str(report), str(report)
+    assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
+    s = (torch.einsum("bthd,bshd->bhts", q.float(), k.float()) * 128**-0.5 / math.log(2)).unflatten(3, (4, 128))
+    grown = s.amax(4).cummax(3).values.diff(dim=3)
+    assert (grown > 8).any() and (grown < 8).any()
 
 
 def test_every_head_dim_has_a_configuration():

@@ -50,7 +50,8 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
             64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)
         }[p.head_dim]  # fmt: skip
         early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
-        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early), loop=True)
+        even = p.head_dim == 128 and p.left < 0 and p.right < 0 and p.max_seqlen_k % keys == 0
+        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.

@@ -10,6 +10,11 @@ registers meanwhile, since its way through q is taken::
 
     attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
 
+With EVEN, for two roles of head dim 128, every row sees every key of every tile, so that nothing is masked. The
+registers that the columns' numbers had then hold Q, each thread adds up its own part of the row sums, and O is rescaled
+only where a maximum grew by more than 8. Without the branch that a mask is, ptxas would put the softmax behind the wait
+for O += P V: `softmax.pin` keeps it before.
+
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
 over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
 
@@ -179,8 +184,27 @@ def scores(q, ring, slot, phase):
 
 
 @gluon.jit
+def sums(p, EVEN: gl.constexpr):
+    if EVEN:
+        return softmax.partial_sums(p)
+    else:
+        return gl.sum(p, 1)
+
+
+@gluon.jit
+def add_sums(l, alpha, p, EVEN: gl.constexpr):
+    if EVEN:
+        added = softmax.partial_sums(p)
+        RP: gl.constexpr = gl.SliceLayout(1, added.type.layout)
+        return softmax.pin(l * gl.convert_layout(alpha, RP)[:, None] + added)
+    else:
+        return l * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
 def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages, share,
-                W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+                W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
+                EVEN: gl.constexpr):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
     k_free, v_ready, v_free, v = ring.k_free, ring.v_ready, ring.v_free, ring.v
     STAGES: gl.constexpr = v.shape[0]
@@ -191,34 +215,43 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
+    ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if EVEN else 0
     tiles = share.tiles
     first, end, step = course(scan, M)
     more = at + step < end
     seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
-    s = scores(q, ring, slot, phase)
+    rows_q = q
+    if EVEN:
+        rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
+    s = scores(rows_q, ring, slot, phase)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         mbarrier.arrive(k_free.index(slot), count=1)
-    s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE)
-    p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale)
-    l = gl.sum(p, 1)
+    if not EVEN:
+        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE)
+    p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale, ABOVE)
+    l = sums(p, EVEN)
     pa = gl.convert_layout(p.to(q.dtype), LA)
     o = gl.zeros([64, D], gl.float32, LO)
     for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
         after, after_phase = rows.next_slot(slot, phase, STAGES)
-        s = scores(q, ring, after, after_phase)
+        s = scores(rows_q, ring, after, after_phase)
         if not SAME_KV:
             mbarrier.wait(v_ready.index(slot), phase)
         o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(k_free.index(after), count=1)
-        s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
-        p, m, alpha = softmax.step(s, m, scale)
-        l = l * alpha + gl.sum(p, 1)
+        if not EVEN:
+            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
+        p, m, alpha = softmax.step(s, m, scale, ABOVE)
+        l = add_sums(l, alpha, p, EVEN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(v_free.index(slot), count=1)
-        o = o * gl.convert_layout(alpha, RO)[:, None]
+        if EVEN:
+            o = softmax.rescale(o, alpha)
+        else:
+            o = o * gl.convert_layout(alpha, RO)[:, None]
         pa = gl.convert_layout(p.to(q.dtype), LA)
         slot = after
         phase = after_phase
@@ -232,13 +265,15 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(v_free.index(slot), count=1)
     slot, phase = rows.next_slot(slot, phase, STAGES)
+    if EVEN:
+        l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, share, D)
     return slot, phase
 
 
 @gluon.jit
 def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                 SAME_KV: gl.constexpr, SIGN: gl.constexpr):  # fmt: skip
+                 SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """What attend_role does with EARLY."""
     BN: gl.constexpr = ring.v.shape[1]
     slot = gl.to_tensor(0)
@@ -250,17 +285,17 @@ def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.
     for at in range(first, end, step):
         tile_row, share = rows_of(item_of(at, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
         slot, phase = attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages,
-                                  share, W, M, SAME_KV, SIGN)  # fmt: skip
+                                  share, W, M, SAME_KV, SIGN, EVEN)  # fmt: skip
         arrived(SIGN)
 
 
 @gluon.jit
 def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                SAME_KV: gl.constexpr, SIGN: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+                SAME_KV: gl.constexpr, SIGN: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
     """Rows 64 W to 64 W + 63 of each tile of M."""
     BN: gl.constexpr = ring.k.shape[1]
     if EARLY:
-        attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W, M, SAME_KV, SIGN)
+        attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W, M, SAME_KV, SIGN, EVEN)
     else:
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
@@ -277,7 +312,7 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
                    stride_kh, stride_vp, stride_vr, stride_vh,
                    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                   PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+                   PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr = False):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
@@ -291,19 +326,19 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
     if CONSUMERS == 2:
         gl.warp_specialize([
             (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
-                           EARLY)),
+                           EARLY, EVEN)),
             (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
-                           EARLY)),
+                           EARLY, EVEN)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
-                           EARLY)),
+                           EARLY, EVEN)),
             (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
-                           EARLY)),
+                           EARLY, EVEN)),
             (attend_role, (q.index(2), tensors, ring, strides, scale, want_lse, scan, pages, 2, M, SAME_KV, SIGN,
-                           EARLY)),
+                           EARLY, EVEN)),
             (load_role, (source, ring, landed, scan, M, SAME_KV)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

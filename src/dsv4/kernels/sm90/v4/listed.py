@@ -60,7 +60,6 @@ from dsv4.kernels.sm90.v4.steps import (
     left_begin,
     left_resident,
     left_step,
-    partial_sums,
     right_resident,
     right_step,
 )
@@ -228,7 +227,7 @@ def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT:
               N: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    LP: gl.constexpr = partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
+    LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):

@@ -54,12 +54,6 @@ def mask(s, bias, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def partial_sums(p):
-    """What each thread holds of the sums of the rows: [64, 64] -> [64, 4], no exchange between lanes."""
-    return gl.sum(gl.sum(p.reshape([64, 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
 def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
@@ -74,7 +68,7 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
     p, m0, a0 = softmax.step(s, m, scale)
-    l = l * gl.convert_layout(a0, RP)[:, None] + partial_sums(p)
+    l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     pb = p.to(memory.q.dtype)
     memory.p0.store(pb)
     memory.m0.store(m0)
@@ -120,7 +114,7 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
     p, m, a1 = softmax.step(s, m0, scale)
-    l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + partial_sums(p))
+    l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
     pb = p.to(memory.q.dtype)
     memory.p1.store(pb)
     memory.m1.store(m)
@@ -168,7 +162,7 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
     p, m0, a0 = softmax.step(s, m, scale)
     memory.m0.store(m0)
     mbarrier.arrive(m_ready.index(0), count=1)
-    l = l * gl.convert_layout(a0, RP)[:, None] + partial_sums(p)
+    l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     o = o * gl.convert_layout(a0, RO)[:, None]
     o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
@@ -219,7 +213,7 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     memory.m1.store(m1)
     mbarrier.arrive(m_ready.index(1), count=1)
     a = gl.exp2(m - gl.where(m1 == -float("inf"), 0.0, m1))
-    l = l * gl.convert_layout(a, RP)[:, None] + partial_sums(p)
+    l = l * gl.convert_layout(a, RP)[:, None] + softmax.partial_sums(p)
     o = o * gl.convert_layout(a, RO)[:, None]
     pb = p.to(memory.q.dtype)
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
