@@ -38,6 +38,7 @@ OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
 ORDERS = ("zigzag", "contiguous")
 METHODS = ("ring", "gather")
 HEADS = ("all", "mine")
+NOTED = 256  # bytes in which ranks tell each other dtype and shape
 
 
 def decode(
@@ -382,14 +383,16 @@ def _alike(name: str, x: Tensor, group: Any) -> None:
 
     if not checks.values_checked(x):
         return
-    mine = torch.tensor([checks.FLOATS.index(x.dtype) if x.dtype in checks.FLOATS else -1, x.ndim, *x.shape])
-    mine = torch.nn.functional.pad(mine, (0, 8 - len(mine))).to(x.device)
+    mine = torch.zeros(NOTED, dtype=torch.uint8)
+    noted = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}".encode()[:NOTED]
+    mine[: len(noted)] = torch.tensor(list(noted), dtype=torch.uint8)
+    mine = mine.to(x.device)
     all_ranks = [torch.empty_like(mine) for _ in range(_place(group)[1])]
     dist.all_gather(all_ranks, mine, group=group)
     for rank, other in enumerate(all_ranks):
         if not torch.equal(other, mine):
-            shape = other.tolist()[2 : 2 + int(other[1])]
-            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group another shape or dtype: {shape}",
+            theirs = bytes(other.tolist()).rstrip(b"\0").decode()
+            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group {theirs}",
                         "tensors of one shape and dtype on all ranks")  # fmt: skip
 
 

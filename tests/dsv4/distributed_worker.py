@@ -338,6 +338,16 @@ def check_ranks_with_different_shapes(rank, size):
     heads = normal(1, 4, size * (1 + (rank == 0)), 64)
     says("out", lambda: decode(dsv4.fmha, heads, heads, heads, heads="mine"))
     says("x", lambda: unshard(some.bfloat16() if rank else some))
+    same = torch.zeros(1, 4, 2)
+    says("x", lambda: unshard(same.long() if rank == 1 else same.int()))  # dtypes that attention does not have
+    says("x", lambda: unshard(same[..., None] if rank == 1 else same))
+    many = torch.zeros(1, 4, 1, 1, 1, 1, 2 + (rank == 1))
+    says("x", lambda: unshard(many))
+    says("x", lambda: unshard(many.requires_grad_()))
+    for method, name in (("ring", "v"), ("gather", "x")):  # only v differs
+        q = normal(1, 4, 2, 64, dtype=torch.bfloat16)
+        k, v = q.clone(), normal(1, 4, 1 + (rank == 1), 64, dtype=torch.bfloat16)
+        says(name, lambda q=q, k=k, v=v, method=method: prefill(q, k, v, method=method))
 
 
 CHECKS = sorted(name for name in globals() if name.startswith("check_"))

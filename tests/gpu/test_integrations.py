@@ -6,6 +6,7 @@ import torch
 import dsv4
 from dsv4 import suites
 from dsv4.integrations import flash_attn, flash_mla
+from dsv4.suites.calls import LSE_BOUND
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,10 +22,10 @@ def close(got, want):
 
 
 def lse_close(got, want):
-    """2^-12 of the largest, as dsv4 verify; infinite in the same places."""
+    """Both may be off by the bound of `dsv4 verify`; infinite in the same places."""
     got, finite = got.cpu(), want.isfinite()
     assert torch.equal(got[~finite], want[~finite])
-    assert (got - want)[finite].abs().max() <= 2.0**-12 * want[finite].abs().max()
+    assert (got - want)[finite].abs().max() <= 2 * LSE_BOUND * max(1.0, float(want[finite].abs().max()))
 
 
 def moved(arguments, device="cuda"):
@@ -103,7 +104,9 @@ def test_flash_attn_cache_grows(rows):
             out, lse = call(lambda there=there: flash_attn.flash_attn_with_kvcache(**there))
             close(out, want)
             lse_close(lse, want_lse)
-        assert torch.allclose(there["k_cache"].cpu().float(), caches[0].float(), atol=2.0**-6)
+        # Rotated in fp32, rounded once: one step of bf16; where a pair cancels, 4 roundings of fp32 of the largest.
+        fp32 = 4 * torch.finfo(torch.float32).eps * float(caches[0].abs().max())
+        torch.testing.assert_close(there["k_cache"].cpu(), caches[0], rtol=torch.finfo(torch.bfloat16).eps, atol=fp32)
         assert torch.equal(there["v_cache"].cpu(), caches[1])
 
 
