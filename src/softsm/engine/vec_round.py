@@ -74,7 +74,11 @@ def _conversion(target: Kind):
             return (k.sitofp if x.kind.signed else k.uitofp)(v[0], result)
 
         name = f"softsm_to_{_suffix(result)}_{'s' if x.kind.signed else 'u'}{_suffix(x.value.type)}"
-        return Vector(_guarded(name, mode, result, [x.value], operate), target)
+        value = _guarded(name, mode, result, [x.value], operate)
+        if not x.kind.floating and not x.kind.signed:
+            # AVX2 has no such conversion: LLVM subtracts two magic numbers, and rounding down a difference of 0 is -0.
+            value = _llvm_call(here(), "fabs", [value])
+        return Vector(value, target)
 
     return convert
 
