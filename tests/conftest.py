@@ -1,7 +1,10 @@
 """Shared by all tests: one thread per worker, compiled engines built before the workers start, seeds by test; and a
-line at the end that says what the run cost: kernels compiled by Triton, and processor time."""
+line at the end that says what the run cost: kernels compiled by Triton, and processor time.
+
+torch is imported where it is needed: the process that hands tests out to workers does without, and is ready sooner."""
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -11,22 +14,24 @@ import sys
 import zlib
 from collections.abc import Iterator
 
-import numpy
 import pytest
-import torch
-from hypothesis import settings
-
-settings.register_profile("dsv4", deadline=None, max_examples=40, print_blob=True)
-settings.load_profile("dsv4")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
+    worker = hasattr(config, "workerinput")
+    if worker:
+        import torch
+
         # The workers are the parallelism; more threads than cores only get in each other's way.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
         config.pluginmanager.register(Cost(), "cost")
+    if worker or not getattr(config.option, "numprocesses", None):
+        from hypothesis import settings
+
+        settings.register_profile("dsv4", deadline=None, max_examples=40, print_blob=True)
+        settings.load_profile("dsv4")
 
 
 COMPILED = {"kernels": 0, "seconds": 0.0}  # by Triton in this process, those in its cache left out
@@ -118,20 +123,29 @@ def _nothing_prepared() -> None:
     calls.forget()
 
 
-MKLDNN = torch.backends.mkldnn.enabled
+@functools.cache
+def mkldnn_before_all_tests() -> bool:
+    import torch
+
+    return torch.backends.mkldnn.enabled
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """torch turns oneDNN off for the rest of the process after a bf16 product that this CPU cannot do, and products
     without it round differently. Before any fixture of a test it is as it was."""
-    torch.backends.mkldnn.set_flags(MKLDNN)
+    import torch
+
+    torch.backends.mkldnn.set_flags(mkldnn_before_all_tests())
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test draws without a seed of its own depends on its name, not on the tests before it, nor on luck: the
     commands take a fresh seed from `secrets`."""
+    import numpy
+    import torch
+
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     numpy.random.seed(seed)
@@ -142,6 +156,8 @@ def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that changes a setting of the process and does not restore it is named, rather than the next one."""
+    import torch
+
     before = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
     yield
     after = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
@@ -164,6 +180,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     items = getattr(session, "items", [])
     if items and all(item.get_closest_marker("gpu") for item in items) and not GPU_TESTS_THAT_RAN:
         if not session.config.option.collectonly:
+            import torch
+
             print("\nevery GPU test was skipped (see pytest -rs); torch", torch.__version__, "sees",
                   torch.cuda.device_count(), "CUDA devices")  # fmt: skip
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -171,6 +189,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu is skipped where there is none, so that a plain pytest is green everywhere."""
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:

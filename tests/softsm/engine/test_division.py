@@ -121,12 +121,11 @@ def test_checked_launches_too(divided):
 @pytest.mark.parametrize("checked", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("body", [WILD, STUCK, RACE, EQUAL, ADD, BYTES], ids=[
     "fault", "deadlock", "two stores", "equal values", "read, add, write", "bytes of one word"])
-def test_everything_is_that_of_one_process(divided, body, checked):
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_everything_is_that_of_one_process(divided, body, checked, processes):
     """Memory, steps, errors, findings and their order, however many processes there are."""
-    alone = outcome(body, 1, checked=checked)
-    for processes in (2, 3):
-        assert outcome(body, processes, checked=checked) == alone
-    assert [p for p, _ in divided] == [2, 3]
+    assert outcome(body, processes, checked=checked) == outcome(body, 1, checked=checked)
+    assert [p for p, _ in divided] == [processes]
 
 
 @pytest.mark.parametrize("strict", [False, True])

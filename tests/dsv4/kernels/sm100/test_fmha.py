@@ -1,14 +1,15 @@
 """The Blackwell FMHA kernel, run by softsm: right under every order of completion, and no race found.
 
-Compiling a variant takes much longer than running it, so the quick tests share five of them through Triton's disk
-cache, and a lock keeps two workers from compiling the same one. Together they have every head dim and every way to read
-keys: rows at 64, 256 and 512, pages by TMA at 128, by cp.async at 64. Other combinations are slow.
+Compiling a variant takes much longer than running it, so the quick tests share four of them through Triton's disk
+cache, and a lock keeps two workers from compiling the same one. Together they have every head dim, every way of P and
+every way to read keys: rows at 64 and 512, pages by TMA at 256, by cp.async at 128. Other combinations are slow.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,13 +46,12 @@ ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many r
 # query tiles in flight (64, 128), which no call asks for, and with one (256, 512): `make test` tries head dim 512. Its
 # calls with many rows take another kernel, that of test_fmha_pair.py; among the seeds there are both.
 DIMS = (64, 128, 256, 512)
-VARIANTS = [(d, BF16, p_tmem, ROWS) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
-PATHS = [(d, p_tmem) for d, _, p_tmem, _ in VARIANTS]
-SLOW = [(64, False), (128, True), (128, False), (256, False)]
-QUICK_PATHS = [pytest.param(*path, marks=[pytest.mark.slow] * (path in SLOW)) for path in PATHS]
-SEEDS = [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim in (128, 256))) for case in suites.seeds()]
-VARIANTS += [(256, FP16, True, ROWS), (64, BF16, True, 16), (128, BF16, True, 16), (512, BF16, False, 16),
-             (64, BF16, True, CELLS), (128, BF16, True, CELLS)]
+PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
+QUICK = [(64, BF16, True, ROWS), (128, BF16, True, CELLS), (256, BF16, True, 16), (512, BF16, False, ROWS)]
+OF_ROWS = [(d, BF16, p_tmem, ROWS) for d, p_tmem in PATHS]
+OF_PAGES = [(64, BF16, True, 16), (128, BF16, True, 16), (256, BF16, True, 16), (512, BF16, False, 16),
+            (64, BF16, True, CELLS), (128, BF16, True, CELLS)]  # fmt: skip
+VARIANTS = [*OF_ROWS, (256, FP16, True, ROWS), *OF_PAGES]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
 
 
@@ -66,6 +66,12 @@ def variant(case: Case) -> tuple:
         page = case.make(Draw(0)).args["k_pages"].shape[1]
         how = min(page & -page, 128 if case.head_dim < 256 else 64) if page % 8 == 0 else CELLS
     return case.head_dim, case.dtype, default_path(case.head_dim), how
+
+
+def slow_unless_quick(keys: list, tested: list | None = None) -> list:
+    """Parameters, marked by the variants that they compile."""
+    params = keys if tested is None else tested
+    return [pytest.param(x, marks=[pytest.mark.slow] * (key not in QUICK)) for key, x in zip(keys, params, strict=True)]
 
 
 @pytest.fixture(scope="session")
@@ -116,18 +122,26 @@ def right(call: Call) -> None:
     assert not bad, bad
 
 
-def unsplit(draw: Draw, d: int, dtype: torch.dtype, size: dict, **more) -> Call:
-    """A dense call whose keys one CTA walks alone, so that every ring and barrier comes round several times."""
-    call = dense(draw, d, dtype, size, **more)
-    plan = dsv4.plan(
-        dsv4.fmha, batch=1, q_heads=size["heads"], kv_heads=size["kv_heads"], head_dim=d, max_seqlen_q=size["t"],
-        max_seqlen_k=size["s"], device="cpu",
-    )  # fmt: skip
+def unsplit(draw: Draw, d: int, dtype: torch.dtype, size: dict, page: int | None = None, **more) -> Call:
+    """A call whose keys one CTA walks alone, so that every ring and barrier comes round several times."""
+    keys, heads = size["s"], {"heads": size["heads"], "kv_heads": size["kv_heads"]}
+    if page is None:
+        call, operation = dense(draw, d, dtype, size, **more), dsv4.fmha
+    else:
+        call, operation = paged(draw, d, dtype, page, [keys], t=size["t"], **heads, **more), dsv4.fmha_paged
+        keys = page * call.args["block_table"].shape[1]
+    plan = dsv4.plan(operation, batch=1, q_heads=size["heads"], kv_heads=size["kv_heads"], head_dim=d,
+                     max_seqlen_q=size["t"], max_seqlen_k=keys, device="cpu")  # fmt: skip
     call.extra = {"plan": plan}
     return call
 
 
-@pytest.mark.parametrize("case", SEEDS, ids=lambda case: case.name)
+SEEDS = suites.seeds()
+FEWER = re.compile("d512-.*-s(256|512)")  # at head dim 512 three of five numbers of keys are quick
+SEED_KEYS = [None if FEWER.match(case.name) else variant(case) for case in SEEDS]
+
+
+@pytest.mark.parametrize("case", slow_unless_quick(SEED_KEYS, SEEDS), ids=lambda case: case.name)
 def test_seeds_latest(case: Case, compiled) -> None:
     """The 72 configurations, with every asynchronous operation completing as late as it may."""
     compiled(variant(case))
@@ -136,24 +150,35 @@ def test_seeds_latest(case: Case, compiled) -> None:
     assert result.ok, result.why()
 
 
-@pytest.mark.parametrize(("d", "p_tmem"), QUICK_PATHS)
-def test_every_order_and_no_race(d: int, p_tmem: bool, compiled) -> None:
+@pytest.mark.parametrize("key", slow_unless_quick([*OF_ROWS, (256, BF16, True, 16)]), ids=str)
+def test_every_order_and_no_race(key: tuple, compiled) -> None:
     """One case per head dim and P path: more keys than the ring holds, rows that are masked in part, rising maxima."""
-    compiled((d, BF16, p_tmem, ROWS))
+    compiled(key)
+    d, dtype, p_tmem, how = key
     size = {"t": 12, "s": 5 * (128 if d < 256 else 64) + 9, "heads": 8, "kv_heads": 1}
     for order, seed in ORDERS:
-        call = unsplit(Draw(seed), d, BF16, size, causal=True)
-        ramp = torch.linspace(0.2, 4.0, size["s"])[None, :, None, None]  # later keys are longer: O is rescaled
-        call.args["k"] = (call.args["k"].float() * ramp).to(BF16)
+        call = unsplit(Draw(seed), d, dtype, size, page=None if how == ROWS else how, causal=True)
+        grow(call, size["s"])
         with path(p_tmem), softsm.checking(order=order, seed=seed) as report:
             right(call)
         assert report.launches > 0 and not report, f"{order} {seed}:\n{report}"
 
 
-@pytest.mark.parametrize("key", [(512, BF16, False, ROWS), (256, BF16, True, ROWS), (64, BF16, True, ROWS),
-                                 *(pytest.param(key, marks=pytest.mark.slow) for key in (
-                                     (128, BF16, True, ROWS), (256, BF16, False, ROWS), (512, BF16, False, 16)))],
-                         ids=str)  # fmt: skip
+def grow(call: Call, keys: int) -> None:
+    """Later keys are longer: O is rescaled again and again."""
+    ramp = torch.linspace(0.2, 4.0, keys)
+    if "k" in call.args:
+        call.args["k"] = (call.args["k"].float() * ramp[:, None, None]).to(BF16)
+        return
+    pages = call.args["k_pages"]
+    page = pages.shape[1]
+    for j in range(keys):
+        pages[int(call.args["block_table"][0, j // page]), j % page] *= float(ramp[j])
+
+
+@pytest.mark.parametrize("key", slow_unless_quick(
+    [key for key in OF_ROWS if key[:3] not in ((64, BF16, False), (128, BF16, False))]
+    + [(256, BF16, True, 16), (512, BF16, False, 16)]), ids=str)  # fmt: skip
 def test_k_is_v(key: tuple, compiled) -> None:
     """Latents, one tensor for both: at head dims 256 and 512 a tile that TMA brings comes once, for both products."""
     compiled(key)
@@ -174,16 +199,15 @@ def test_k_is_v(key: tuple, compiled) -> None:
 
 
 FEATURES = [case for case in suites.fmha() if variant(case) in VARIANTS]
-# A variant takes seconds to compile: fp16, which differs by one bit of a descriptor, and pages at a second head dim are
-# left to make test-slow.
-SLOW_VARIANTS = [(256, FP16, True, ROWS), (512, BF16, False, 16), (64, BF16, True, 16), (128, BF16, True, CELLS)]
-SLOW_FEATURES = [(128, BF16, True, ROWS), *SLOW_VARIANTS]
+# fp16 differs by one bit of a descriptor. What the suite has at head dim 128 or 256 alone is quick at 64.
+FEATURES += [
+    replace(case, name=f"{case.name}-at-64", make=partial(case.make, d=64), head_dim=64)
+    for case in FEATURES if variant(case) in ((128, BF16, True, ROWS), (256, BF16, True, ROWS))
+    if not case.name.startswith(("full", "causal-odd", "window-sink", "varlen-d"))
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (variant(case) in SLOW_FEATURES)) for case in FEATURES],
-    ids=lambda case: case.name,
-)  # fmt: skip
+@pytest.mark.parametrize("case", slow_unless_quick([*map(variant, FEATURES)], FEATURES), ids=lambda case: case.name)
 def test_features(case: Case, compiled) -> None:
     compiled(variant(case))
     result = run_case(case, WHERE, SEED)
@@ -191,17 +215,18 @@ def test_features(case: Case, compiled) -> None:
 
 
 def test_features_meet_every_way_to_read_keys() -> None:
-    met = {variant(case) for case in FEATURES}
-    assert {(128, BF16, True, 16), (512, BF16, False, 16), (256, FP16, True, ROWS)} <= met
-    assert {d for d, *_ in met - set(SLOW_FEATURES)} == set(DIMS)
-    assert {"varlen", "sink", "window", "nan", "strided", "zero", "softmax", "deterministic"} <= {
-        feature for case in FEATURES for feature in case.features
+    assert set(VARIANTS) - {variant(case) for case in FEATURES} <= {
+        (d, BF16, p_tmem, ROWS) for d, p_tmem in PATHS if p_tmem != default_path(d)
+    } | {(64, BF16, True, CELLS), (128, BF16, True, CELLS)}
+    assert {d for d, *_ in QUICK} == set(DIMS) and {str(how) for *_, how in QUICK} == {ROWS, CELLS, "16"}
+    assert {"varlen", "sink", "window", "nan", "strided", "zero", "softmax", "deterministic", "paged"} <= {
+        feature for case in FEATURES if variant(case) in QUICK for feature in case.features
     }
 
 
 @pytest.mark.parametrize(
     ("d", "page"),
-    [(64, 1), (64, 12), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 3), (64, 20), (128, 1), (128, 12)))],
+    [(128, 1), (128, 12), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 1), (64, 3), (64, 12), (64, 20)))],
 )
 def test_pages_by_cp_async(d: int, page: int, compiled) -> None:
     """Page sizes that TMA boxes do not tile: shuffled pages, padding between them, NaN in every unused row."""
@@ -211,8 +236,7 @@ def test_pages_by_cp_async(d: int, page: int, compiled) -> None:
     assert not report, str(report)
 
 
-@pytest.mark.parametrize("key", [(128, BF16, True, 16), (64, BF16, True, CELLS), *(
-    pytest.param(key, marks=pytest.mark.slow) for key in SLOW_VARIANTS[1:])], ids=str)  # fmt: skip
+@pytest.mark.parametrize("key", slow_unless_quick(OF_PAGES), ids=str)
 def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatch) -> None:
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split."""
     compiled(key)
@@ -241,13 +265,13 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
 
 def test_unaligned_pages(compiled) -> None:
     """Rows that start at odd multiples of 2 bytes: neither TMA nor 16-byte copies can read them in place."""
-    compiled((128, BF16, True, 16))
-    call = paged(Draw(0), 128, BF16, page=16, lengths=[40, 100])
+    compiled((256, BF16, True, 16))
+    call = paged(Draw(0), 256, BF16, page=16, lengths=[40, 100])
     for name in ("k_pages", "v_pages"):
         x = call.args[name]
-        wide = torch.full((*x.shape[:-1], 128 + 3), float("nan"), dtype=BF16)
-        wide[..., 1:129] = x
-        call.args[name] = wide[..., 1:129]
+        wide = torch.full((*x.shape[:-1], 256 + 3), float("nan"), dtype=BF16)
+        wide[..., 1:257] = x
+        call.args[name] = wide[..., 1:257]
     right(call)
 
 
