@@ -28,8 +28,9 @@ from overlap import Overlap
 from products import Clock, Products
 from strips import Strips
 from synchronisation import Synchronisation
+from turns import Turns
 
-GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips)}
+GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns)}
 
 
 def measure(group: str, path: Path) -> None:

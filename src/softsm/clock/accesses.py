@@ -1,7 +1,7 @@
 """What memory instructions ask for: wavefronts of shared memory, sectors of global memory, by PTX line.
 
-The registers with the addresses are copied while a CTA runs and looked at when it is over, all of an instruction at
-once."""
+The registers with the addresses are copied while a CTA runs (clock/noting.py) and looked at when it is over, all of an
+instruction at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from softsm.clock import noting
 from softsm.engine import program as pg
 
 SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
@@ -17,6 +18,7 @@ GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 LOOKS = 400  # at the addresses of one instruction
 L1_BYTES = 200 << 10
+PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 
 
 def _counts() -> dict:
@@ -62,90 +64,74 @@ class Instructions:
         self.size = np.where(atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
         self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
         self.line = np.array([ins.line for ins in program.instructions])
-        self.where = {
-            pc: (int(code[pc, 2]), not self.shared[pc], int(code[pc, 6]), int(code[pc, 7]))
-            for pc in np.flatnonzero(self.there).tolist()
-        }
 
 
 class Looks:
-    """Of one run: `note` is called before a memory instruction is executed."""
+    """Of one run."""
 
     def __init__(self, instructions: Instructions) -> None:
-        self.instructions, self.where = instructions, instructions.where
-        self.left = np.where(instructions.there, LOOKS, 0)
-        self.rows: list[tuple] = []  # (record, active lanes, CTA, addresses without the offset)
+        self.instructions = instructions
+        self.notes = noting.Notes(np.where(instructions.there, LOOKS, 0))
 
-    def note(self, warp, pc: int, mask: int) -> bool:
-        """-> whether this was the last look at the instruction"""
-        register, wide, guard, flip = self.where[pc]
-        active = mask & (int(warp.P[guard]) ^ flip) & 0xFFFFFFFF
-        if not active:
-            return False
-        self.rows.append((pc, active, warp.cta, (warp.Q if wide else warp.R)[register].copy()))
-        self.left[pc] -= 1
-        return self.left[pc] == 0
-
-    def accesses(self, starts: list[int], home: dict) -> dict[int, Access]:
-        """By PTX line. starts: addresses of the tensors; home: CTA -> the trace that its traffic is added to."""
-        if not self.rows:
+    def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
+        """By PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: of each CTA the trace that
+        its traffic is added to."""
+        rows = self.notes.rows()
+        if not len(rows):
             return {}
-        records = np.array([row[0] for row in self.rows])
+        records = rows[:, noting.RECORD]
         known = self.instructions
-        lines, sizes = known.line[records], known.size[records]
-        addresses = np.array([row[3] for row in self.rows], np.uint64).astype(np.int64)
-        addresses += known.offset[records][:, None]
-        lanes = np.array([row[1] for row in self.rows], np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
+        sizes = known.size[records]
+        addresses = rows[:, noting.LANES :] + known.offset[records][:, None]
+        lanes = rows[:, noting.ACTIVE, None] >> np.arange(32) & 1
         first = addresses[np.arange(len(lanes)), lanes.argmax(1)]
         addresses = np.where(lanes == 1, addresses, first[:, None])
         generic = known.generic[records] & (first >= pg.SHARED_WINDOW)
         shared = known.shared[records] | (generic & (first < pg.LOCAL_WINDOW))
-        asked = sizes * lanes.sum(1)
-        out = {line: Access() for line in np.unique(lines).tolist()}
+        units, missed, asked_lines = (np.zeros(len(rows), np.int64) for _ in range(3))
         for size in np.unique(sizes[shared]).tolist():
             those = np.flatnonzero(shared & (sizes == size))
             inside = addresses[those] - np.where(generic[those], pg.SHARED_WINDOW, 0)[:, None]
-            _add(out, lines[those], units=wavefronts(inside, size), bytes=asked[those])
+            units[those] = wavefronts(inside, size)
+        lines, of = np.unique(known.line[records], return_inverse=True)
+        out = [Access() for _ in lines]
         those = np.flatnonzero(~shared & ~generic)
         if len(those):
-            tensors = np.searchsorted(np.array(starts), first[those], "right") - 1
+            tensor = np.searchsorted(np.array(starts), first[those], "right") - 1
             store = known.store[records[those]]
-            self._global(those, out, home, addresses[those] >> 5, store, lines[those], tensors, asked[those])
-        return out
+            cta = np.array(ctas)[rows[those, noting.WARP]]
+            units[those], missed[those], asked_lines[those] = sectors_of(addresses[those] >> 5, store, cta)
+            keys = ((of[those] * 4096 + tensor + 1) * 2 + store) * len(traces) + cta
+            keys, same = np.unique(keys, return_inverse=True)
+            sums = np.bincount(same, units[those]), np.bincount(same, missed[those])
+            for key, all_, new in zip(keys.tolist(), *(x.astype(int).tolist() for x in sums)):
+                key, k = divmod(key, len(traces))
+                line, at, stored = key // 8192, key // 2 % 4096 - 1, key % 2
+                out[line].space = "store" if stored else "load"
+                out[line].tensors[at] += all_
+                traces[k].traffic[at, "write" if stored else "read"] += 32 * new
+        counted = shared | ~generic
+        found = (counted, units, asked_lines, missed, counted * sizes * lanes.sum(1))
+        sums = [np.bincount(of, x, len(lines)).astype(int).tolist() for x in found]
+        for a, *a_sums in zip(out, *sums):
+            a.looks, a.units, a.lines, a.missed, a.bytes = a_sums
+        return dict(zip(lines.tolist(), out))
 
-    def _global(self, numbers, out, home, sectors, store, lines, tensors, asked) -> None:
+
+def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes."""
+    steps = np.diff(sectors)
+    if (steps < 0).any():
         sectors.sort()
-        fresh = np.ones(sectors.shape, bool)
-        fresh[:, 1:] = sectors[:, 1:] != sectors[:, :-1]
-        units = fresh.sum(1)
-        lines_asked = 1 + (sectors[:, 1:] >> 2 != sectors[:, :-1] >> 2).sum(1)
-        missed = units.copy()
-        ctas = [self.rows[n][2] for n in numbers.tolist()]
-        places = {cta: k for k, cta in enumerate(dict.fromkeys(ctas))}
-        place = np.array([places[cta] for cta in ctas])
-        for k in range(len(places)):
-            mine = np.flatnonzero(~store & (place == k))
-            missed[mine] = first_asked(sectors[mine], fresh[mine])
-        _add(out, lines, units=units, bytes=asked, missed=missed, lines=lines_asked)
-        owner = list(places)
-        keys = ((lines * 4096 + tensors + 1) * 2 + store) * len(owner) + place
-        keys, of = np.unique(keys, return_inverse=True)
-        sums = np.bincount(of, units), np.bincount(of, missed)
-        for key, all_, new in zip(keys.tolist(), *(x.astype(int).tolist() for x in sums)):
-            key, k = divmod(key, len(owner))
-            line, tensor, stored = key // 8192, key // 2 % 4096 - 1, key % 2
-            out[line].space = "store" if stored else "load"
-            out[line].tensors[tensor] += all_
-            home[owner[k]].traffic[tensor, "write" if stored else "read"] += 32 * new
-
-
-def _add(out: dict[int, Access], where: np.ndarray, **amounts: np.ndarray) -> None:
-    keys, of, looks = np.unique(where, return_inverse=True, return_counts=True)
-    for k, line in enumerate(keys.tolist()):
-        out[line].looks += int(looks[k])
-    for name, values in amounts.items():
-        for line, total in zip(keys.tolist(), np.bincount(of, values).astype(int).tolist()):
-            setattr(out[line], name, getattr(out[line], name) + total)
+        steps = np.diff(sectors)
+    fresh = np.ones(sectors.shape, bool)
+    np.not_equal(steps, 0, out=fresh[:, 1:])
+    units = np.count_nonzero(fresh, 1)
+    missed = units.copy()
+    for k in np.unique(cta).tolist():
+        mine = np.flatnonzero(~store & (cta == k))
+        missed[mine] = first_asked(sectors[mine], fresh[mine])
+    return units, missed, 1 + np.count_nonzero(np.diff(sectors >> 2), 1)
 
 
 def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
@@ -154,11 +140,25 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
     new = np.zeros(len(sectors), np.int64)
     begin = 0
     while begin < len(sectors):
-        rows, columns = np.nonzero(fresh[begin:])
-        _, at = np.unique(sectors[begin:][rows, columns], return_index=True)
-        found = np.bincount(rows[at], minlength=len(sectors) - begin)
+        there = fresh[begin:]
+        of = np.repeat(np.arange(len(there)), np.count_nonzero(there, 1))
+        found = np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
         full = np.flatnonzero(np.cumsum(found) * 32 > L1_BYTES)
         end = begin + int(full[0]) + 1 if len(full) else len(sectors)
         new[begin:end] = found[: end - begin]
         begin = end
     return new
+
+
+def first_places(values: np.ndarray) -> np.ndarray:
+    """Where each value stands first. Without sorting where they lie on a few pages, as those of a CTA mostly do."""
+    pages = values >> PAGE
+    known = list(dict.fromkeys(pages[np.flatnonzero(np.diff(pages, prepend=-1))].tolist()))
+    if len(known) > MOST_PAGES:
+        return np.unique(values, return_index=True)[1]
+    at = values & (1 << PAGE) - 1
+    for k, page in enumerate(known[1:], 1):
+        at += (pages == page) * (k << PAGE)
+    place = np.full(len(known) << PAGE, -1)
+    place[at[::-1]] = np.arange(len(at) - 1, -1, -1)
+    return place[place >= 0]

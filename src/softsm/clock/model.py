@@ -129,6 +129,47 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
     return out
 
 
+def parameters_of(g: Gpu) -> np.ndarray:
+    """In the order of the replay."""
+    named = dict(
+        product_tail=g["product.tail"],
+        product_depth=g["product.depth"],
+        try_wait=g["mbarrier.try"],
+        arrive=g["mbarrier.arrive"],
+        wake=g["mbarrier.wake"],
+        bar_sync=g["bar.sync"],
+        bar_arrival=g["bar.arrival"],
+        tma_issue=g["tma.issue"],
+        tma_interval=g["tma.interval"],
+        mma_issue=g["mma.issue"],
+        mma_tail=g["mma.tail"],
+        tmem_rate=g["tmem.rate"],
+        tmem_latency=g["tmem.latency"],
+        cta_gap=g["cta.gap"],
+        tma_port=g["tma.port"],
+        l1_latency=g["load.l1"],
+        store_cycle=0,
+        cluster_barrier=g["cluster.barrier"],
+        commit=g["commit"],
+        branch=g["branch"],
+        remote=g["remote"],
+        lsu_queue=g["lsu.queue"],
+        cold=g["code.cold"],
+        fma_delay=g["fma.delay"],
+        sm_byte=1 / g["sm.rate"],
+        product_wait=g["product.wait"],
+        product_wide=g["product.wide"],
+        gather_interval=g["tma.gather"],
+        lds_beside=g["beside.lds"],
+        operands=g["operands"],
+        jump_near=g["code.near"],
+        jump_far=g["code.far"],
+        cp_line=g["copy.line"],
+        load_line=g["load.line"],
+    )
+    return np.array([named[n] for n in replay.NAMES], np.float64)
+
+
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
@@ -171,52 +212,12 @@ class Model:
         room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)
         return min(1.0, room / max(once * self.occupancy, 1.0))
 
-    def parameters(self, clock: float) -> np.ndarray:
-        g = self.gpu
-        named = dict(
-            product_tail=g["product.tail"],
-            product_depth=g["product.depth"],
-            try_wait=g["mbarrier.try"],
-            arrive=g["mbarrier.arrive"],
-            wake=g["mbarrier.wake"],
-            bar_sync=g["bar.sync"],
-            bar_arrival=g["bar.arrival"],
-            tma_issue=g["tma.issue"],
-            tma_interval=g["tma.interval"],
-            mma_issue=g["mma.issue"],
-            mma_tail=g["mma.tail"],
-            tmem_rate=g["tmem.rate"],
-            tmem_latency=g["tmem.latency"],
-            cta_gap=g["cta.gap"],
-            tma_port=g["tma.port"],
-            l1_latency=g["load.l1"],
-            store_cycle=0,
-            cluster_barrier=g["cluster.barrier"],
-            commit=g["commit"],
-            branch=g["branch"],
-            remote=g["remote"],
-            lsu_queue=g["lsu.queue"],
-            cold=g["code.cold"],
-            fma_delay=g["fma.delay"],
-            sm_byte=1 / g["sm.rate"],
-            product_wait=g["product.wait"],
-            product_wide=g["product.wide"],
-            gather_interval=g["tma.gather"],
-            lds_beside=g["beside.lds"],
-            operands=g["operands"],
-            jump_near=g["code.near"],
-            jump_far=g["code.far"],
-            cp_line=g["copy.line"],
-            load_line=g["load.line"],
-        )
-        return np.array([named[n] for n in replay.NAMES], np.float64)
-
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
-        rows = []
         slow = g["hbm.busy"] * self.device_use**2
-        for s in [*self.sources, Source("none", 0)]:
+
+        def row(s: Source) -> list[float]:
             per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
             if s.device:
                 per = max(per, s.device * active * clock / g["hbm.rate"])
@@ -228,7 +229,10 @@ class Model:
             # What is in L2 overtakes what is not: two queues.
             queue = replay.DEVICE_FREE if far > 0.5 else replay.L2_FREE
             delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + more) * far) for way, more in ways)
-            rows.append([per, *delays, queue])
+            return [per, *delays, queue]
+
+        none = row(Source("none", 0))
+        rows = [*(row(s) if s.asked else none for s in self.sources), none]
         write = active * clock / g["hbm.write"]
         return np.array(rows), max(write, 1 / g["sm.write"])
 
@@ -273,7 +277,7 @@ class Model:
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other."""
         trace = self.trace
         memory, write = self.memory(clock, active)
-        p = self.parameters(clock)
+        p = parameters_of(self.gpu)
         p[replay.P["store_cycle"]] = write
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]

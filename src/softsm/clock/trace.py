@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from softsm.clock import noting
 from softsm.clock.accesses import Access, Instructions, Looks
 from softsm.clock.follow import CannotFollow
 from softsm.clock.loops import depths
+from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.scheduler import Machine
@@ -261,21 +263,18 @@ class TracingMachine(Machine):
         if known is None:
             known = self.kernel._timing_accesses = Instructions(self.program)
         self.looks = Looks(known)
-        self.is_branch = code[:, 0] == pg.OP_BRA
-        self.leader = np.zeros(len(code) + 1, bool)
-        self.leader[self.blocks.starts] = True
-        self._refresh()
-        self.inner = self.run_code
-        self.run_code = self._run
-
-    def _refresh(self) -> None:
-        """stops[pc]: the next record at or behind pc where the trace has something to do; what[pc]: what it is."""
-        n = len(self.is_branch)
-        memory = self.looks.left > 0
-        stop = self.is_branch | memory | self.leader[:n]
+        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in self.program.macros)
+        self.ctas: list[int] = []  # of each warp, by its number in the notes
+        self.owners: list[ClusterTrace] = []  # of each CTA
+        n = len(code)
+        stop = code[:, 0] == pg.OP_BRA
+        stop[self.blocks.starts] = True
         at = np.where(stop, np.arange(n), n)
-        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]
-        self.what = [*(self.leader[:n] + 2 * self.is_branch + 4 * memory).tolist(), 0]
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
+        self.block_from = np.searchsorted(self.blocks.starts, np.arange(n + 2)).tolist()  # the first that begins there or later
+        self.trail = noting.Trail(noting.ROOM)
+        self.inner = dispatch.runner(noting.operation())
+        self.run_code = self._run
 
     # ---- the path ------------------------------------------------------------------------------------------------
 
@@ -291,34 +290,58 @@ class TracingMachine(Machine):
                 mine = WarpTrace(cta.rank, w.index)
                 trace.warps.append(mine)
                 self.by_warp[w] = mine
+                w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
+                w.S[pg.S_CODE] = self.program.code.ctypes.data  # without native blocks, which note nothing
+                self.ctas.append(len(self.owners))
+            self.owners.append(trace)
+
+    def register_files(self, cta, index: int):
+        """Zeros where accumulators are read that no product was written to: branches may depend on them."""
+        if self.timer.values or not self.products:
+            return super().register_files(cta, index)
+        files = self.kernel.new_files()
+        self.kernel.fill_registers(self, cta, index, *files)
+        return files
+
+    def warp_exit(self, warp) -> None:
+        warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
+        super().warp_exit(warp)
 
     def _run(self, state, pc, mask, stop, quantum, multi):
-        warp = self.current
-        mine = self.by_warp[warp]
-        inner = self.inner
+        mine = self.by_warp[self.current]
+        trail, notes = self.trail, self.looks.notes
         used, whole = 0, mask
         fresh = mine.retry != pc
         mine.retry = -1
         while True:
-            what = self.what[pc]
-            most = quantum - used
-            if what:
-                if what & 1 and fresh:
-                    mine.blocks.append(self.blocks.at(pc))
-                    mine.marks.append(len(mine.events))
-                if what & 4 and self.looks.note(warp, pc, mask):
-                    self._refresh()
-                if what & 2:
-                    most = 1  # a branch alone: it may lead anywhere
-            fresh = True
-            status, pc, mask, about, steps = inner(state, pc, mask, min(stop, self.stops[pc + 1]), most, multi)
+            begin = pc
+            # Of several fragments each comes back at every jump, branch and block.
+            last, jumps = (min(stop, self.stops[pc + 1]), 1) if multi else (stop, trail.address)
+            most = min(quantum - used, notes.room())
+            status, pc, mask, about, steps = self.inner(state, pc, mask, last, most, jumps)
             used += steps
+            self._passed(mine, begin, steps, [] if multi else trail.taken(), fresh)
+            fresh = True
             if multi or mask != whole or status not in (pg.QUANTUM, pg.MERGE):
                 return status, pc, mask, about, used
             if pc >= stop:
                 return pg.MERGE, pc, mask, about, used
             if used >= quantum:
                 return pg.QUANTUM, pc, mask, about, used
+
+    def _passed(self, mine: WarpTrace, begin: int, steps: int, jumps: list, fresh: bool) -> None:
+        """The blocks that begin on the way from `begin` on, `steps` further with these jumps."""
+        block_from, blocks = self.block_from, mine.blocks
+        before = len(blocks)
+        at = begin
+        for leave, to in jumps:
+            blocks += range(block_from[at], block_from[leave + 1])
+            steps -= leave + 1 - at
+            at = to
+        blocks += range(block_from[at], block_from[at + steps])
+        if not fresh and len(blocks) > before and self.blocks.starts[blocks[before]] == begin:
+            del blocks[before]  # it has been noted when the record was tried first
+        mine.marks += [len(mine.events)] * (len(blocks) - before)
 
     def _tensor(self, address: int) -> int:
         return bisect.bisect_right(self.global_memory.starts, address) - 1
@@ -489,7 +512,7 @@ class TracingMachine(Machine):
                 self.block[0] * self.block[1] * self.block[2],
                 self.blocks,
                 self.traces,
-                self.looks.accesses(self.global_memory.starts, self.home),
+                self.looks.accesses(self.global_memory.starts, self.ctas, self.owners),
                 self.tensors,
                 self.samples,
                 self.total,

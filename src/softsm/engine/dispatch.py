@@ -3,7 +3,8 @@
     status, pc, mask, lanes, steps = run(S, pc, mask, stop, quantum, multi)
 
 runs one fragment from `pc` until something needs Python: a macro-operation, a branch that diverges, an exit, the pc
-`stop` where another fragment waits, the end of its quantum. S is the address of the state vector of engine/program.py,
+`stop` where another fragment waits, the end of its quantum. `multi`: 0 go on at jumps, 1 come back, else the address of
+the place where the jumps are noted, which begins with the address of the next two words: where from, where to. S is the address of the state vector of engine/program.py,
 which holds the addresses of everything else. `lanes` tells which lanes the status is about.
 
 Hot micro-operations are cases of the loop's switch, the others functions of their own, a call further away, compiled in
@@ -213,7 +214,13 @@ def dispatch(module: ir.Module) -> None:
             b.store(jumps, jumps_)
             b.store(target, pc_)
             with b.if_then(b.icmp_unsigned("!=", multi, _I64(0))):
-                leave(_I64(pg.MERGE), target, mask, target)
+                with b.if_then(b.icmp_unsigned("==", multi, _I64(1))):
+                    leave(_I64(pg.MERGE), target, mask, target)
+                trail = b.inttoptr(multi, _I64.as_pointer())
+                noted = b.load(trail)
+                b.store(pc, b.inttoptr(noted, _I64.as_pointer()))
+                b.store(target, b.inttoptr(b.add(noted, _I64(8)), _I64.as_pointer()))
+                b.store(b.add(noted, _I64(16)), trail)
             b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
             b.branch(loop)
         with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):

@@ -1,0 +1,108 @@
+"""Addresses that memory instructions ask for, noted while the interpreter runs: its function for memory operations with a
+few lines before it, which copy the register with the addresses into a buffer. Coming back to Python for each of them
+would take longer than the emulation.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+
+from softsm.engine import interpreter, native
+from softsm.engine import program as pg
+from softsm.engine.vec_access import OPERATION, field
+from softsm.engine.vec_ops import toq
+from softsm.engine.vec_rows import load_row
+from softsm.engine.vec_types import _I32, _I64, Q, U, building
+
+IN_SHARED = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)  # addresses of 32 bits
+PLAIN = "softsm_unnoted"
+RECORD, ACTIVE, WARP, LANES = 0, 1, 2, 3  # columns of a row: the record, active lanes, the warp, 32 addresses
+COLUMNS = 35
+NEXT, LEFT = 0, 1  # control words: where the next row goes; how often each record is still looked at
+ROOM = 4096  # rows
+
+
+def noting(module: ir.Module) -> None:
+    function = ir.Function(module, OPERATION, "noting")
+    plain = ir.Function(module, OPERATION, PLAIN)
+    op, _, ra, _, _, _, m, S, pc = function.args
+    with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
+
+        def word(address: ir.Value) -> ir.Value:
+            return b.inttoptr(address, _I64.as_pointer())
+
+        control = field(S, pg.S_NOTES)
+        left = word(b.add(b.load(word(b.add(control, _I64(8 * LEFT)))), b.shl(pc, _I64(3))))
+        looks = b.load(left)
+        with b.if_then(b.icmp_signed(">", looks, _I64(0))):
+            b.store(b.sub(looks, _I64(1)), left)
+            next_ = word(b.add(control, _I64(8 * NEXT)))
+            row = b.load(next_)
+            b.store(b.add(row, _I64(8 * COLUMNS)), next_)
+            for column, value in ((RECORD, pc), (ACTIVE, b.zext(m, _I64)), (WARP, field(S, pg.S_NOTED))):
+                b.store(value, word(b.add(row, _I64(8 * column))))
+            lanes = b.inttoptr(b.add(row, _I64(8 * LANES)), Q.ir.as_pointer())
+            shared = [b.icmp_unsigned("==", op, _I32(number)) for number in IN_SHARED]
+            with b.if_else(functools.reduce(b.or_, shared)) as (narrow, wide):
+                with narrow:
+                    b.store(toq(load_row(field(S, pg.S_R), ra, U)).value, lanes, align=8)
+                with wide:
+                    b.store(load_row(field(S, pg.S_Q), ra, Q).value, lanes, align=8)
+        b.ret(b.call(plain, function.args))
+
+
+@functools.cache
+def operation() -> int:
+    """The address of the function, to be given to `engine.dispatch.runner`."""
+    llvm.add_symbol(PLAIN, interpreter.lane_operation(False))
+    text = native.source("program") + native.module_source(__file__)
+    return native.functions("noting", text, noting, ["noting"])["noting"]
+
+
+class Notes:
+    """What one launch asked for. `left`: how often each record is looked at."""
+
+    def __init__(self, left: np.ndarray):
+        self.left = left
+        self.buffer = np.empty((ROOM, COLUMNS), np.int64)
+        self.first = self.buffer.ctypes.data
+        self.control = np.array([self.first, left.ctypes.data], np.int64)
+        self.address = self.control.ctypes.data
+        self.parts: list[np.ndarray] = []
+
+    def room(self) -> int:
+        """Rows that may be noted: more than a few."""
+        used = self._used()
+        if used > ROOM // 2:
+            self.parts.append(self.buffer[:used].copy())
+            self.control[NEXT] = self.first
+            return ROOM
+        return ROOM - used
+
+    def _used(self) -> int:
+        return (self.control.item(NEXT) - self.first) // (8 * COLUMNS)
+
+    def rows(self) -> np.ndarray:
+        last = self.buffer[: self._used()]
+        return np.concatenate([*self.parts, last]) if self.parts else last
+
+
+class Trail:
+    """Jumps that one run of the interpreter takes, at most as many as it has steps."""
+
+    def __init__(self, most: int):
+        self.words = np.empty(2 * most + 1, np.int64)
+        self.address = self.words.ctypes.data
+        self.words[0] = self.address + 8
+
+    def taken(self) -> list[list[int]]:
+        """(where from, where to) of each since this was asked last."""
+        n = self.words.item(0) - self.address >> 3
+        if n == 1:
+            return []
+        self.words[0] = self.address + 8
+        return self.words[1:n].reshape(-1, 2).tolist()
