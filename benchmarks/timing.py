@@ -126,6 +126,7 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
     """Without a GPU. Results are added to the file, so that a run may be cut short and taken up again. Traces that are
     kept make the next run with another model a matter of a second each."""
     import timing_cases
+    import torch
 
     import softsm
     from softsm.clock.parameters import GPUS
@@ -146,6 +147,7 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
                 for trace in pickle.loads(kept.read_bytes()):
                     timer.traced(trace)
             else:
+                torch.manual_seed(0)  # paths that depend on values are the same in every run
                 with softsm.use(GPUS[gpu].arch, sms=timing_cases.SMS), softsm.timing(gpu, values=case.values) as timer:
                     case.make("cpu")()
                 if kept is not None:

@@ -100,7 +100,8 @@ class Looks:
             tensor = np.searchsorted(np.array(starts), first[those], "right") - 1
             store = known.store[records[those]]
             cta = np.array(ctas)[rows[those, noting.WARP]]
-            units[those], missed[those], asked_lines[those] = sectors_of(addresses[those] >> 5, store, cta)
+            turn = turns_of(rows[:, noting.WARP])[those]
+            units[those], missed[those], asked_lines[those] = sectors_of(addresses[those] >> 5, store, cta, turn)
             keys = ((of[those] * 4096 + tensor + 1) * 2 + store) * len(traces) + cta
             keys, same = np.unique(keys, return_inverse=True)
             sums = np.bincount(same, units[those]), np.bincount(same, missed[those])
@@ -118,8 +119,19 @@ class Looks:
         return dict(zip(lines.tolist(), out))
 
 
-def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes."""
+def turns_of(warps: np.ndarray) -> np.ndarray:
+    """How many rows of the same warp stand before each."""
+    order = np.argsort(warps, kind="stable")
+    sorted_ = warps[order]
+    out = np.empty(len(warps), np.int64)
+    out[order] = np.arange(len(warps)) - np.searchsorted(sorted_, sorted_)
+    return out
+
+
+def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
+    The warps of a CTA run in step on a GPU, while the emulator takes one after the other: the first of every warp come
+    first, then the second."""
     steps = np.diff(sectors)
     if (steps < 0).any():
         sectors.sort()
@@ -130,6 +142,7 @@ def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray) -> tuple
     missed = units.copy()
     for k in np.unique(cta).tolist():
         mine = np.flatnonzero(~store & (cta == k))
+        mine = mine[np.argsort(turn[mine], kind="stable")]
         missed[mine] = first_asked(sectors[mine], fresh[mine])
     return units, missed, 1 + np.count_nonzero(np.diff(sectors >> 2), 1)
 

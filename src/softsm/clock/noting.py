@@ -1,6 +1,6 @@
-"""Addresses that memory instructions ask for, noted while the interpreter runs: its function for memory operations with a
-few lines before it, which copy the register with the addresses into a buffer. Coming back to Python for each of them
-would take longer than the emulation.
+"""Addresses that memory instructions ask for, noted while the interpreter runs: its function for memory operations with
+a few lines before it, which copy the register with the addresses into a buffer. Coming back to Python for each of them
+would take longer than the emulation. Jumps are noted by the dispatch loop itself.
 """
 
 from __future__ import annotations

@@ -34,3 +34,19 @@ def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
     monkeypatch.setattr(accesses, "L1_BYTES", 3 * 32)
     sectors = np.array([[1, 2], [3, 4], [1, 2], [1, 2]])
     assert accesses.first_asked(sectors, np.ones((4, 2), bool)).tolist() == [2, 2, 2, 0]
+
+
+def test_warps_of_a_cta_ask_in_step() -> None:
+    """The emulator runs one warp after the other. On a GPU the first loads of all warps come before their second ones."""
+    sectors = np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
+    turn = accesses.turns_of(np.array([0, 0, 1, 1]))
+    assert turn.tolist() == [0, 1, 0, 1]
+    units, missed, _ = accesses.sectors_of(sectors, np.zeros(4, bool), np.zeros(4, int), turn)
+    assert units.tolist() == [1, 1, 1, 1]
+    assert missed.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("pages", [1, 5, 1000])
+def test_the_first_places_of_values_on_few_pages_and_on_many(pages) -> None:
+    values = np.random.default_rng(pages).integers(0, pages << accesses.PAGE, 4000)
+    assert sorted(accesses.first_places(values)) == sorted(np.unique(values, return_index=True)[1])

@@ -1,0 +1,80 @@
+"""What compiled code notes of a run: every memory instruction with the addresses of its lanes, and the way through loops."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.clock import noting
+from softsm.engine import program as pg
+
+PTX = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry walk(.param .u64 p_x, .param .u32 p_n)
+{
+  .reg .b32 %n, %i, %v, %t; .reg .b64 %x, %a; .reg .pred %p;
+  ld.param.u64 %x, [p_x]; ld.param.u32 %n, [p_n];
+  mov.u32 %t, %tid.x; mul.wide.u32 %a, %t, 4; add.u64 %a, %a, %x; mov.u32 %i, 0;
+LOOP:
+  ld.global.u32 %v, [%a];
+  add.u32 %v, %v, 1;
+  st.global.u32 [%a+128], %v;
+  add.u64 %a, %a, 256;
+  add.u32 %i, %i, 1; setp.lt.u32 %p, %i, %n; @%p bra LOOP;
+  ret;
+}
+"""
+
+
+def words(count: int) -> np.ndarray:
+    """On a line of 128 bytes."""
+    raw = np.zeros(count + 32, np.uint32)
+    first = -raw.ctypes.data % 128 // 4
+    return raw[first : first + count]
+
+
+def traced(turns: int, threads: int = 32):
+    x = words(64 * (turns + 1) + threads)
+    with softsm.timing("h200") as timer:
+        softsm.load(PTX).launch(1, threads, [x, turns], sms=132)
+    return timer.predictions[0].trace
+
+
+def line_of(text: str) -> int:
+    return next(n for n, line in enumerate(PTX.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 7, 300])
+def test_every_turn_of_a_loop_is_on_the_trail(turns) -> None:
+    trace = traced(turns)
+    loop = trace.blocks.of(line_of("ld.global"))
+    (warp,) = trace.clusters[0].warps
+    assert warp.blocks.count(loop) == turns
+    assert warp.marks == [0] * len(warp.blocks)
+
+
+def test_loads_and_stores_are_noted_with_their_sectors() -> None:
+    trace = traced(5)
+    load, store = trace.access[line_of("ld.global")], trace.access[line_of("st.global")]
+    assert (load.looks, load.units, load.space, load.bytes) == (5, 5 * 4, "load", 5 * 128)
+    assert (store.looks, store.units, store.space) == (5, 5 * 4, "store")
+    assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == 5 * 128
+
+
+def test_more_rows_than_the_buffer_has_room_for(monkeypatch) -> None:
+    whole = traced(300, 128)
+    monkeypatch.setattr(noting, "ROOM", 8)
+    assert traced(300, 128).access == whole.access
+    assert [w.blocks for w in traced(300, 128).clusters[0].warps] == [w.blocks for w in whole.clusters[0].warps]
+
+
+def test_a_launch_after_a_timed_one_has_its_native_blocks_again() -> None:
+    """Warps of a timed launch run without them; their register files are used again."""
+    kernel, x = softsm.load(PTX), words(64 * 41)
+    with softsm.timing("h200"):
+        kernel.launch(1, 32, [x.copy(), 40], sms=132)
+    assert kernel.spare_files
+    assert all(files[3][pg.S_CODE] == kernel.blocks.code.ctypes.data for files in kernel.spare_files)
+    kernel.launch(1, 32, [x, 40])
+    assert (x.reshape(-1, 64)[:40, 32:] == 1).all()
