@@ -4,8 +4,9 @@
 
 runs one fragment from `pc` until something needs Python: a macro-operation, a branch that diverges, an exit, the pc
 `stop` where another fragment waits, the end of its quantum. `multi`: 0 go on at jumps, 1 come back, else the address of
-the place where the jumps are noted, which begins with the address of the next two words: where from, where to. S is the address of the state vector of engine/program.py,
-which holds the addresses of everything else. `lanes` tells which lanes the status is about.
+the place where the jumps are noted, which begins with the address of the next two words: where from, where to. S is the
+address of the state vector of engine/program.py, which holds the addresses of everything else. `lanes` tells which
+lanes the status is about.
 
 Hot micro-operations are cases of the loop's switch, the others functions of their own, a call further away, compiled in
 groups when a program first needs one of the group. Everything else (memory, exchange between lanes) goes through the

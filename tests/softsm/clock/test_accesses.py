@@ -37,7 +37,7 @@ def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
 
 
 def test_warps_of_a_cta_ask_in_step() -> None:
-    """The emulator runs one warp after the other. On a GPU the first loads of all warps come before their second ones."""
+    """The emulator runs warp after warp. On a GPU the first loads of all warps come before their second ones."""
     sectors = np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
     turn = accesses.turns_of(np.array([0, 0, 1, 1]))
     assert turn.tolist() == [0, 1, 0, 1]

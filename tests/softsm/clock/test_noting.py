@@ -1,4 +1,4 @@
-"""What compiled code notes of a run: every memory instruction with the addresses of its lanes, and the way through loops."""
+"""What compiled code notes of a run: memory instructions with the addresses of their lanes, and the way of a warp."""
 
 import numpy as np
 import pytest
