@@ -53,6 +53,21 @@ def test_lists_are_those_of_the_loop(n, m, h, d, topk, ratio, seed):
     assert torch.equal(got, by_length)
 
 
+def test_a_positive_scale_keeps_the_choice_0_makes_all_equal_and_a_negative_one_turns_it_round():
+    q, k, w = whole_numbers(5, 30, 3, 4, seed=1)
+    lengths = torch.tensor([30, 17, 9, 3, 0])
+
+    def lists(weights, scale):
+        return dsv4.index_topk(q, k, weights, 9, lengths=lengths, scale=scale, return_scores=True)
+
+    for scale in (0.25, 1.0, 8.0):  # powers of two: the scores stay exact
+        assert torch.equal(lists(w, scale)[0], by_hand(q, k, w, 9, lengths))
+        assert torch.equal(lists(w, -scale)[0], by_hand(q, k, -w, 9, lengths))
+    chosen, scores = lists(w, 0.0)
+    assert torch.equal(chosen, torch.where(torch.arange(9) < lengths[:, None], torch.arange(9), -1))
+    assert torch.equal(scores, torch.where(chosen < 0, float("-inf"), 0.0))
+
+
 @pytest.mark.parametrize("visible", [0, 7, 8, 9, 40])
 def test_fewer_equal_and_more_rows_than_topk(visible):
     q, k, w = torch.randn(3, 16, 32), torch.randn(40, 32), torch.randn(3, 16)
