@@ -1,5 +1,5 @@
 """Every Hopper kernel through the front end of the Triton at hand: `python front_end.py MOST` prints, as JSON, which
-kernels were lowered and what failed.
+kernels were lowered and what failed; and the names of the files that hold Blackwell's.
 
 The front end turns a kernel's Python into Triton's IR: it knows the language, and differs most between versions of
 Triton. It takes a third of a second a kernel, the rest of the compiler ten times as long. `dsv4 compile` knows hundreds
@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from dsv4.commands import variants
-from dsv4.runtime import aot
+from dsv4.runtime import aot, dispatch
 from dsv4.runtime.checks import HEAD_DIMS
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -79,6 +79,17 @@ def lower(kernel, arguments, constants):
     source.make_ir(TARGET, options, functions, BACKEND.get_module_map(), context)
 
 
+def names_for_blackwell():
+    dispatch.use_aot("anywhere")  # an older Triton plans such launches for files alone
+    try:
+        found = [x for part in variants.wanted(("v4", "index", "compress"), (512,), ("bf16",))
+                 for x in variants.launches(part, variants.Sizes(), "sm_100a")]  # fmt: skip
+    finally:
+        dispatch.use_aot(None)
+    types = [[aot.argument_type(a) for a in x.arguments] for x in found]
+    return sorted({aot.variant(x.kernel.__name__, t, x.constants, "sm_100a") for x, t in zip(found, types)})
+
+
 def cause(error):
     """The innermost error: where in which function, and why."""
     while error.__cause__ is not None:
@@ -94,7 +105,8 @@ def main():
         except Exception as error:  # whatever a compiler raises
             failed[f"{x.kernel.__name__} {x.constants}"] = cause(error)
         lowered.add(x.kernel.__name__)
-    print(json.dumps(dict(triton=triton.__version__, lowered=sorted(lowered), failed=failed)))
+    names = names_for_blackwell()
+    print(json.dumps(dict(triton=triton.__version__, lowered=sorted(lowered), failed=failed, names=names)))
 
 
 if __name__ == "__main__":
