@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.checks.boxes import box_spans
+from softsm.checks.boxes import spans_of
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.engine import program as pg
@@ -100,19 +100,27 @@ class MemoryAccesses:
         fenced = known if generic else known + 4 * WORDS
         seen = base if write or generic else base + 4 * slots  # as in spans.asynchronous
         kind = sh.GENERIC_COPY if generic else sh.ASYNC
-        spans = box_spans(region[1]) if place == "tensor" else np.array([region[1:3]], np.int64)
-        if not len(spans):
-            return
+        if place == "tensor":
+            spans = spans_of(region[1])
+            if spans is None:
+                return
+            first, table, where, end = spans
+            begin, count = first + table.item(0, 0), len(table)
+        else:
+            begin, end = region[1:3]
+            self.one_span[0], self.one_span[1] = begin, end
+            first, where, count = 0, self.one_span_address, 1
         memory = self.global_memory
-        i = bisect.bisect_right(memory.starts, int(spans[0, 0])) - 1
-        if i < 0 or i >= len(self.touched.shadows) or int(spans[:, 1].max()) > memory.allocations[i].end:
+        i = bisect.bisect_right(memory.starts, begin) - 1
+        if i < 0 or i >= len(self.touched.shadows) or first + end > memory.allocations[i].end:
             return
         flags = sh.STRONG if op.kind in REDUCTIONS else 0
         self.spans.asynchronous_global(
-            self.touched.shadows[i].ctypes.data,
+            self.global_table.item(i),
             memory.allocations[i].start & ~3,
-            spans.ctypes.data,
-            len(spans),
+            first,
+            where,
+            count,
             write,
             number,
             kind,

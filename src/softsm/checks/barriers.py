@@ -42,11 +42,9 @@ class BarrierChecks:
 
     def mark_live(self, cta, offset: int, live: bool) -> None:
         """The word is an mbarrier from now on, or no longer."""
-        bytes_of = cta.view.shadow[offset // 4 : offset // 4 + 2, 3]
-        if live:
-            bytes_of |= np.uint32(sh.LIVE)
-        else:
-            bytes_of &= np.uint32(~sh.LIVE & 0xFFFFFFFF)
+        shadow = cta.view.shadow
+        for word in (offset // 4, offset // 4 + 1):
+            shadow[word, 3] = shadow.item(word, 3) & ~sh.LIVE | (sh.LIVE if live else 0)
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
         """Something else is written over an mbarrier. That counts when the mbarrier is used again: a program may be
@@ -110,7 +108,7 @@ class BarrierChecks:
         if barrier.origin is None:
             return
         slot, epoch, pc, creator, fenced = barrier.origin
-        seen = int(w.view.clock[slot]) >= epoch or creator is w
+        seen = creator is w or w.view.clock.item(slot) >= epoch
         if fenced and not seen:  # behind the fence even a relaxed arrival at the cluster barrier is enough
             passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
             seen = passed is not None and passed.generation >= fenced

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from softsm.checks.order import address_of
 from softsm.memory.box_copy import ADDRESSES, Region, _row_region
 from softsm.report.diagnostics import Diagnostic
 
@@ -32,6 +35,33 @@ class BoxChecks:
                     (self.checker.findings.party(w, None, "loads it"),),
                 )
             )
+
+
+class Spans(NamedTuple):
+    """Bytes of global memory, int64 [n, 2], counted from `first`."""
+
+    first: int
+    table: np.ndarray
+    at: int  # address of the table
+    end: int  # greatest in it
+
+
+def spans_of(box) -> Spans | None:
+    """The bytes of global memory that a TMA box covers; None for none. All boxes of a map that lie inside their tensor
+    cover the same, counted from their first byte."""
+    m, coords = box.map, box.coords
+    if box.rows is None and all([0 <= c <= d - r for c, d, r in zip(coords, m.dims, m.reach)]):
+        first = m.base + coords[0] * m.data_type.bits // 8
+        for c, stride in zip(coords[1:], m.strides):
+            first += c * stride
+        first &= ADDRESSES
+        found = m.tables.get("spans")
+        if found is None:
+            table = box_spans(box) - first
+            found = m.tables["spans"] = Spans(0, table, address_of(table), int(table[:, 1].max()))
+        return found._replace(first=first)
+    table = box_spans(box)
+    return Spans(0, table, address_of(table), int(table[:, 1].max())) if len(table) else None
 
 
 def box_spans(box) -> np.ndarray:

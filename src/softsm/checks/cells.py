@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.checks import shadow
+from softsm.checks import shadow, spans
 from softsm.checks.clocks import WORDS
 from softsm.checks.shadow import OPS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
@@ -33,6 +33,8 @@ from softsm.engine.program import (
     S_OWED,
     S_PHASES,
     S_R,
+    S_RACES,
+    S_SLOT,
     S_STORES,
     S_TENSOR,
     S_TENSOR_LANE,
@@ -46,33 +48,66 @@ from softsm.engine.program import (
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 inner = globals().get("inner") or compiled  # for what only compiled code calls
 records = globals().get("records") or shadow
+asynchronous = globals().get("asynchronous") or spans.asynchronous
 
 LANE_GROUPS, COLUMNS = 8, 512
 CELLS = LANE_GROUPS * COLUMNS
 HELD_AT = 3 * 8 * CELLS  # where the bytes begin
 COLUMN = 4 * 128  # bytes of tensor memory from one column to the next
 STRICT = 4  # sections of a clock at the strict level
+ENTRY = 24  # bytes of an operation in the log: its number, who issued it from where, its kind
+NO_KIND, LOAD, STORE, PRODUCT, SHIFT, COPY, COPY_4X256B = range(7)
+SUMS = 8  # first bit of the number of a product's accumulator, in its kind
+REGION = 7  # fields of a region
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
-def mark(table, held, groups, low, high, write, me, kind):
-    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
-    for g in range(LANE_GROUPS):
-        if (groups >> g) & 1 == 0:
-            continue
-        for at in range(g * COLUMNS + low, g * COLUMNS + high):
-            if write:
-                store64(table + 8 * at, np.uint64(me))
-                store8(held + at, np.uint8(kind))
-            else:
-                store64(table + 8 * (at + 2 * CELLS), load64(table + 8 * (at + CELLS)))
-                store64(table + 8 * (at + CELLS), np.uint64(me))
+@inner("void(i8, i8, i8, i8)")
+def note(S, number, pc, kind):
+    """Operation `number` is issued by the warp of S."""
+    entry = i8(load64(i8(load64(S + 8 * S_NEXT_OP)) + 8 * LOG)) + ENTRY * (number & (OPS - 1))
+    store64(entry, np.uint64(number))
+    store64(entry + 8, np.uint64(i8(load64(S + 8 * S_ISSUER)) << 32 | pc))
+    store64(entry + 16, np.uint64(kind))
+
+
+@compiled("i8(i8, i8, i8, i8, i8)")
+def in_order(old, read, new, write, strict):
+    """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): an operation of kind `old` that read or
+    wrote cells, and a later one of kind `new` that reads or writes them."""
+    was, now = old & ((1 << SUMS) - 1), new & ((1 << SUMS) - 1)
+    if was == LOAD or was == STORE or now == LOAD or now == STORE:
+        return i8((was == STORE and now == LOAD) or (was <= STORE and now == STORE))
+    if was == PRODUCT:
+        return write if read else i8(write and old == new)
+    if was == SHIFT:
+        return i8(now == PRODUCT or now == COPY_4X256B)
+    # a copy, and a product that uses what it brought: PTX 9.4 means A and scale factors, Triton the accumulator too
+    return i8(now == PRODUCT and not (write and strict))
+
+
+@inner("void(i8, i8, i8, i8, i8, i8)")
+def unordered(S, number, reader, me, write, out):
+    """Operation `number` wrote cells that `me` touches, or read cells that it writes, and is not known to be complete:
+    add it to `out` unless it is in order before."""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    log = i8(load64(layout + 8 * LOG))
+    old, new = log + ENTRY * (number & (OPS - 1)), log + ENTRY * (me & (OPS - 1))
+    if i8(load64(old)) == number and load32(old + 12) == load32(new + 12):
+        strict = i8(load64(layout + 8 * SECTIONS)) == STRICT
+        if in_order(i8(load64(old + 16)), reader, i8(load64(new + 16)), write, i8(strict)):
+            return
+    entry, n = 2 * number + reader, i8(load64(out))
+    for i in range(1, n + 1):
+        if i8(load64(out + 8 * i)) == entry:
+            return
+    store64(out + 8 * (n + 1), np.uint64(entry))
+    store64(out, np.uint64(n + 1))
 
 
 @inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def users(table, low, high, reader, me, before, known, newest, out):
-    """One row of cells of one table: adds to `out` the operations that are neither `me` nor `before` nor known to be
-    complete. Returns 1 when there is a cell that nobody used."""
+def users(S, table, low, high, reader, me, write, known, out):
+    """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
+    order. Returns 1 when there is a cell that nobody used."""
     empty, last = i8(0), i8(-1)
     for at in range(low, high):
         number = i8(load64(table + 8 * at))
@@ -81,45 +116,117 @@ def users(table, low, high, reader, me, before, known, newest, out):
         last = number
         if number == 0:
             empty = i8(1)
-        elif number != me and number != before and not records.complete(known, number, newest):
-            entry, n, there = 2 * number + reader, i8(load64(out)), False
-            for i in range(1, n + 1):
-                there = there or i8(load64(out + 8 * i)) == entry
-            if not there:
-                store64(out + 8 * (n + 1), np.uint64(entry))
-                store64(out, np.uint64(n + 1))
+        elif number != me and not records.complete(known, number, me + 1):
+            unordered(S, number, reader, me, write, out)
     return empty
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def touch(table, held, groups, low, high, write, me, before, known, newest, out, kind, wrong):
-    """Operation `me` touches the cells [low, high) of the lane groups of tensor memory. Which operations wrote them
-    (and read them, for a write) and are neither `me`, nor known to be complete, nor as writers `before` it in order?
-    And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. When there is no such
-    operation, and nothing that `wrong` names, they are marked as by `mark`, and the answer is -1. Else the
-    number of operations; out[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more
-    for a reader."""
-    flags = i8(0)
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def look(S, table, groups, low, high, write, me, wrong):
+    """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
+    of tensor memory. Which operations wrote them (and read them, for a write) and are neither `me`, nor known to be
+    complete, nor in order? And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. The
+    answer is -1 when there is no such operation, and nothing that `wrong` names; else the number of operations. Then
+    found[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more for a reader."""
+    layout, flags = i8(load64(S + 8 * S_NEXT_OP)), i8(0)
+    out = i8(load64(layout + 8 * FOUND))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    if i8(load64(layout + 8 * SECTIONS)) == STRICT:
+        known += 4 * 2 * WORDS
     store64(out, np.uint64(0))
     for g in range(LANE_GROUPS):
         if (groups >> g) & 1:
             first, end, last = g * COLUMNS + low, g * COLUMNS + high, i8(-1)
-            flags |= users(table, first, end, 0, me, before, known, newest, out)
+            flags |= users(S, table, first, end, 0, me, write, known, out)
             if write:
-                users(table + 8 * CELLS, first, end, 1, me, 0, known, newest, out)
-                users(table + 16 * CELLS, first, end, 1, me, 0, known, newest, out)
+                users(S, table + 8 * CELLS, first, end, 1, me, write, known, out)
+                users(S, table + 16 * CELLS, first, end, 1, me, write, known, out)
             if wrong >> 1:
                 for at in range(first, end):
-                    one = i8(load8(held + at))
+                    one = i8(load8(table + HELD_AT + at))
                     if one != last:
                         flags |= i8(2) << one
                         last = one
     n = i8(load64(out))
     store64(out, np.uint64(flags))
-    if n or flags & wrong:
-        return n
-    mark(table, held, groups, low, high, write, me, kind)
-    return i8(-1)
+    return n if n or flags & wrong else i8(-1)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def mark(table, groups, low, high, write, me, kind):
+    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
+    for g in range(LANE_GROUPS):
+        if (groups >> g) & 1 == 0:
+            continue
+        for at in range(g * COLUMNS + low, g * COLUMNS + high):
+            if write:
+                store64(table + 8 * at, np.uint64(me))
+                store8(table + HELD_AT + at, np.uint8(kind))
+            else:
+                store64(table + 8 * (at + 2 * CELLS), load64(table + 8 * (at + CELLS)))
+                store64(table + 8 * (at + CELLS), np.uint64(me))
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
+    """Note an operation of this kind that touches a region, `look`, and `mark` when the answer is -1. left: what it
+    leaves behind in the cells."""
+    note(S, me, pc, kind)
+    n = look(S, table, groups, low, high, write, me, wrong)
+    if n < 0:
+        mark(table, groups, low, high, write, me, left)
+    return n
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
+def operation(S, work, places, me, pc, lane, issued):
+    """A matrix product, issued by one lane of the warp of S. Returns 1 when Python has to compare the regions of tensor
+    memory, which then are as before.
+
+    work: its kind; how many regions of tensor memory it touches (in which CTA, lane groups, first and end column,
+    write, what it leaves behind, what is wrong there), and they; how often it reads shared memory (in which CTA, spans,
+    how many), and where. places: of each CTA the table of its tensor memory and the site of its shared memory. issued:
+    a set of operations that it becomes one of."""
+    layout, slot = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT))
+    note(S, me, pc, i8(load64(work)))
+    at = issued + 4 * ((me & (OPS - 1)) >> 5)
+    store32(at, load32(at) | u4(1) << u4(me & 31))
+    regions, count = work + 16, i8(load64(work + 8))
+    shared = regions + 8 * REGION * count
+    for k in range(i8(load64(shared))):
+        read = shared + 8 + 24 * k
+        asynchronous(
+            i8(load64(places + 16 * i8(load64(read)) + 8)), layout, i8(load64(S + 8 * S_RACES)), i8(load64(read + 8)),
+            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane,
+        )  # fmt: skip
+    for k in range(2 * count):  # all of them are compared before one is marked
+        r = regions + 8 * REGION * (k % count)
+        table, groups, low, high = (
+            i8(load64(places + 16 * i8(load64(r)))), i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24))
+        )  # fmt: skip
+        write = i8(load64(r + 32))
+        if k >= count:
+            mark(table, groups, low, high, write, me, i8(load64(r + 40)))
+        elif look(S, table, groups, low, high, write, me, i8(load64(r + 48))) >= 0:
+            return i8(1)
+    return i8(0)
+
+
+@compiled("i8(i8, i8, i8, i8)")
+def busy(S, table, low, high):
+    """Has some operation touched these columns that the warp of S does not know to be complete?"""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    newest = i8(load64(layout + 8 * NEWEST))
+    for row in range(3 * LANE_GROUPS):
+        last = i8(0)
+        for at in range(row * COLUMNS + low, row * COLUMNS + high):
+            number = i8(load64(table + 8 * at))
+            if number != last:
+                last = number
+                if number and not records.complete(known, number, newest):
+                    return i8(1)
+    return i8(0)
 
 
 @compiled("void(i8, i8)")
@@ -176,18 +283,13 @@ def access(S, rows, row, count, store, about, pc):
     first, lanes = i8(address & u4(0xFFFF)), i8(load64(S + 8 * S_TENSOR_LANE))
     if i8(address) - first != lanes or first < i8(load64(columns)) or first + count > i8(load64(columns + 8)):
         return i8(MACRO)
-    table, clocks = i8(load64(S + 8 * S_CELLS)), i8(load64(layout + 8 * CLOCKS))
-    seen = i8(load64(S + 8 * S_CLOCK)) + 4 * clocks
-    if i8(load64(layout + 8 * SECTIONS)) == STRICT:
-        seen += 4 * 2 * WORDS
-    kind = about & ((1 << DISTANCE) - 1) if store else i8(0)
-    if touch(table, table + HELD_AT, i8(3) << (lanes >> 20), first, first + count, store, number, 0, seen, number + 1,
-             i8(load64(layout + 8 * FOUND)), kind, i8(0) if store else i8(1)) >= 0:  # fmt: skip
+    table = i8(load64(S + 8 * S_CELLS))
+    kind, left, wrong = i8(LOAD), i8(0), i8(1)
+    if store:
+        kind, left, wrong = i8(STORE), about & ((1 << DISTANCE) - 1), i8(0)
+    if touch(S, table, i8(3) << (lanes >> 20), first, first + count, store, number, pc, kind, left, wrong) >= 0:
         return i8(MACRO)
     store64(layout + 8 * NEWEST, np.uint64(number + 1))
-    entry = i8(load64(layout + 8 * LOG)) + 16 * (number & (OPS - 1))
-    store64(entry, np.uint64(number))
-    store64(entry + 8, np.uint64(i8(load64(S + 8 * S_ISSUER)) << 32 | pc))
     store64(S + 8 * (those + 1 + unwaited), np.uint64(number))
     store64(S + 8 * those, np.uint64(unwaited + 1))
     cells = i8(load64(S + 8 * S_TENSOR)) + first * COLUMN

@@ -48,6 +48,7 @@ class Checker:
         self.findings = Findings(self)
         self.operations = Operations(self)
         self.memory = MemoryAccesses(self)
+        self.operations.races = self.memory.races
         self.tensor = TensorChecks(self)
         self.barriers = BarrierChecks(self)
         self.boxes = BoxChecks(self)
@@ -79,7 +80,7 @@ class Checker:
         slot0, at, reads_at = self.free.pop(), address_of(shadow), address_of(reads)
         site = np.array([at, reads_at, words, self.warps, slot0], np.int64)
         waits = np.zeros(len(cta.phases), np.int64)
-        cta.view = CtaView(slot0, shadow, reads, at, reads_at, address_of(site), waits, records=[site])
+        cta.view = CtaView(slot0, shadow, reads, at, reads_at, address_of(site), site, waits)
         if self.machine.divisible:  # else somebody follows each event
             cta.phases_address = address_of(cta.view.waits)
         self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)
@@ -94,13 +95,13 @@ class Checker:
             order.tick(w)
             self.agents[slot + 1] = w
             S, clock = w.S, view.at
-            S[pg.S_RACES], S[pg.S_SHADOW] = self.memory.races_address, cta.view.address
-            S[pg.S_GLOBAL_SHADOW], S[pg.S_CLOCK] = self.memory.global_table_address, clock
-            S[pg.S_KNOWN], S[pg.S_NEXT_OP] = clock + 8 * order.slots, order.newest_address
+            S[pg.S_RACES : pg.S_WARPS + 1] = (
+                self.memory.races_address, cta.view.address, self.memory.global_table_address, clock,
+                clock + 8 * order.slots, order.newest_address, slot, cta.view.slot0, w.index, self.warps,
+            )  # fmt: skip
             S[pg.S_PHASES], S[pg.S_READS] = cta.phases_address, cta.view.reads_address
-            S[pg.S_SLOT], S[pg.S_SLOT0], S[pg.S_INDEX], S[pg.S_WARPS] = slot, cta.view.slot0, w.index, self.warps
             S[pg.S_LOADS] = S[pg.S_STORES] = S[pg.S_OWED] = 0
-            if S[pg.S_COLUMNS]:
+            if cta.tmem is not None:
                 S[pg.S_CELLS], S[pg.S_ISSUER] = self.tensor.shadow_of(cta).address, self.operations.enter(w)
                 cta.view.issuers.append(self.operations.entered)
 

@@ -8,6 +8,9 @@ shared memory: 0 where none lies, or where Python has to look (its word was over
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
 from softsm.engine.program import (
@@ -30,29 +33,72 @@ WORDS = 512  # of a set of asynchronous operations
 PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
 
 
+def _four(name: str, merged):
+    """Merges four entries of the clock at one address into those at another; Numba does not see that it could."""
+    vector = ir.VectorType(ir.IntType(32), 4)
+
+    def function(typingctx, target, source):
+        def codegen(context, builder, signature, args):
+            to, of = (builder.inttoptr(at, vector.as_pointer()) for at in args)
+            old, new = (builder.load(at, align=4) for at in (to, of))
+            builder.store(merged(builder, old, new), to, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    function.__name__ = name
+    return intrinsic(function)
+
+
+later = _four("later", lambda b, old, new: b.select(b.icmp_unsigned("<", old, new), new, old))
+union = _four("union", lambda b, old, new: b.or_(old, new))
+
+
 @compiled("void(i8, i8, i8, i8, i8)")
 def join(target, source, clocks, sections, used):
     """The maximum of the first `clocks` entries; the union of the bits in each of the sections behind them, whose first
-    `used` words may hold some. Both numbers are even."""
-    for at in range(0, 4 * clocks, 4):
-        store32(target + at, max(load32(target + at), load32(source + at)))
+    `used` words may hold some. Both numbers are multiples of four."""
+    for at in range(0, 4 * clocks, 16):
+        later(target + at, source + at)
     for s in range(sections):
         first = 4 * (clocks + s * WORDS)
-        for at in range(first, first + 4 * used, 8):
-            store64(target + at, load64(target + at) | load64(source + at))
+        for at in range(first, first + 4 * used, 16):
+            union(target + at, source + at)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8)")
 def publish(target, clock, slot, clocks, sections, private, used):
     """A warp passes on what it has seen, and a new epoch of it begins (Order.tick). private: a section that it keeps
     to itself, or -1."""
-    for at in range(0, 4 * clocks, 4):
-        store32(target + at, max(load32(target + at), load32(clock + at)))
+    for at in range(0, 4 * clocks, 16):
+        later(target + at, clock + at)
     for s in range(sections):
         if s != private:
             first = 4 * (clocks + s * WORDS)
-            for at in range(first, first + 4 * used, 8):
-                store64(target + at, load64(target + at) | load64(clock + at))
+            for at in range(first, first + 4 * used, 16):
+                union(target + at, clock + at)
+    store32(clock + 4 * slot, u4((load32(clock + 4 * slot) | u4(1)) + u4(1)))
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8)")
+def commit(target, clock, slot, issued, bit, layout):
+    """What tcgen05.commit, operation `bit` of a set, tells when it completes: what the warp has seen, of which a new
+    epoch begins, the operations `issued` by its thread (or 0) and itself. At the strict level it tells of operations
+    alone."""
+    clocks, sections = i8(load64(layout + 8 * CLOCKS)), i8(load64(layout + 8 * SECTIONS))
+    used, strict = i8(load64(layout + 8 * USED)), sections == 4
+    for k in range(clocks):
+        store32(target + 4 * k, u4(0) if strict else load32(clock + 4 * k))
+    for s in range(sections):
+        first = 4 * (clocks + s * WORDS)
+        for k in range(used):
+            bits = u4(0) if strict and s == 2 else load32(clock + first + 4 * k)
+            if s == 0 or s == 3:
+                if issued:
+                    bits |= load32(issued + 4 * k)
+                if k == bit >> 5:
+                    bits |= u4(1) << u4(bit & 31)
+            store32(target + first + 4 * k, bits)
     store32(clock + 4 * slot, u4((load32(clock + 4 * slot) | u4(1)) + u4(1)))
 
 

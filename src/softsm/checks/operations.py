@@ -8,10 +8,12 @@ from collections import deque
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.checks.cells import ENTRY
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
+from softsm.engine.interpreter import cells_module
 from softsm.report.diagnostics import Diagnostic
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
@@ -34,14 +36,15 @@ class Operations:
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
         self.by_number: dict[int, AsyncOp] = {}  # those that Python has issued
-        # Those that compiled code has issued (checks/cells.py), in the place of their number: the number, and who from
-        # where. Warps have numbers here, from 1 on; those of the present CTAs, and of past ones as long as may be.
-        self.log = np.zeros((sh.OPS, 2), np.int64)
+        # tcgen05 operations, also those that compiled code issues (checks/cells.py), in the place of their number: the
+        # number, who from where, and the kind. Warps have numbers here, from 1 on.
+        self.log = np.zeros((sh.OPS, ENTRY // 8), np.int64)
         self.order.newest[pg.LOG] = address_of(self.log)
         self.issuers: dict[int, object] = {}
         self.entered = 0
         self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
         self.instructions = checker.machine.program.instructions
+        self.operation = cells_module().operation
 
     def enter(self, w) -> int:
         """A warp begins; its number as an issuer."""
@@ -62,7 +65,7 @@ class Operations:
         """The operation of a number, unless it was too long ago."""
         op = self.by_number.get(number)
         if op is None and number > 0:
-            issued, place = self.log[number % sh.OPS].tolist()
+            issued, place, _ = self.log[number % sh.OPS].tolist()
             if issued == number:
                 ins = self.instructions[place & 0xFFFFFFFF]
                 kind = ".".join(("tcgen05", ins.modifiers[0]))
@@ -72,6 +75,9 @@ class Operations:
 
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
+        if op.touches is not None:
+            self.product_issued(op)
+            return
         kind = op.kind
         if kind == "wgmma result":  # registers of one warp, which nobody else can touch
             return
@@ -85,16 +91,17 @@ class Operations:
         if len(cta.cluster) > 1:
             self.uses_peers(op)
         if kind in TENSOR:
-            self.mark(view.issued, op)
+            self.mark(view, op)
         elif kind == "tcgen05.commit":
             self.committed(op)
             if not self.checker.strict:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
-                self.mark(view.issued, op)
+                self.mark(view, op)
             return
         elif kind == "cp.async arrival":
-            op.publishes = np.zeros_like(view.clock)
-            self.order.tell(op.publishes, op)
-            op.publishes[self.order.known] |= view.copies
+            op.publishes = clock = self.order.borrow()
+            clock.values[:] = 0
+            self.order.tell(clock.values, op)
+            clock.values[self.order.known] |= view.copies
             return
         elif kind == "cp.async":
             word = number % sh.OPS // 32
@@ -112,12 +119,32 @@ class Operations:
         if elsewhere:
             self.checker.findings.collect(w, op)
 
+    def product_issued(self, op) -> None:
+        """The same for a tcgen05.mma, in one call."""
+        w = op.warp
+        cta, pc, lane = w.cta, w.pc, op.lane
+        op.number = number = self.order.number()
+        op.instruction = self.instructions[pc]
+        self.by_number[number] = op
+        if not number & 31 and number >= sh.OPS:
+            self.forget(number)
+        if len(cta.cluster) > 1:
+            self.uses_peers(op)
+        cta.view.outstanding.append(number)
+        work, places, regions = op.touches
+        op.touches = None
+        if self.operation(w.state, work, places, number, pc, lane, w.view.issued_by(lane).at):
+            for write, those in enumerate(regions()):
+                for region in those:
+                    if region[0] == "tmem":
+                        self.checker.tensor.access(op, region, write)
+        if self.races.item(0):
+            self.checker.findings.collect(w, op)
+
     @staticmethod
-    def mark(issued: dict[int, np.ndarray], op) -> None:
+    def mark(view, op) -> None:
         """The thread has issued this tcgen05 operation."""
-        bits = issued.get(op.lane)
-        if bits is None:
-            bits = issued[op.lane] = np.zeros(WORDS, np.uint32)
+        bits = view.issued_by(op.lane).bits
         word = op.number % sh.OPS // 32
         bits[word] = bits.item(word) | 1 << op.number % 32
 
@@ -128,19 +155,15 @@ class Operations:
         word = number % sh.OPS // 32
         for warp in self.checker.agents.values():
             warp.view.copies[word] = 0
-            for bits in warp.view.issued.values():
-                bits[word] = 0
+            for issued in warp.view.issued.values():
+                issued.bits[word] = 0
 
     def committed(self, op) -> None:
         """What tcgen05.commit tells; other operations tell of themselves alone, see Order.publish."""
-        order, view, strict = self.order, op.warp.view, self.checker.strict
-        op.publishes = order.snapshot(op.warp)
-        order.tell(op.publishes, op)
-        if strict:  # it tells of tcgen05 operations, and releases nothing else
-            op.publishes[: 2 * order.slots] = 0
-        for section in (order.known, order.sent) if strict else (order.known,):
-            if op.lane in view.issued:
-                op.publishes[section] |= view.issued[op.lane]
+        order, view = self.order, op.warp.view
+        op.publishes = order.borrow()
+        issued = view.issued[op.lane].at if op.lane in view.issued else 0
+        order.commit(op.publishes.at, view.at, view.slot, issued, op.number % sh.OPS, order.newest_address)
 
     def uses_peers(self, op) -> None:
         places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]

@@ -12,6 +12,7 @@ the letter.
 
 from __future__ import annotations
 
+from array import array
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,10 +31,12 @@ class Order:
     """The part of the checker that keeps the clocks."""
 
     def __init__(self, machine, strict: bool, slots: int, clocks: ModuleType):
-        self.machine, self.strict, self.slots = machine, strict, slots
+        self.machine, self.strict = machine, strict
+        self.slots = slots = slots + slots % 2  # clocks are merged by four
         self.clocks = 2 * slots
         self.take_in, self.pass_on = clocks.join, clocks.publish
-        self.hand_over, self.meet = clocks.hand_over, clocks.meet
+        self.hand_over, self.meet, self.commit = clocks.hand_over, clocks.meet, clocks.commit
+        self.spare: list[Clock] = []  # of operations that are over
         self.known = slice(2 * slots, 2 * slots + WORDS)
         self.fenced = slice(self.known.stop, self.known.stop + WORDS)
         self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # strict only, as is the next
@@ -42,7 +45,7 @@ class Order:
         self.words = WORDS * self.sections
         self.private = 2 if strict else -1  # the section that a warp does not pass on: `tensor`
         self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
-        self.used = 2  # words of a section that hold bits so far; even
+        self.used = 4  # words of a section that hold bits so far; a multiple of four
         # The number of the next asynchronous operation, and what compiled code must know of clocks.
         self.newest = np.zeros(pg.LAYOUT, np.int64)
         self.newest[: pg.LOG] = 1, 2 * slots, self.sections, self.used
@@ -61,6 +64,10 @@ class Order:
         self.sheet_of[at] = sheet
         return clock
 
+    def borrow(self) -> Clock:
+        """A clock for what an operation publishes, until it is over; it holds anything."""
+        return self.spare.pop() if self.spare else self.new_clock()
+
     def join(self, target: int, source: int) -> None:
         """Addresses of clocks: the first takes in the second."""
         self.take_in(target, source, self.clocks, self.sections, self.used)
@@ -75,7 +82,7 @@ class Order:
                     self.sheets.remove(sheet)
 
     def close(self) -> None:
-        self.sheet_of, self.locations, self.sheets = {}, {}, []
+        self.sheet_of, self.locations, self.sheets, self.spare = {}, {}, [], []
         self.performing = None
 
     def number(self) -> int:
@@ -84,7 +91,7 @@ class Order:
         number = self.newest.item(pg.NEWEST)
         self.newest[pg.NEWEST] = number + 1
         if not number & 31:
-            self.used = self.newest[pg.USED] = min(number // 32 + 2 & ~1, WORDS)
+            self.used = self.newest[pg.USED] = min(number // 32 + 4 & ~3, WORDS)
             for sheet in self.sheets if number >= sh.OPS else ():
                 sheet.rows[:, 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
         return number
@@ -115,7 +122,7 @@ class Order:
             if op.publishes is None:
                 self.tell(target.values, op)
             else:
-                self.join(target.at, address_of(op.publishes))
+                self.join(target.at, op.publishes.at)
             return
         view = self.machine.current.view
         if not relaxed:
@@ -275,8 +282,8 @@ class SyncClock:
     def complete(self) -> None:
         order = self.order
         if self.members:
-            pairs = np.array(self.members, np.int64)
-            order.meet(self.published.at, self.gathering.at, address_of(pairs), len(pairs) // 2, order.clocks,
+            pairs = array("q", self.members)
+            order.meet(self.published.at, self.gathering.at, pairs.buffer_info()[0], len(pairs) // 2, order.clocks,
                        order.sections, order.private, order.used)  # fmt: skip
             self.members.clear()
         else:

@@ -193,18 +193,19 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
             )  # fmt: skip
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def asynchronous_global(
-    shadow, origin, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
+    shadow, origin, start, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
 ):
-    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. flags: STRONG
+    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. They count
+    from `start`. flags: STRONG
     for reductions, which do not race with each other. slot: of the issuer. Fields by pairs: the writer's two, the
     readers' three, the last one."""
     cluster = i8(load64(races + 8 * (CLUSTERS + slot)))
     last = i8(0)
     w0 = w1 = r0 = r1 = r2 = o0 = np.uint64(0)
     for s in range(count):
-        low, high = i8(load64(spans + 16 * s)) - origin, i8(load64(spans + 16 * s + 8)) - origin
+        low, high = i8(load64(spans + 16 * s)) + start - origin, i8(load64(spans + 16 * s + 8)) + start - origin
         for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * 4 * GLOBAL_RECORD
             whole = low <= word * 4 and word * 4 + 4 <= high

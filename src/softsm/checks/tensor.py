@@ -7,18 +7,34 @@ what the cell holds as far as the program says so (an accumulator, f32 values st
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 
-from softsm.checks.cells import CELLS, COLUMNS, HELD_AT, LANE_GROUPS
+from softsm.checks.cells import (
+    CELLS,
+    COLUMNS,
+    COPY,
+    COPY_4X256B,
+    HELD_AT,
+    LANE_GROUPS,
+    LOAD,
+    PRODUCT,
+    REGION,
+    SHIFT,
+    STORE,
+    SUMS,
+)
 from softsm.checks.order import address_of
+from softsm.checks.shadow import OPS
 from softsm.engine import program as pg
 from softsm.engine.interpreter import cells_module
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 
 HELD = {ACCUMULATOR: "an accumulator wrote them", STORED_F32: "they were stored as f32 values"}
-IN_ORDER = {("tcgen05.st", "tcgen05.ld"), ("tcgen05.st", "tcgen05.st"), ("tcgen05.ld", "tcgen05.st")}
+KINDS = {"tcgen05.ld": LOAD, "tcgen05.st": STORE, "shift": SHIFT, "cp": COPY, "cp.4x256b": COPY_4X256B}
+_accumulators = itertools.count()
 PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
@@ -30,7 +46,6 @@ class TensorShadow:
         self.writer, *self.readers = raw[: HELD_AT // 8].reshape(3, LANE_GROUPS, COLUMNS)
         self.held = raw[HELD_AT // 8 :].view(np.uint8).reshape(LANE_GROUPS, COLUMNS)
         self.address = address_of(raw)
-        self.held_address = self.address + HELD_AT
 
 
 @functools.lru_cache(maxsize=1 << LANE_GROUPS)
@@ -63,7 +78,7 @@ class Where:
 
 @functools.cache
 def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
-    """What an access leaves behind in its cells, and what they must not hold: see `touch` of checks/cells.py."""
+    """What an access leaves behind in its cells, and what they must not hold: see `look` of checks/cells.py."""
     kind = UNKNOWN
     if write:
         kind = ACCUMULATOR if operation == "tcgen05.mma" else STORED.get(note, UNKNOWN)
@@ -74,19 +89,44 @@ def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
     return kind, 1 | 2 << ACCUMULATOR | 2 << STORED_F32 if note in PACKED else 1
 
 
+@functools.cache
+def product(accumulator: tuple) -> int:
+    """The kind of the products on one accumulator, see checks/cells.py."""
+    return PRODUCT | next(_accumulators) << SUMS
+
+
+def work(accumulator: tuple, ctas: list, reads: tuple, writes: tuple) -> tuple[np.ndarray, int]:
+    """The kind and regions of a product, as `operation` of checks/cells.py takes them, and their address: the same for
+    all CTAs that issue it."""
+    regions, shared = [], []
+    for write, those in ((0, reads), (1, writes)):
+        for place, cta, *rest in those:
+            if place == "tmem":
+                low, high, groups, note = rest
+                regions += (ctas.index(cta), groups, low, high, write)
+                regions += left_and_wrong("tcgen05.mma", note, bool(write))
+            else:
+                spans, at = rest
+                shared += (ctas.index(cta), at, len(spans))
+    fields = [product(accumulator), len(regions) // REGION, *regions, len(shared) // 3, *shared]
+    made = np.array(fields, np.int64)
+    return made, address_of(made)
+
+
 class TensorChecks:
     """The part of the checker that knows tensor memory."""
+
+    work = staticmethod(work)
 
     def __init__(self, checker):
         self.order, self.operations, self.findings = checker.order, checker.operations, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
-        order = checker.order
-        self.seen = 4 * (order.tensor if checker.strict else order.known).start  # within a clock
         cells = cells_module()
-        self.touch, self.mark, self.waited = cells.touch, cells.mark, cells.waited
+        self.touch, self.mark, self.waited, self.in_order = cells.touch, cells.mark, cells.waited, cells.in_order
+        self.busy = cells.busy
         self.found = np.zeros(1 + 3 * CELLS, np.int64)
-        self.found_address = order.newest[pg.FOUND] = address_of(self.found)
+        checker.order.newest[pg.FOUND] = address_of(self.found)
 
     def shadow_of(self, cta) -> TensorShadow:
         shadow = self.by_sm.get(cta.sm.index)
@@ -102,15 +142,8 @@ class TensorChecks:
         _, cta, low, high, groups, note = region
         shadow = self.by_sm.get(cta.sm.index) or self.shadow_of(cta)
         w, number = op.warp, op.number
-        kind, wrong = left_and_wrong(op.kind, note, write)
-        before = 0
-        if kind == ACCUMULATOR:  # products on one accumulator are in order
-            before, last = w.view.products.get(op.footprint.accumulator, (0, 0))
-            if last != number:  # else it is the other CTA's half of the same one
-                before = last
-                w.view.products[op.footprint.accumulator] = before, number
-        n = self.touch(shadow.address, shadow.held_address, groups, low, high, write, number, before,
-                       w.view.at + self.seen, number + 1, self.found_address, kind, wrong)  # fmt: skip
+        left, wrong = left_and_wrong(op.kind, note, write)
+        n = self.touch(w.state, shadow.address, groups, low, high, write, number, w.pc, self.kind_of(op), left, wrong)
         if n < 0:  # nobody touched the cells in between, and they hold what they should
             return
         flags, *entries = self.found[: n + 1].tolist()
@@ -127,7 +160,7 @@ class TensorChecks:
         for entry in sorted(entries, key=lambda x: x ^ 1):
             number, did = entry >> 1, "read" if entry & 1 else "wrote"
             other = self.operations.get(number)
-            if other is None or self.in_order(other, did, op, write):
+            if other is None:
                 continue
             if write and did == "wrote" and self.read_between(shadow, cells(groups, low, high), other, op):
                 continue
@@ -146,7 +179,7 @@ class TensorChecks:
             )
         if flags & ~1:
             self.held_wrongly(op, shadow, where, note, flags)
-        self.mark(shadow.address, shadow.held_address, groups, low, high, write, op.number, kind)
+        self.mark(shadow.address, groups, low, high, write, op.number, left)
 
     def unwaited_load(self, w):
         """The last tcgen05.ld that the warp has not waited for."""
@@ -177,22 +210,21 @@ class TensorChecks:
             parties.append(self.findings.party(other.warp, other, f"wrote {where}"))
         self.report.add(Diagnostic("type", text, tuple(parties)))
 
-    def in_order(self, old, did: str, new, write: bool) -> bool:
-        """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): `did` says what old did to the
-        cells."""
-        if old.warp is not new.warp:
-            return False
-        a, b = old.footprint, new.footprint
-        if a is None or b is None:
-            return (old.kind, new.kind) in IN_ORDER
-        if a.what == "mma":
-            if did == "read":
-                return write
-            return b.what == "mma" and write and a.accumulator == b.accumulator
-        if a.what == "shift":
-            return b.what in ("mma", "cp.4x256b")
-        # a copy, and a product that uses what it brought: PTX 9.4 means A and scale factors, Triton the accumulator too
-        return b.what == "mma" and not (write and self.strict)
+    def kind_of(self, op) -> int:
+        """As far as the order of operations depends on it: see `in_order` of checks/cells.py."""
+        footprint = op.footprint
+        if footprint is None:
+            return KINDS[op.kind]
+        return product(footprint.accumulator) if footprint.what == "mma" else KINDS[footprint.what]
+
+    def places(self, ctas: list) -> int:
+        """The address of the tables and sites of these CTAs."""
+        view = ctas[0].view
+        if view.places is None:
+            pairs = [x for cta in ctas for x in (self.shadow_of(cta).address, cta.view.site)]
+            made = np.array(pairs, np.int64)
+            view.places = made, address_of(made)
+        return view.places[1]
 
     def read_between(self, shadow: TensorShadow, window, old, new) -> bool:
         """Did products read all of what `old` wrote there, in order behind it, and before `new` in order as well?"""
@@ -203,9 +235,15 @@ class TensorChecks:
                 reader = self.operations.get(int(number))
                 if reader is None or reader.number < old.number:
                     continue
-                if self.in_order(old, "wrote", reader, False) and self.in_order(reader, "read", new, True):
+                if self.ordered(old, 0, reader, 0) and self.ordered(reader, 1, new, 1):
                     between |= ring[window] == number
         return bool(between[cells].all())
+
+    def ordered(self, old, read: int, new, write: int) -> int:
+        if old.warp is not new.warp:
+            return False
+        kinds = (self.operations.log.item(op.number % OPS, 2) for op in (old, new))
+        return self.in_order(next(kinds), read, next(kinds), write, self.strict)
 
     # ---- allocation --------------------------------------------------------------------------------------------
 
@@ -218,6 +256,8 @@ class TensorChecks:
 
     def deallocated(self, w, cta, column: int, columns: int) -> None:
         shadow = self.shadow_of(cta)
+        if not self.busy(w.state, shadow.address, column, column + columns):
+            return
         window = slice(None), slice(column, column + columns)
         used = np.concatenate([t[window].reshape(-1) for t in (shadow.writer, *shadow.readers)])
         for number in sorted(set(self.order.unknown(w.view.clock[self.order.known], used[used > 0]))):

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from softsm.checks.clocks import FIELDS, PUBLISHED, WORDS
 from softsm.engine.asynchrony import AsyncOp
+
+RECORDS = 16  # made at once
+
+
+class Issued(NamedTuple):
+    bits: np.ndarray
+    at: int  # its address
 
 
 @dataclass(slots=True, eq=False)
@@ -18,8 +27,7 @@ class WarpView:
     at: int  # its address
     copies: np.ndarray  # bits of its cp.async, for their arrival on an mbarrier
     loose: np.ndarray  # what relaxed arrivals at the cluster barrier have told it
-    issued: dict[int, np.ndarray] = field(default_factory=dict)  # lane -> bits of its tcgen05 operations, for commit
-    products: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # accumulator -> its last two tcgen05.mma
+    issued: dict[int, Issued] = field(default_factory=dict)  # lane -> its tcgen05 operations, for commit
     released: dict[str, np.ndarray] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
     acquirable: dict[str, np.ndarray] = field(default_factory=dict)  # pass on, and take in
     suspected: list = field(default_factory=list)  # races of it that may be none (checks/replicas.py)
@@ -27,6 +35,13 @@ class WarpView:
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait
     unwaited_stores: list[AsyncOp] = field(default_factory=list)
+
+    def issued_by(self, lane: int) -> Issued:
+        found = self.issued.get(lane)
+        if found is None:
+            bits = np.zeros(WORDS, np.uint32)
+            found = self.issued[lane] = Issued(bits, bits.__array_interface__["data"][0])
+        return found
 
     def forget(self) -> None:
         """Its cluster is over: clocks stay comparable, and operations may still be told of."""
@@ -42,23 +57,30 @@ class CtaView:
     address: int  # of the shadow
     reads_address: int
     site: int  # address of both, and of how many words and warps there are and the first slot, for compiled code
+    kept: np.ndarray  # what the site leads to
     waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
     issuers: list[int] = field(default_factory=list)  # its warps, see checks/operations.py
-    products: dict[object, tuple] = field(default_factory=dict)  # regions of its tcgen05.mma, by what they do
+    places: tuple[np.ndarray, int] | None = None  # of the CTAs of its tcgen05.mma, see checks/tensor.py
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
-    records: list[np.ndarray] = field(default_factory=list)  # what addresses above lead to
+    records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of mbarriers, and their addresses
+    room: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:
         """A record for the mbarrier at this offset: the compiled loop may answer waits on it."""
-        record = np.array(fields, np.int64)
-        self.records.append(record)
-        self.waits[offset // 8] = record.__array_interface__["data"][0]
+        if not self.room:  # memory for the next ones; an address takes Python longer than a record
+            rows = np.zeros((RECORDS, FIELDS), np.int64)
+            first = rows.__array_interface__["data"][0]
+            self.room = [(row, first + k * rows.strides[0]) for k, row in enumerate(rows)][::-1]
+        record, at = self.room.pop()
+        record[:] = fields
+        self.records.append((record, at))
+        self.waits[offset // 8] = at
         return record
 
     def unwatch(self, clock) -> None:
         """Python answers waits on the mbarrier of this clock from now on."""
-        at = [r.__array_interface__["data"][0] for r in self.records[1:] if r[0] == clock.published.at]
+        at = [where for record, where in self.records if record[PUBLISHED] == clock.published.at]
         self.waits[np.isin(self.waits, at)] = 0

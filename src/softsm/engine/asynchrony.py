@@ -65,6 +65,7 @@ class AsyncOp:
     # when races are checked:
     number: int = 0
     publishes: object = None  # what its completion tells who waits for it
+    touches: tuple | None = None  # of a tcgen05.mma: what it touches, see `operation` of checks/cells.py
     instruction: object = None
 
 
@@ -79,6 +80,7 @@ class AsyncEngine:
         self.order = order
         self.random = random.Random(seed)
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
+        self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake somebody
         self.completed = 0
         self.checker = None
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
@@ -90,6 +92,8 @@ class AsyncEngine:
             self.perform(op)
         else:
             self.pending[id(op)] = op
+            if op.signals:
+                self.signalling[id(op)] = op
         return op
 
     def perform(self, op: AsyncOp) -> None:
@@ -101,9 +105,10 @@ class AsyncEngine:
             return
         waiting = [op]
         while waiting:
-            first = next((x for x in waiting[-1].after if not x.done), None)
-            if first is not None:
-                waiting.append(first)
+            for first in waiting[-1].after:
+                if not first.done:
+                    waiting.append(first)
+                    break
             else:
                 due = waiting.pop()
                 if not due.done:
@@ -116,6 +121,8 @@ class AsyncEngine:
         op.done = True
         op.after = ()  # a long chain of finished operations would otherwise stay alive
         self.pending.pop(id(op), None)
+        if op.signals:
+            self.signalling.pop(id(op), None)
         self.completed += 1
         effects = op.effects
         if self.checker is None:
@@ -126,6 +133,9 @@ class AsyncEngine:
         outer, order.performing = order.performing, op
         effects()
         order.performing = outer
+        if op.publishes is not None:
+            order.spare.append(op.publishes)
+            op.publishes = None
 
     def settle(self) -> None:
         """Do what waits for more of its kind: before anybody could notice."""
@@ -149,14 +159,8 @@ class AsyncEngine:
         """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
         if self.order == "random":
             return self.complete_random()
-        chosen = None
-        for op in self.pending.values():
-            if chosen is None:
-                chosen = op
-            if op.signals and any([w.waiters for w in op.signals]):
-                chosen = op
-                break
-        self.require(chosen)
+        awaited = (op for op in self.signalling.values() if any([w.waiters for w in op.signals]))
+        self.require(next(awaited, None) or next(iter(self.pending.values())))
 
     def drain(self) -> None:
         """Complete everything that is left."""

@@ -289,9 +289,10 @@ def drop(machine, gone: list) -> None:
     machine.live = [cta for cta in machine.live if id(cta) not in ids]
     for warp in [w for w in machine.ready if id(w.cta) in ids]:
         machine.ready.remove(warp)
-    pending = machine.engine.pending
-    for key in [key for key, op in pending.items() if id(op.warp.cta) in ids]:
-        del pending[key]
+    engine = machine.engine
+    for key in [key for key, op in engine.pending.items() if id(op.warp.cta) in ids]:
+        del engine.pending[key]
+        engine.signalling.pop(key, None)
     for cta in gone:
         cta.sm.resident -= 1
         if cta.sm.tmem is not None:

@@ -114,3 +114,4 @@ class InFlight:
     tensor_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld whose registers have not been delivered
     tensor_stores: list[AsyncOp] = field(default_factory=list)
     tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # with lane and footprint
+    products: int = 0  # of them

@@ -197,8 +197,10 @@ def spans_module():
 def cells_module():
     """checks/cells.py, compiled."""
     path = _HERE.parent / "checks" / "cells.py"
-    depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"))
-    names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
+    depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"),
+               path.with_name("spans.py"))  # fmt: skip
+    names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
+             "asynchronous": spans_module().asynchronous}  # fmt: skip
     return build.load("cells", path.read_text(), depends, **names)
 
 

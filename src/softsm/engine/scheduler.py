@@ -494,6 +494,7 @@ class Machine:
         self.live, self.current, self.watch, self.division = [], None, None, None
         self.ready.clear()
         self.engine.pending.clear()
+        self.engine.signalling.clear()
         for sm in self.sms:
             sm.tmem = None
         if self.checker is not None:

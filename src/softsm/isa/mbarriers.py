@@ -414,6 +414,21 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
     return bits, waits.pop() if len(waits) == 1 else None
 
 
+def _awaited(w, mask: int, o) -> Mbarrier | None:
+    """The usual case of a wait that has to wait: all lanes name one phase of one mbarrier of the own CTA by its parity,
+    and it is not over. None in every other case."""
+    row, generic = o.at
+    if generic or not o.parity or (mask & (mask - 1) and not _uniform(w, o)):
+        return None
+    cta, lane = w.cta, (mask & -mask).bit_length() - 1
+    barrier = cta.barriers.get(w.R.item(row, lane) - cta.shared_base)
+    if barrier is None or barrier.passed_parity(w.R.item(o.what, lane)):
+        return None
+    if w.view is not None:
+        cta.machine.checker.barriers.uses_barrier(w, barrier)
+    return barrier
+
+
 def _uniform(w, o) -> bool:
     """Do all lanes, active or not, name the same barrier and phase?"""
     row, generic = o.at
@@ -431,8 +446,11 @@ def do_test(w, mask, o):
 def do_wait(w, mask, o):
     """Suspends while no lane can go on. Lanes that can must not wait for those that cannot: they may be the ones
     whose arrival the others need. When nothing else can happen any more the time limit is over and it answers no."""
-    bits, barrier = _answers(w, mask, o)
     fragment = w.fragment
+    barrier = None if fragment.timed_out else _awaited(w, mask, o)
+    if barrier is not None:
+        return Blocked(barrier, Waiting(barrier, w.R.item(o.what, (mask & -mask).bit_length() - 1)), limited=True)
+    bits, barrier = _answers(w, mask, o)
     if not bits and barrier is not None and not fragment.timed_out:
         lane = (mask & -mask).bit_length() - 1
         return Blocked(barrier, Waiting(barrier, w.R.item(o.what, lane) if o.parity else None), limited=True)

@@ -143,14 +143,17 @@ def start(w, thread: int, ctas: list, o) -> None:
             effects = functools.partial(perform, product, ctas)
         if checker is None:
             reads, writes = regions(work, ctas)
+            touches = None
         else:
-            known = w.cta.view.products
-            if work not in known:
-                known[work] = checked_regions(work, ctas)
-            reads, writes = known[work]
+            found = functools.partial(checked_regions, work, ctas)
+            # Others than the checker look at the regions of peers, and where somebody follows each event.
+            reads, writes = ((), ()) if len(w.cta.cluster) == 1 and machine.divisible else found()
+            if work.touched is None:
+                work.touched = checker.tensor.work(work.footprint.accumulator, ctas, *found())
+            touches = work.touched[1], checker.tensor.places(ctas), found
             if checker.products is not None:
                 effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
-        tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads=reads, writes=writes)
+        tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touches)
     if engine.postponed is not None:
         if o.following < 0 or not machine.divisible:
             engine.settle()
@@ -183,6 +186,7 @@ class Work:
     columns: tuple[int, int]  # first and end of all that it touches in tensor memory
     shared: tuple[int, int]  # and in shared memory
     spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
+    touched: tuple[np.ndarray, int] | None = None  # and all that it touches, for compiled code of the checker
 
 
 def prepare(

@@ -45,11 +45,14 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
     return old.what == "shift" and new.what == "cp.4x256b"
 
 
-def latest_before(pending: list, footprint: Footprint) -> tuple[AsyncOp, ...]:
-    """The operations in flight that come before a new one, but for those that come before one of these."""
+def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[AsyncOp, ...]:
+    """The operations in flight, so many of them products, that come before a new one, but for those that come before
+    one of these."""
     last, _, before = pending[-1]
     if before.what == footprint.what == "mma" and before.accumulator == footprint.accumulator:
         # It comes before this one, and is in order behind the same products.
+        if products == len(pending):
+            return (last,)
         return (*[op for op, _, old in pending if old.what != "mma" and pipelined(old, footprint)], last)
     after, covered = [], set()
     for op, _, other in reversed(pending):
@@ -62,19 +65,21 @@ def latest_before(pending: list, footprint: Footprint) -> tuple[AsyncOp, ...]:
 
 
 def issue(
-    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=()
+    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), touches=None
 ) -> None:
-    """Start an asynchronous operation of one thread."""
-    machine, pending, after = w.cta.machine, w.in_flight.tensor_ops, ()
+    """Start an asynchronous operation of one thread. touches: see AsyncOp."""
+    machine, in_flight, after = w.cta.machine, w.in_flight, ()
+    pending = in_flight.tensor_ops
     if pending and pending[0][0].done:
-        pending = [entry for entry in pending if not entry[0].done]
+        pending = in_flight.tensor_ops = [entry for entry in pending if not entry[0].done]
+        in_flight.products = sum([old.what == "mma" for _, _, old in pending])
     if pending:
-        after = latest_before(pending, footprint)
-    op = AsyncOp(kind, w, lane, w.line(), effects, after, reads=reads, writes=writes, footprint=footprint)
+        after = latest_before(pending, footprint, in_flight.products)
+    op = AsyncOp(kind, w, lane, w.line(), effects, after, (), reads, writes, footprint, touches=touches)
     machine.issue(op)
     if not op.done:
         pending.append((op, lane, footprint))
-    w.in_flight.tensor_ops = pending
+        in_flight.products += footprint.what == "mma"
 
 
 # ---- cp, shift, commit --------------------------------------------------------------------------------------------

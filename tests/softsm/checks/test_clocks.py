@@ -9,7 +9,7 @@ from softsm.checks.order import address_of
 from softsm.engine.interpreter import clocks_module
 from softsm.engine.scheduler import Machine
 
-SLOTS, SECTIONS, USED = 6, 4, 10
+SLOTS, SECTIONS, USED = 6, 4, 12
 LENGTH = 2 * SLOTS + SECTIONS * WORDS
 
 
