@@ -23,7 +23,8 @@ import numpy as np
 from softsm.engine import division
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
-from softsm.engine.scheduler import Cta, Machine
+from softsm.engine.scheduler import Machine
+from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.ast import Function, Module, Symbol

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, Blocked, Waitable
-from softsm.engine.scheduler import Fragment
+from softsm.engine.warps import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
 from softsm.isa.registry import lowers

@@ -8,7 +8,7 @@ import re
 import struct
 
 from softsm.engine import program as pg
-from softsm.engine.scheduler import Fragment
+from softsm.engine.warps import Fragment
 from softsm.errors import Fault
 from softsm.isa.mbarriers import uniform
 from softsm.isa.registry import lowers

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
-from softsm.engine.scheduler import Machine, Warp
+from softsm.engine.scheduler import Machine
+from softsm.engine.warps import Warp
 from softsm.report.roles import entry_at
 
 TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")

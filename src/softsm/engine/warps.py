@@ -1,0 +1,157 @@
+"""What the machine is made of: multiprocessors, their CTAs, the warps of those, and the fragments of a warp.
+
+engine/scheduler.py runs them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.checks.views import CtaView, WarpView
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import Blocked, Waitable
+from softsm.engine.in_flight import InFlight, Warpgroup
+from softsm.errors import Fault
+
+
+class Fragment:
+    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "warp")
+
+    def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
+        self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
+        self.blocked: Blocked | None = None
+        self.timed_out = False  # its wait has a time limit, which is over
+        self.parked = 0  # lanes it waits for before a converging instruction
+        self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
+
+    def unblock(self) -> None:
+        if self.blocked.done:
+            self.pc += 1
+            checker = self.warp.cta.machine.checker
+            if checker is not None and not self.blocked.told:
+                checker.order.acquire(self.warp, self.blocked.on)
+        self.blocked = None
+        self.warp.cta.machine.make_ready(self.warp)
+
+
+class Warp:
+    """32 lanes of one CTA. R, Q, P are its register files (see engine/program.py)."""
+
+    __slots__ = ("P", "Q", "R", "S", "__weakref__", "alive", "cta", "fragment", "fragments", "in_flight", "index",
+                 "local", "pc", "queued", "spins", "state", "view")
+
+    def __init__(self, cta: Cta, index: int, lanes: int):
+        self.cta, self.index = cta, index
+        self.alive = lanes
+        self.fragments = [Fragment(self, 0, lanes)]
+        self.fragment = self.fragments[0]
+        self.queued = False
+        self.spins = 0
+        self.pc = 0
+        self.R, self.Q, self.P, self.S, self.local = cta.machine.register_files(cta, index)
+        self.state = self.S.ctypes.data
+        self.S[pg.S_ALIVE] = lanes
+        self.in_flight: InFlight | None = InFlight()
+        self.view: WarpView | None = None  # when races are checked
+
+    @property
+    def machine(self):
+        return self.cta.machine
+
+    def instruction(self):
+        return self.cta.machine.program.instructions[self.pc]
+
+    def line(self) -> int:
+        return self.cta.machine.program.instructions[self.pc].line
+
+    def where(self) -> str:
+        ins = self.instruction()
+        source = f", {ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+        return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
+
+    def __str__(self) -> str:
+        return f"warp {self.index} of {self.cta}"
+
+    def fault(self, code: str, message: str) -> Fault:
+        return Fault(code, f"{message}; at {self.where()}", placed=True)
+
+    def forget(self) -> None:
+        """See Cta.forget."""
+        self.fragments, self.fragment, self.in_flight = [], None, None
+        self.R = self.Q = self.P = self.S = self.local = None
+        if self.view is not None:
+            self.view.forget()
+
+
+class Cta(Waitable):
+    """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
+
+    __slots__ = ("barriers", "cluster", "cluster_barrier", "columns", "ctaid", "exit_hooks", "gpu", "lane_hooks",
+                 "live", "machine", "named_barriers", "phases", "phases_address", "rank", "shared", "shared_address",
+                 "shared_base", "sm", "threads",
+                 "view", "warpgroups", "warps")
+
+    def __init__(self, machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
+        super().__init__()
+        self.machine, self.ctaid, self.rank, self.cluster, self.sm = machine, ctaid, rank, cluster, sm
+        self.gpu = sm.gpu
+        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
+        self.shared_address = self.shared.ctypes.data
+        self.shared_base = rank << pg.RANK_SHIFT
+        self.barriers: dict[int, object] = {}  # mbarriers by shared offset
+        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event,
+        # or races are checked, the compiled loop does not look there.
+        self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
+        self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
+        # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.
+        self.columns = np.zeros(2, np.int64)
+        self.named_barriers: dict[int, object] = {}
+        self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
+        self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
+        self.view: CtaView | None = None  # when races are checked
+        self.exit_hooks: list = []  # called with the warp when one has exited
+        self.lane_hooks: list = []  # called with the warp when lanes of it have exited and others live on
+        self.threads = machine.block[0] * machine.block[1] * machine.block[2]
+        self.warps: list[Warp] = []
+        n = -(-self.threads // 32)
+        for i in range(n):
+            lanes = pg.ALL if i < n - 1 or self.threads % 32 == 0 else (1 << self.threads % 32) - 1
+            self.warps.append(Warp(self, i, lanes))
+        self.live = n
+
+    @property
+    def tmem(self):
+        return self.sm.tmem
+
+    def resolve_shared(self, address: int) -> tuple[Cta, int]:
+        """A 32-bit shared::cta or shared::cluster address -> (CTA, offset)."""
+        rank, offset = address >> pg.RANK_SHIFT, address & ((1 << pg.RANK_SHIFT) - 1)
+        if rank >= len(self.cluster):
+            size = len(self.cluster)
+            raise Fault("out-of-bounds", f"shared address {address:#x} names CTA rank {rank}; the cluster has {size}")
+        return self.cluster[rank], offset
+
+    def check_shared(self, offset: int, size: int, what: str) -> None:
+        if offset < pg.SHARED_START or offset + size > len(self.shared):
+            raise Fault("out-of-bounds", f"{what} of {size} bytes at shared offset {offset:#x}; CTA {self.ctaid} has "
+                        f"[{pg.SHARED_START:#x}, {len(self.shared):#x})")
+
+    def forget(self) -> None:
+        """The cluster is over, or the launch. A CTA and its warps refer to each other and hold large arrays; the
+        garbage collector, which counts objects and not bytes, would let gigabytes of them stand. What is in flight, and
+        what is told of an operation later, needs only who issued it and the bytes of shared memory."""
+        for w in self.warps:
+            w.forget()
+        self.cluster, self.warps, self.barriers, self.named_barriers, self.warpgroups = [], [], {}, {}, {}
+        self.exit_hooks, self.lane_hooks, self.cluster_barrier, self.view = [], [], None, None
+
+    def __str__(self) -> str:
+        return f"CTA {self.ctaid}" + (f" of GPU {self.gpu}" if self.machine.gpus > 1 else "")
+
+
+class Sm:
+    """A streaming multiprocessor: the place of its resident CTAs and of their tensor memory."""
+
+    def __init__(self, index: int, tmem, gpu: int = 0):
+        self.index, self.tmem, self.gpu = index, tmem, gpu
+        self.resident = 0
