@@ -9,6 +9,7 @@ most MOST of each kernel, those first that differ most.
 """
 
 import json
+import math
 import sys
 from collections import defaultdict
 
@@ -17,6 +18,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.runtime.jit import create_function_from_signature
 
 from dsv4.commands import variants
@@ -90,6 +92,19 @@ def names_for_blackwell():
     return sorted({aot.variant(x.kernel.__name__, t, x.constants, "sm_100a") for x, t in zip(found, types)})
 
 
+def whole_views_only():
+    """A view of shared memory with another type has as many bytes, as Triton 3.8 alone demands."""
+    view = GluonSemantic.memdesc_reinterpret
+
+    def checked(self, memory, dtype, shape, layout):
+        bits = [math.prod(memory.shape) * memory.dtype.primitive_bitwidth, math.prod(shape) * dtype.primitive_bitwidth]
+        if bits[0] != bits[1]:
+            raise ValueError(f"{memory.dtype} {memory.shape} seen as {dtype} {shape}: {bits[0]} and {bits[1]} bits")
+        return view(self, memory, dtype, shape, layout)
+
+    GluonSemantic.memdesc_reinterpret = checked
+
+
 def cause(error):
     """The innermost error: where in which function, and why."""
     while error.__cause__ is not None:
@@ -99,6 +114,7 @@ def cause(error):
 
 def main():
     lowered, failed = set(), {}
+    whole_views_only()
     for x in chosen(launches(), int(sys.argv[1])):
         try:
             lower(x.kernel, x.arguments, x.constants)

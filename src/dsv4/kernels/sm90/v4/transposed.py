@@ -194,7 +194,8 @@ def put(o, quarter, place, output, rope, COLUMN: gl.constexpr, SPLIT: gl.constex
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     query, first_head, split = place
-    smem = reinterpret_as(quarter, gl.float32, [HEADS, 128], TURNED)
+    # All of the quarter is seen anew, as Triton 3.8 demands, and its first bytes are used.
+    smem = reinterpret_as(quarter, gl.float32, [quarter.shape[0] // (2 * HEADS), HEADS, 128], TURNED).index(0)
     smem.permute((1, 0)).store(o)
     x = smem.load(L)
     if rope[1] > 0:
