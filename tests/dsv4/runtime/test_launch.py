@@ -11,8 +11,8 @@ from dsv4 import reference
 
 def call():
     """Two launches: split, then merged. Of the kernel that test_calls.py and test_v4.py compile."""
-    rows, numbers = torch.randn(40, 512).bfloat16(), torch.randint(-1, 40, (1, 20), dtype=torch.int32)
-    problem = dict(q=torch.randn(1, 4, 512).bfloat16(), window=rows, window_indices=numbers, compressed=rows,
+    rows, numbers = torch.randn(40, 512).half(), torch.randint(-1, 40, (1, 20), dtype=torch.int32)
+    problem = dict(q=torch.randn(1, 4, 512).half(), window=rows, window_indices=numbers, compressed=rows,
                    compressed_indices=numbers, sink=torch.randn(4), softmax_scale=-0.1)  # fmt: skip
     got = dsv4.v4_attention(**problem, return_lse=True, deterministic=True, backend="softsm")
     assert_agrees(got, reference.v4_attention, **problem)
