@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agreement import assert_same
 from engines_here import needs
 
 import dsv4
@@ -163,6 +165,16 @@ def test_another_version_ends_the_process(monkeypatch, hooked):
         hooked("0.6.0")
 
 
+@installed
+@pytest.mark.slow
+def test_sglangs_own_loader_ends_with_the_reason():
+    code = "import sglang_run; from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
+    environment = os.environ | {"DSV4_SGLANG": "yes", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "went on" not in done.stdout
+    assert "DSV4_SGLANG: got 'yes'; accepted: 1 (on), 0 or unset (off)" in done.stderr, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     "options, name", [(dict(use_legacy=False), "use_legacy"), (dict(kv_format="V41"), "kv_format")]
 )
@@ -194,7 +206,7 @@ def test_a_decode_and_a_prefill_as_sglang_calls_them():
     )[0]
     wanted = flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices, 512**-0.5, 512, sink, lengths)[0]
     assert torch.equal(again, wanted)
-    torch.testing.assert_close(again, out[:, 0], rtol=2**-6, atol=2**-8)
+    assert_same(again, out[:, 0])
     assert sglang.calls == {"decode": 1, "prefill": 1}
 
 

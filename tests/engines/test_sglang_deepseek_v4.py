@@ -3,15 +3,14 @@ backend and its metadata are SGLang's. With the plug-in attention, indexer, the 
 insertion are dsv4's; without, they are torch's (sglang_cuda_kernels)."""
 
 import pytest
-import torch
 from engines_here import needs
-from tiny_checkpoints import prompt, steady_prompt
+from tiny_checkpoints import LENGTHS
 
 pytestmark = [needs("sglang"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 CHUNK = 256  # tokens of a step
-LENGTHS = (3, 40, 150, 129, 64, 5, 256)  # and the prompt: 8 requests at once
 LONG = 2300  # more than 4 x 512: the indexer has to choose
+BATCHES = {"logprobs": (300,), "eight": LENGTHS, "indexer": (LONG, 40), "three": LENGTHS[:3]}  # lengths of prompts
 UNCACHED = ("eight", "indexer")  # batches that are also run without the radix cache, where parts stay SGLang's
 REPLACED = {
     "attention": ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"),
@@ -31,13 +30,10 @@ def wanted(checkpoints):
 def run(checkpoints, serve_sglang, wanted):
     """(plug-in, radix cache) -> the results, of an engine that is started once."""
     folder, done = checkpoints("deepseek_v4")[0], {}
-    many = [steady_prompt(n) for n in LENGTHS] + [wanted["prompt"]]
-    batches = dict(
-        logprobs=dict(prompts=[wanted["prompt"]], tokens=6, logprobs=True),
-        eight=dict(prompts=many, tokens=4),  # the last one begins with a cached page
-        indexer=dict(prompts=[prompt(LONG, seed=2), many[1]], tokens=3),
-        three=dict(prompts=many[:3], tokens=2),
-    )
+    batches = {
+        name: dict(prompts=wanted.prompts(*lengths), tokens=4, logprobs=name == "logprobs")
+        for name, lengths in BATCHES.items()
+    }  # the prompt of 300 is asked twice: the second time it begins with a cached page
 
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:
@@ -56,10 +52,10 @@ def run(checkpoints, serve_sglang, wanted):
 
 
 def test_every_attention_of_the_model_is_dsv4s(run):
-    """A prompt of 300 in chunks of 256 is two calls in each of three layers, and five more tokens are five in each."""
+    """A prompt of 300 in chunks of 256 is two calls in each of three layers, and three more tokens are three each."""
     on = run(plugin=True)
     calls = {name: batch["calls"] for name, batch in on["batches"].items()}
-    layers, steps, chunks = 3, 5, 2
+    layers, steps, chunks = 3, 3, 2
     assert calls["logprobs"]["prefill"] == layers * chunks and calls["logprobs"]["decode"] == layers * steps
     assert calls["logprobs"]["insert"] == layers * (chunks + steps)
     # A CSA layer and an HCA layer compress; keys of the indexer stay SGLang's.
@@ -84,35 +80,35 @@ def test_parts_that_are_not_named_stay_sglangs(run):
     assert {name for batch in on["batches"].values() for name in batch["calls"]} == {"decode", "prefill"}
 
 
-@pytest.mark.parametrize("name", ["logprobs", "eight", "indexer", "three"])
-def test_tokens_and_cached_pages_are_those_of_the_engine_without_the_plug_in(run, name):
-    with_dsv4, without = run(plugin=True)["batches"][name], run(plugin=False)["batches"][name]
-    assert with_dsv4["tokens"] == without["tokens"]
-    assert with_dsv4["cached"] == without["cached"]
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_tokens_are_those_of_transformers(run, wanted, name, plugin):
+    wanted.assert_tokens(run(plugin)["batches"][name]["tokens"], BATCHES[name])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_cached_pages_are_those_of_the_engine_without_the_plug_in(run, name):
+    assert run(plugin=True)["batches"][name]["cached"] == run(plugin=False)["batches"][name]["cached"]
 
 
 @pytest.mark.parametrize("name", UNCACHED)
-def test_tokens_are_the_same_without_the_radix_cache(run, name):
-    cached, not_cached = run(plugin=True)["batches"][name], run(plugin=True, cached=False)["batches"][name]
-    assert cached["tokens"] == not_cached["tokens"]
-    assert not any(not_cached["cached"])
+def test_tokens_are_those_of_transformers_without_the_radix_cache(run, wanted, name):
+    got = run(plugin=True, cached=False)["batches"][name]
+    wanted.assert_tokens(got["tokens"], BATCHES[name])
+    assert not any(got["cached"])
 
 
 def test_pages_of_the_radix_cache_were_used(run):
     assert run(plugin=True)["batches"]["eight"]["cached"] == [0] * 7 + [256]
 
 
-def test_tokens_are_those_of_transformers(run, wanted):
-    assert run(plugin=True)["batches"]["logprobs"]["tokens"][0] == wanted["tokens"]
-
-
-def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted):
+@pytest.mark.parametrize("plugin", [True, False])
+def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted, plugin):
     """fp32 on both sides, rounded in the same places (FP8 rows, bf16 around one projection): what is left are sums in
-    another order, and what they move to the other side of a rounding. Measured: 1/19 of the error of bf16, 1/17 with
-    the plug-in; the rows in FP8 alone make more than that error."""
-    exact, rounded, same = (torch.tensor(wanted[name]) for name in ("fp32", "bf16", "fp8 rows at once"))
-    allowed = (rounded - exact).abs().median() / 8
-    assert (same - exact).abs().median() > 4 * allowed
-    for plugin in (True, False):
-        got = torch.tensor(run(plugin)["batches"]["logprobs"]["logprobs"][0])
-        assert (got - same).abs().median() <= allowed
+    another order, and what they move to the other side of a rounding, as in transformers itself from fp32 to fp64."""
+    wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0], "fp8 rows at once")
+
+
+def test_logprobs_without_the_same_roundings_would_fail(wanted):
+    with pytest.raises(AssertionError, match="off by"):
+        wanted.assert_logprobs(wanted.said["fp32"]["logprobs"], "fp8 rows at once")

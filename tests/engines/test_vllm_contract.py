@@ -176,6 +176,14 @@ print("all held")
     assert "left alone" in off.stdout and "Unknown attention backend" in off.stderr, off.stderr[-3000:]
 
 
+def test_vllms_own_loader_ends_with_the_reason():
+    code = "from vllm.plugins import load_general_plugins; load_general_plugins(); print('went on')"
+    environment = os.environ | {"DSV4_VLLM": "1", "DSV4_VLLM_PARTS": "sampler"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "went on" not in done.stdout
+    assert "DSV4_VLLM_PARTS: got sampler; accepted: any of indexer" in done.stderr, done.stderr[-3000:]
+
+
 def test_what_is_not_named_as_a_part_stays_vllms():
     code = """
 import dsv4.integrations.vllm as plugin

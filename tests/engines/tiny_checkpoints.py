@@ -1,8 +1,9 @@
-"""Tiny random checkpoints on disk, as the engines load them, and what transformers says of a prompt in fp32.
+"""Tiny random checkpoints on disk, as the engines load them, and what transformers says of prompts to them.
 
     python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512 DIR
 """
 
+import functools
 import json
 import re
 import sys
@@ -11,13 +12,22 @@ from pathlib import Path
 import torch
 
 VOCABULARY = 256
+LENGTHS = (3, 40, 150, 129, 64, 5, 256, 300)  # of prompts: 8 requests at once
+LONG = {
+    "deepseek_v4": (2300,),  # more than 4 x 512: the indexer has to choose
+    "gemma4": (1100,),  # vLLM's cache takes pages of 1024 tokens for this model
+}
+TOKENS = 4  # after each prompt
+# Of prompts, by their length, after which more than one token is certain. Others have their length as seed.
+SEEDS = {"deepseek_v4": {3: 72003, 5: 38005, 40: 6040, 64: 5064, 150: 2150, 256: 3256, 2300: 3300}}
+# All experts are taken: which of them are is a choice that a sum in another order changes.
 V4 = dict(
     architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", torch_dtype="bfloat16", vocab_size=VOCABULARY,
     hidden_size=256, moe_intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
     head_dim=512, qk_rope_head_dim=64, q_lora_rank=128, o_lora_rank=64, o_groups=2, sliding_window=128,
     compress_ratios=[0, 4, 128], compress_rope_theta=160000, rope_theta=10000, max_position_embeddings=8192,
     index_n_heads=64, index_head_dim=128, index_topk=512, n_routed_experts=8, n_shared_experts=1,
-    num_experts_per_tok=2, norm_topk_prob=True, routed_scaling_factor=1.5, scoring_func="sqrtsoftplus",
+    num_experts_per_tok=8, norm_topk_prob=True, routed_scaling_factor=1.5, scoring_func="sqrtsoftplus",
     topk_method="noaux_tc", num_hash_layers=0, swiglu_limit=10.0, hidden_act="silu", hc_mult=4, hc_sinkhorn_iters=20,
     hc_eps=1e-6, rms_norm_eps=1e-6, expert_dtype="bf16", bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
     rope_scaling=dict(
@@ -136,30 +146,26 @@ def loud_layers(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def prompt(tokens: int, seed: int = 7) -> list[int]:
+def prompt(tokens: int, seed: int) -> list[int]:
     return torch.randint(2, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# Seeds of prompts for DeepSeek-V4 whose next tokens are the same in transformers with rows in fp32 and in FP8, rounded
-# either way. Others hang on a router that cannot decide between two experts: a sum in another order changes them.
-STEADY = {40: 1040, 64: 2064}
-
-
-def steady_prompt(tokens: int) -> list[int]:
-    return prompt(tokens, seed=STEADY.get(tokens, tokens))
-
-
-def logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
-    """Of each token after the first, given those before it."""
+def logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """[tokens, vocabulary], in the model's dtype."""
     with torch.no_grad():
-        scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def logits_in_fp64(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    import in_fp64
+
+    return in_fp64.logits(model, torch.tensor([ids]))[0]
 
 
 def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arguments):
-    """What say(model, *arguments) gives of a DeepSeek-V4 in fp32 that is rounded where an engine in fp32 is: rows of
-    keys to the FP8 rows of the caches (in vLLM's CPU class to bf16 first), before and after the grouped projection to
-    bf16."""
+    """What say(model, *arguments) gives of a DeepSeek-V4 that is rounded where an engine in fp32 is: rows of keys to
+    the FP8 rows of the caches (in vLLM's CPU class to bf16 first), the indexer's queries and keys to e4m3, before and
+    after the grouped projection to bf16."""
     from unittest import mock
 
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
@@ -167,17 +173,26 @@ def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arg
     from dsv4.caches import dequantize_rows, quantize_rows
 
     eager, grouped = modeling.eager_attention_forward, modeling.DeepseekV4GroupedLinear.forward
+    scorer = modeling.DeepseekV4IndexerScorer.forward
 
     def attention(module, query, key, value, *rest, **options):
         packed = quantize_rows(key.flatten(0, -2).to(first))
         rows = dequantize_rows(*packed, key.dtype).view(key.shape)
         return eager(module, query, rows, rows, *rest, **options)
 
+    def e4m3(x):
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
+        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+    def scores(module, q, keys, hidden):
+        return scorer(module, e4m3(q), e4m3(keys), hidden)
+
     def projection(module, x):
         return grouped(module, x.bfloat16().to(x.dtype)).bfloat16().to(x.dtype)
 
     with (
         mock.patch.object(modeling, "eager_attention_forward", attention),
+        mock.patch.object(modeling.DeepseekV4IndexerScorer, "forward", scores),
         mock.patch.object(modeling.DeepseekV4GroupedLinear, "forward", projection),
     ):
         return say(model, *arguments)
@@ -185,27 +200,55 @@ def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arg
 
 def greedy(model: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
     """The most likely next tokens, one after the other."""
-    ids = list(ids)
-    with torch.no_grad():
-        for _ in range(tokens):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[-tokens:]
+    said, cache = [], None
+    for _ in range(tokens):
+        with torch.no_grad():
+            out = model(torch.tensor([said[-1:] or ids]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        said.append(int(out.logits[0, -1].argmax()))
+    return said
 
 
-def main(kind: str, directory: str, tokens: int = 300) -> None:
+def certain(exact: torch.Tensor, rounded: list[torch.Tensor], tokens: list[int]) -> int:
+    """How many of the first tokens an engine has to say, by logits [tokens, vocabulary] of transformers without the
+    engine's roundings and with them: it may be off by twice what transformers is, in either direction, so the margin
+    between the two most likely tokens has to be four times that."""
+    off = torch.stack([(x - exact).abs().amax(-1) for x in rounded]).amax(0)
+    best = exact.topk(2)
+    sure = (best.values[:, 0] - best.values[:, 1] > 4 * off) & (best.indices[:, 0] == torch.tensor(tokens))
+    return int(sure.cumprod(0).sum())
+
+
+def of_prompt(scores: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of each token after the first, given those before it."""
+    return scores.double().log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def main(kind: str, directory: str) -> None:
+    """transformers.json: "requests", and by the name of a way of rounding "logprobs" of the 300 tokens' prompt with
+    what is "allowed": an engine in fp32 may be off by twice what transformers in fp32 is, so they differ by three
+    times that."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     kinds = {"deepseek_v4": deepseek_v4, "gemma3": gemma3, "gemma4": gemma4, "gemma4_512": gemma4_512}
     model = kinds[kind](folder)
-    ids = prompt(tokens)
-    exact, tokens = logprobs(model, ids), greedy(model, ids, 6)
-    said = dict(prompt=ids, fp32=exact, tokens=tokens)
-    if kind == "deepseek_v4":
-        for name, first in (("fp8 rows", torch.bfloat16), ("fp8 rows at once", torch.float32)):
-            said[name] = rounded_like_an_engine(first, logprobs, model, ids)
-    said["bf16"] = logprobs(model.bfloat16(), ids)
+    engines = {"fp8 rows": torch.bfloat16, "fp8 rows at once": torch.float32} if kind == "deepseek_v4" else {}
+    ways = {n: functools.partial(rounded_like_an_engine, first) for n, first in engines.items()}
+    said: dict = {"requests": []}
+    for length in LENGTHS + LONG.get(kind, ()):
+        ids = prompt(length, seed=SEEDS.get(kind, {}).get(length, length))
+        tokens = greedy(model, ids, TOKENS)
+        whole, at = ids + tokens, slice(length - 1, -1)
+        exact = (logits if ways else logits_in_fp64)(model, whole)[at]
+        rounded = [way(logits, model, whole)[at] for way in ways.values()] or [logits(model, whole)[at]]
+        said["requests"].append(dict(prompt=ids, tokens=tokens, certain=certain(exact, rounded, tokens)))
+    ids = next(r["prompt"] for r in said["requests"] if len(r["prompt"]) == 300)
+    for name, way in {"fp32": lambda say, *rest: say(*rest), **ways}.items():
+        values, exact = (of_prompt(way(say, model, ids), ids) for say in (logits, logits_in_fp64))
+        said[name] = dict(logprobs=values.tolist(), allowed=3 * float((values - exact).abs().max()))
     (folder / "transformers.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "dsv4"))
     main(*sys.argv[1:3])

@@ -2,7 +2,7 @@
 
 REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool}]}.
 RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..], "calls": {dsv4's}}], "operators": {stand-ins'},
-"errors": [of every call of dsv4.v4_attention against the oracle in fp64, relative to the largest value],
+"errors": [of every call of dsv4.v4_attention against the oracle in fp64],
 "choices": [of every call of dsv4.index_topk, see choice_error], "rows": [of every call of compress_pages, see
 row_error]}.
 DSV4_VLLM in the environment says whether the plug-in is on; vLLM finds it through its entry point.
@@ -80,6 +80,7 @@ def compare() -> dict[str, list[float]]:
     import dsv4
     from dsv4 import reference
     from dsv4.integrations.vllm import compressor
+    from dsv4.suites.calls import relative
 
     attention, index, compress = dsv4.v4_attention, dsv4.index_topk, compressor.compress_pages
     errors, choices, rows = [], [], []
@@ -87,7 +88,7 @@ def compare() -> dict[str, list[float]]:
     def compared(*arguments, out, **options):
         result = attention(*arguments, out=out, **options)
         wanted, _ = reference.v4_attention(*arguments, **options)
-        errors.append(float((out - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)))
+        errors.append(relative(out - wanted, wanted))
         return result
 
     def chosen(q, cache, weights, topk, *, out, **options):

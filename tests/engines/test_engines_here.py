@@ -1,0 +1,32 @@
+"""An engine that is missing, or that cannot run on this CPU, fails `make test-engines`: nothing is skipped there."""
+
+import pytest
+from engines_here import in_a_process, needs
+
+
+@pytest.mark.parametrize("asked, skipped", [("1", False), ("", True)])
+def test_a_missing_engine_is_skipped_only_where_nobody_asked_for_engines(monkeypatch, asked, skipped):
+    monkeypatch.setenv("DSV4_ENGINES", asked)
+    assert needs("no_such_engine").args == (skipped,)
+
+
+def run(tmp_path, code: str) -> dict:
+    (tmp_path / "engine.py").write_text(code)
+    return in_a_process("An engine", tmp_path / "engine.py", tmp_path, "checkpoint", {}, {})
+
+
+def test_an_engine_that_a_signal_ends_fails_and_says_what_was_not_tested(tmp_path):
+    """As the wheel of an engine does on a CPU without its instructions."""
+    code = "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGILL)"
+    with pytest.raises(pytest.fail.Exception, match="(?s)ended by SIGILL on .*the plug-in was not tested.*loading"):
+        run(tmp_path, code)
+
+
+def test_an_engine_that_ends_with_an_error_fails_with_its_log(tmp_path):
+    with pytest.raises(AssertionError, match="no such instruction"):
+        run(tmp_path, "raise SystemExit('no such instruction')")
+
+
+def test_the_result_comes_with_the_log(tmp_path):
+    got = run(tmp_path, "import sys; print('all well'); open(sys.argv[3], 'w').write('{}')")
+    assert got == {"log": "all well\n"}
