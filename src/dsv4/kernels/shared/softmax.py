@@ -6,6 +6,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)
+LOWEST = gl.constexpr(-3.0e38)  # a running maximum to begin with that is finite
 
 
 @gluon.jit
@@ -17,13 +18,36 @@ def see(s, first_column, row_first, row_end, L: gl.constexpr):
 
 
 @gluon.jit
-def step(s, m, scale, ABOVE: gl.constexpr = 0):
+def see_apart(s, first_column, row_first, row_end, L: gl.constexpr):
+    """``see`` for an accumulator. Its columns are 8 j + 2 t + e, t of the thread: what the thread adds is taken from
+    the bounds, the rest is a constant of each register. ``see`` would hold columns in registers through a loop."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    x = s.reshape([M, N // 8, 4, 2])
+    LX: gl.constexpr = x.type.layout
+    MT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LX))
+    JE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LX))
+    column = (first_column + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, MT)))[None, :]
+    low = gl.convert_layout(row_first, gl.SliceLayout(1, MT))[:, None] - column
+    high = gl.convert_layout(row_end, gl.SliceLayout(1, MT))[:, None] - column
+    rest = 8 * gl.arange(0, N // 8, layout=gl.SliceLayout(1, JE))[:, None]
+    rest = (rest + gl.arange(0, 2, layout=gl.SliceLayout(0, JE))[None, :])[None, :, :][:, :, None, :]
+    seen = (rest >= low[:, None, :][:, :, :, None]) & (rest < high[:, None, :][:, :, :, None])
+    return gl.convert_layout(gl.where(seen, x, -float("inf")).reshape([M, N]), L)
+
+
+@gluon.jit
+def step(s, m, scale, ABOVE: gl.constexpr = 0, FINITE: gl.constexpr = False):
     """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before).
-    The maximum stays where it grows by no more than ABOVE: the factor is then exactly 1."""
+
+    ABOVE: the maximum stays where it grows by no more than that; the factor is then exactly 1. FINITE: m was LOWEST in
+    the beginning, not -inf."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
     if ABOVE > 0:
         m_new = gl.where(m_new - m > ABOVE, m_new, m)
-    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    safe = m_new
+    if not FINITE:
+        safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     alpha = gl.exp2(m - safe)
     p = gl.exp2(s * scale - safe[:, None])
     return p, m_new, alpha

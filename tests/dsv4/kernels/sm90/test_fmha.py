@@ -106,22 +106,45 @@ def test_one_block_loops_over_many_tiles(head_dim, causal):
     assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
-def test_tiles_that_every_row_sees_are_not_masked(order):
-    """Head dim 128 without a mask, whole tiles of keys. The keys grow, so that tiles raise the maximum of some rows by
-    more than 8 and of some by less: O is rescaled, or left as it is."""
-    q, v = torch.randn(1, 330, 2, 128).bfloat16(), torch.randn(1, 512, 2, 128).bfloat16()
-    k = (torch.randn(1, 512, 2, 128) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
+ORDERS = ("eager", "latest", "random")
+
+
+@pytest.mark.parametrize(
+    "head_dim, order",
+    [(128, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128, 256) for o in ORDERS
+                        if (d, o) != (128, "latest"))],
+)  # fmt: skip
+def test_tiles_that_every_row_sees_are_not_masked(head_dim, order):
+    """Without a mask, whole tiles of keys. The keys grow, so that tiles raise the maximum of some rows by more than 8
+    and of some by less: O is rescaled, or left as it is."""
+    q, v = torch.randn(1, 330, 2, head_dim).bfloat16(), torch.randn(1, 512, 2, head_dim).bfloat16()
+    k = (torch.randn(1, 512, 2, head_dim) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
     one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
-    assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"]
+    early = head_dim > 64 or dispatch.triton_version() < (3, 9)
+    assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"] == early
     sink, out = torch.randn(2), torch.full_like(q, float("nan"))
     with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
         _, lse = dsv4.fmha(q, k, v, sink=sink, out=out, return_lse=True, backend="softsm")
     assert "nothing found" in str(report), str(report)
     assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
-    s = (torch.einsum("bthd,bshd->bhts", q.float(), k.float()) * 128**-0.5 / math.log(2)).unflatten(3, (4, 128))
+    s = (torch.einsum("bthd,bshd->bhts", q.float(), k.float()) * head_dim**-0.5 / math.log(2)).unflatten(3, (4, 128))
     grown = s.amax(4).cummax(3).values.diff(dim=3)
     assert (grown > 8).any() and (grown < 8).any()
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_rows_that_see_few_keys_or_none_of_a_tile(order):
+    """Head dim 128, more queries than keys, windows: rows that see nothing, that begin late, that end early."""
+    q = torch.randn(1, 500, 1, 128).bfloat16()
+    k, v = (torch.randn(1, 260, 1, 128).bfloat16() for _ in "kv")
+    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    assert fmha.tiling(problem.dense(q, k, v, causal=True), one).loop
+    for window in ((-1, 0), (90, 20)):
+        out = torch.full_like(q, float("nan"))
+        with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+            _, lse = dsv4.fmha(q, k, v, window=window, out=out, return_lse=True, backend="softsm")
+        assert "nothing found" in str(report), str(report)
+        assert_agrees((out, lse), reference.fmha, q, k, v, window=window)
 
 
 def test_every_head_dim_has_a_configuration():

@@ -41,16 +41,17 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     many = p.kind == "dense" and tiles >= 4 * target.multiprocessors
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
+    even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
-        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True), loop=True)
+        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=even), loop=True)
     if large:
         # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
         keys, stages, regs, producer = {
             64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)
         }[p.head_dim]  # fmt: skip
         early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
-        even = p.head_dim == 128 and p.left < 0 and p.right < 0 and p.max_seqlen_k % keys == 0
+        even = even and early
         return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:

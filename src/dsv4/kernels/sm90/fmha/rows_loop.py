@@ -10,10 +10,10 @@ registers meanwhile, since its way through q is taken::
 
     attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
 
-With EVEN, for two roles of head dim 128, every row sees every key of every tile, so that nothing is masked. The
-registers that the columns' numbers had then hold Q, each thread adds up its own part of the row sums, and O is rescaled
-only where a maximum grew by more than 8. Without the branch that a mask is, ptxas would put the softmax behind the wait
-for O += P V: `softmax.pin` keeps it before.
+With EVEN every row sees every key of every tile, and nothing is masked. The order of instructions is ptxas's, which
+has two bad habits: it keeps what a mask compares with in 32 registers through the loop (so `see_apart`), and it puts
+the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread adds up its own part of the row sums, O is
+rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
 
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
 over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
@@ -184,21 +184,22 @@ def scores(q, ring, slot, phase):
 
 
 @gluon.jit
-def sums(p, EVEN: gl.constexpr):
-    if EVEN:
+def sums(p, OWN: gl.constexpr):
+    """Row sums; OWN: what each thread has of them."""
+    if OWN:
         return softmax.partial_sums(p)
     else:
         return gl.sum(p, 1)
 
 
 @gluon.jit
-def add_sums(l, alpha, p, EVEN: gl.constexpr):
-    if EVEN:
-        added = softmax.partial_sums(p)
+def add_sums(l, alpha, p, OWN: gl.constexpr):
+    added = sums(p, OWN)
+    if OWN:
         RP: gl.constexpr = gl.SliceLayout(1, added.type.layout)
         return softmax.pin(l * gl.convert_layout(alpha, RP)[:, None] + added)
     else:
-        return l * alpha + gl.sum(p, 1)
+        return l * alpha + added
 
 
 @gluon.jit
@@ -215,22 +216,25 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
-    ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if EVEN else 0
+    OWN: gl.constexpr = EVEN or D > 64
+    ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
+    FINITE: gl.constexpr = D == 128 and not EVEN
     tiles = share.tiles
     first, end, step = course(scan, M)
     more = at + step < end
     seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
     rows_q = q
-    if EVEN:
+    if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
     s = scores(rows_q, ring, slot, phase)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         mbarrier.arrive(k_free.index(slot), count=1)
     if not EVEN:
-        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE)
-    p, m, alpha = softmax.step(s, gl.full([64], -float("inf"), gl.float32, RS), scale, ABOVE)
-    l = sums(p, EVEN)
+        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE, OWN)
+    m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
+    p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
+    l = sums(p, OWN)
     pa = gl.convert_layout(p.to(q.dtype), LA)
     o = gl.zeros([64, D], gl.float32, LO)
     for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
@@ -243,12 +247,12 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
         if not SAME_KV:
             mbarrier.arrive(k_free.index(after), count=1)
         if not EVEN:
-            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE)
-        p, m, alpha = softmax.step(s, m, scale, ABOVE)
-        l = add_sums(l, alpha, p, EVEN)
+            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE, OWN)
+        p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
+        l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         mbarrier.arrive(v_free.index(slot), count=1)
-        if EVEN:
+        if ABOVE > 0:
             o = softmax.rescale(o, alpha)
         else:
             o = o * gl.convert_layout(alpha, RO)[:, None]
@@ -265,7 +269,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(v_free.index(slot), count=1)
     slot, phase = rows.next_slot(slot, phase, STAGES)
-    if EVEN:
+    if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, share, D)
     return slot, phase

@@ -129,11 +129,14 @@ def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr,
 
 
 @gluon.jit
-def mask(s, column, seen, share, HOW: gl.constexpr):
+def mask(s, column, seen, share, HOW: gl.constexpr, APART: gl.constexpr = False):
     """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
     if (column < seen.full_first) | (column + s.shape[1] > seen.full_end):
-        s = softmax.see(s, column, seen.row_first, seen.row_end, L)
+        if APART:
+            s = softmax.see_apart(s, column, seen.row_first, seen.row_end, L)
+        else:
+            s = softmax.see(s, column, seen.row_first, seen.row_end, L)
     if HOW >= PAGES:
         if seen.bad:
             s = see_pages(s, column, share.problem.keys, share.pages, L)
