@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from softsm.clock import replay
+from softsm.clock import machine
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
@@ -82,7 +82,7 @@ def pipe_of(opcode: str) -> str:
 
 @dataclass
 class Costs:
-    """Rows for the machine instructions of a kernel; one more for events that have none. Columns: clock/replay.py."""
+    """Rows for the machine instructions of a kernel; one more for events that have none. Columns: clock/machine.py."""
 
     ints: np.ndarray
     values: np.ndarray
@@ -135,27 +135,27 @@ def _kind(ins: Sass) -> tuple[int, float, float, float]:
     op = ins.opcode
     if op.startswith(WARPGROUP_PRODUCTS):
         units, port = product(op, ins.text)
-        return replay.PRODUCT, units, float("gsb0" in ins.text), port
+        return machine.PRODUCT, units, float("gsb0" in ins.text), port
     if op.startswith("WARPGROUP.DEPBAR"):
-        return replay.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
+        return machine.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
     if op.startswith("LDS") and ins.guarded and ins.text == "RZ, [RZ]":
-        return replay.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
+        return machine.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
     if op.startswith(("LDS", "STS", "ATOMS")):
-        return replay.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
+        return machine.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
     if op.startswith(("LDG.", "LD.", "ATOMG", "ATOM.")):
-        return replay.READ, 32 * _width(op), 0, 0
+        return machine.READ, 32 * _width(op), 0, 0
     if op.startswith(("STG", "ST.", "RED")) and not op.startswith("REDUX"):
-        return replay.WRITE, 32 * _width(op), 0, 0
+        return machine.WRITE, 32 * _width(op), 0, 0
     if op.startswith(("LDL", "STL")):
-        return replay.READ if op.startswith("LDL") else replay.WRITE, 0, 0, 0
+        return machine.READ if op.startswith("LDL") else machine.WRITE, 0, 0, 0
     if op.startswith(("LDTM", "STTM")):
         found = re.search(r"\.x(\d+)", op)
-        return replay.TENSOR_READ if op[0] == "L" else replay.TENSOR_WRITE, 128 * int(found[1] if found else 1), 0, 0
+        return machine.TENSOR_READ if op[0] == "L" else machine.TENSOR_WRITE, 128 * int(found[1] if found else 1), 0, 0
     if op.startswith(("BRA", "BRX")) and not ins.guarded:
-        return replay.TAKEN, 0, 0, 0
+        return machine.TAKEN, 0, 0, 0
     if op.startswith("MEMBAR"):
-        return replay.MEMBAR, 0, 0, 0
-    return replay.PLAIN, 0, 0, 0
+        return machine.MEMBAR, 0, 0, 0
+    return machine.PLAIN, 0, 0, 0
 
 
 def _interval(op: str, pipe: str, gpu: Gpu) -> float:
@@ -181,7 +181,7 @@ def _beside(op: str, pipe: str, gpu: Gpu) -> float:
 
 def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     """What does not depend on a run."""
-    r = replay
+    r = machine
     n = len(code.instructions) + 1
     ints, values = np.zeros((n, 7), np.int64), np.zeros((n, 8))
     ints[-1, [r.STALL, r.SETS, r.HOLDS]] = 1, NONE, NONE
@@ -204,7 +204,7 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
     """l1: share of the sectors asked for again that are found in L1."""
-    r = replay
+    r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
         fixed = code.costs[gpu.name] = fixed_costs(code, gpu)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from softsm.clock import costs as cs
-from softsm.clock import replay
+from softsm.clock import machine, replay
 from softsm.clock.follow import CannotFollow, branch_on_atomic
 from softsm.clock.lower import Lowering, Streams, lowering_of
 from softsm.clock.parameters import Gpu
@@ -167,7 +167,7 @@ def parameters_of(g: Gpu) -> np.ndarray:
         cp_line=g["copy.line"],
         load_line=g["load.line"],
     )
-    return np.array([named[n] for n in replay.NAMES], np.float64)
+    return np.array([named[n] for n in machine.NAMES], np.float64)
 
 
 class Model:
@@ -227,7 +227,7 @@ class Model:
                 far = 1 - (1 - s.device) ** BATCH
             ways = (("load", slow), ("tma", slow), ("queue", 0.0))
             # What is in L2 overtakes what is not: two queues.
-            queue = replay.DEVICE_FREE if far > 0.5 else replay.L2_FREE
+            queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
             delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + more) * far) for way, more in ways)
             return [per, *delays, queue]
 
@@ -278,7 +278,7 @@ class Model:
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = parameters_of(self.gpu)
-        p[replay.P["store_cycle"]] = write
+        p[machine.P["store_cycle"]] = write
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         each = -(-trace.threads // 32)
@@ -325,22 +325,22 @@ class Model:
             copies = (events[:, 0] == 8) & ((events[:, 1] < 0) | (events[:, 1] >= tensors))
             events[copies, 1] = tensors
         ints = self.costs.ints
-        known = ints[:, replay.TENSOR]
+        known = ints[:, machine.TENSOR]
         known[(known < 0) | (known >= tensors)] = tensors
         flat = (np.concatenate(x) for x in (s_ins, s_ev, s_cnt))
         barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
-        state = replay.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
+        state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
                              log)  # fmt: skip
         if replay.compiled()(*state):
             raise CannotFollow(self._stuck(state, warps))
-        stalls = state.stalls.reshape(-1, replay.REASON_COUNT)
+        stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
         kept = state.log.reshape(-1, 6)[: state.count[0]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.busy, state.issued, kept, state.s_ins, state.s_ev, events,
                    np.array(rows)[:, 0])  # fmt: skip
 
-    def _stuck(self, state: replay.State, warps: list[tuple[int, int]]) -> str:
+    def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []
         for w, (pos, end) in enumerate(zip(state.w_pos.tolist(), state.w_end.tolist())):
             if pos < end:

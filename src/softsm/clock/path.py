@@ -11,11 +11,11 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass
 
-from softsm.clock import replay
+from softsm.clock import machine
 from softsm.clock import trace as tr
+from softsm.clock.machine import LOG_COPY as COPY
+from softsm.clock.machine import LOG_PRODUCT as PRODUCT
 from softsm.clock.model import Prediction, Run
-from softsm.clock.replay import LOG_COPY as COPY
-from softsm.clock.replay import LOG_PRODUCT as PRODUCT
 
 
 @dataclass
@@ -86,7 +86,7 @@ def critical_path(p: Prediction) -> tuple[float, list[Link]]:
         ended, began, kind, cause, pos = waits[at]
         add(role, time - ended)
         to, barrier = role, _barrier(p, run, warp, pos)
-        if replay.REASONS[kind] == "products":
+        if machine.REASONS[kind] == "products":
             barrier = "products"
             add("tensor core", ended - began)
             time = began
@@ -105,7 +105,7 @@ def critical_path(p: Prediction) -> tuple[float, list[Link]]:
                 time = ended - 1
             warp = other
         else:
-            add(replay.REASONS[kind], ended - began)
+            add(machine.REASONS[kind], ended - began)
             time = began
         if time <= start:
             break

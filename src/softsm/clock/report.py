@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from softsm.clock import replay
+from softsm.clock import machine
 from softsm.clock.model import Prediction
 from softsm.clock.path import critical_path
 from softsm.clock.validated import band, statement
@@ -56,7 +56,7 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
         role = next(iter(roles)) if len(roles) == 1 else ""
         for reason, cycles in enumerate(run.stalls[i]):
             if cycles > 0:
-                name = replay.REASONS[reason]
+                name = machine.REASONS[reason]
                 what = barriers.get(i, ins.opcode) if name == "barrier" else ins.opcode.split(".")[0]
                 place = places.get(ins.line, f"PTX line {ins.line}")
                 entry = found.setdefault((name, role, place, what if name == "barrier" else ""), [0.0, ins.line, what])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from softsm.clock import replay
+from softsm.clock import machine
+from softsm.clock.machine import LOG_COPY as COPY
+from softsm.clock.machine import LOG_PRODUCT as PRODUCT
 from softsm.clock.model import Prediction
-from softsm.clock.replay import LOG_COPY as COPY
-from softsm.clock.replay import LOG_PRODUCT as PRODUCT
 from softsm.clock.validated import statement
 from softsm.report.recording import Clock, Launch, Recorder, Track
 
@@ -53,7 +53,7 @@ def recorded(p: Prediction) -> Recorder:
                     name = f"wait {names[int(event[1])]}"
             out.add(
                 Track(0, inst, "warp", w.index),
-                f"{name} ({replay.REASONS[int(kind)]})",
+                f"{name} ({machine.REASONS[int(kind)]})",
                 a,
                 max(b, a + 1),
                 "wait",

@@ -1,0 +1,217 @@
+"""What a replay (clock/replay.py) reads and changes: the kinds and columns of machine instructions, the parameters by
+their place in an array, and the arrays themselves, all of one dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+INF = 1e18
+# Kinds of machine instructions.
+PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR = range(10)
+# Reasons to wait.
+REASONS = ("registers", "pipe", "issue", "barrier", "products", "copies", "bar.sync", "shared memory", "code")
+DEPENDS, PIPE, ISSUE, BARRIER, PRODUCTS, COPIES, NAMED, PORT, CODE = range(9)
+REASON_COUNT = len(REASONS)
+# Entries of the log beside waits.
+LOG_PRODUCT, LOG_COPY = 20, 21
+# Parameters, by their place in the array.
+NAMES = (
+    "product_tail",
+    "product_depth",
+    "try_wait",
+    "arrive",
+    "wake",
+    "bar_sync",
+    "bar_arrival",
+    "tma_issue",
+    "tma_interval",
+    "mma_issue",
+    "mma_tail",
+    "tmem_rate",
+    "tmem_latency",
+    "cta_gap",
+    "tma_port",
+    "l1_latency",
+    "store_cycle",
+    "cluster_barrier",
+    "commit",
+    "branch",
+    "remote",
+    "lsu_queue",
+    "cold",
+    "fma_delay",
+    "sm_byte",
+    "product_wait",
+    "product_wide",
+    "gather_interval",
+    "lds_beside",
+    "operands",
+    "jump_near",
+    "jump_far",
+    "cp_line",
+    "load_line",
+)
+(
+    PRODUCT_TAIL,
+    PRODUCT_DEPTH,
+    TRY_WAIT,
+    ARRIVE,
+    WAKE,
+    BAR_SYNC,
+    BAR_ARRIVAL,
+    TMA_ISSUE,
+    TMA_INTERVAL,
+    MMA_ISSUE,
+    MMA_TAIL,
+    TMEM_RATE,
+    TMEM_LATENCY,
+    CTA_GAP,
+    TMA_PORT,
+    L1_LATENCY,
+    STORE_CYCLE,
+    CLUSTER_BARRIER,
+    COMMIT,
+    BRANCH,
+    REMOTE,
+    LSU_QUEUE,
+    COLD,
+    FMA_DELAY,
+    SM_BYTE,
+    PRODUCT_WAITED,
+    PRODUCT_WIDE,
+    GATHER_INTERVAL,
+    LDS_BESIDE,
+    OPERANDS,
+    JUMP_NEAR,
+    JUMP_FAR,
+    CP_LINE,
+    LOAD_LINE,
+) = range(len(NAMES))
+P = {name: i for i, name in enumerate(NAMES)}
+NEAR, FAR = 96, 480  # instructions that the measured jumps went over
+RING = 64  # products of a warpgroup
+# Columns of the machine instructions (clock/costs.py): whole numbers, and others.
+KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR = range(7)
+INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, HEAVY, PORT_CYCLES, LINES = range(8)
+# Of a multiprocessor.
+(
+    TENSOR_FREE,
+    PORT_FREE,
+    PORT_SHARE,
+    LSU_FREE,
+    L2_FREE,
+    DEVICE_FREE,
+    WRITE_FREE,
+    TMA_FREE,
+    TM_FREE,
+    MMA_LAST,
+    LAST_LOAD,
+) = range(11)
+# What is added up: the pipes first.
+BUSY_PORT, BUSY_MEMORY, BUSY_WRITE, BUSY_TENSOR, BUSY_TMEM, BUSY_ISSUE = 16, 17, 18, 19, 20, 31
+# Tags of warps that wait for something without a time.
+ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
+
+
+class State(NamedTuple):
+    """The arguments of the replay, in order."""
+
+    kind: np.ndarray  # machine instructions, by the columns above
+    pipe: np.ndarray
+    stall: np.ndarray
+    sets: np.ndarray
+    holds: np.ndarray
+    waits: np.ndarray
+    tensor: np.ndarray
+    interval: np.ndarray
+    latency: np.ndarray
+    units: np.ndarray
+    extra: np.ndarray
+    beside: np.ndarray
+    heavy: np.ndarray
+    port: np.ndarray
+    lines: np.ndarray
+    fetched: np.ndarray  # when their code is there, or -1
+    issued: np.ndarray
+    asked: np.ndarray  # bytes that loads have still to fetch
+    stalls: np.ndarray  # reasons of each, one after the other
+    s_ins: np.ndarray  # streams: machine instruction, first event, events
+    s_ev: np.ndarray
+    s_cnt: np.ndarray
+    e_kind: np.ndarray  # events
+    e_a: np.ndarray
+    e_b: np.ndarray
+    e_c: np.ndarray
+    w_pos: np.ndarray  # warps
+    w_end: np.ndarray
+    w_sm: np.ndarray
+    w_sched: np.ndarray
+    w_inst: np.ndarray
+    w_group: np.ndarray
+    w_time: np.ndarray
+    w_since: np.ndarray
+    w_tag: np.ndarray
+    w_count: np.ndarray  # products, their groups, groups of cp.async, of bulk copies, arrivals at the cluster's barrier
+    w_last: np.ndarray  # cp.async, bulk written, bulk read, at a named barrier since, loads there
+    board: np.ndarray  # when each of 8 scoreboards is down again
+    w_groups: np.ndarray  # 32 of products, as numbers
+    w_ends: np.ndarray  # 32 of cp.async, 16 of bulk written, 16 of bulk read
+    i_first: np.ndarray  # instances: warps, the one that follows, warps left
+    i_after: np.ndarray
+    i_next: np.ndarray
+    i_left: np.ndarray
+    i_start: np.ndarray
+    i_end: np.ndarray
+    c_count: np.ndarray  # the cluster's barrier: arrived, turns
+    c_time: np.ndarray  # latest, 8 turns
+    b_count: np.ndarray  # mbarriers: pending, expected, bytes, phases done, last cause, 16 causes
+    b_time: np.ndarray  # latest, 16 completions
+    named: np.ndarray  # 256 of each instance: arrived, latest
+    g_count: np.ndarray  # products of a warpgroup that have arrived, RING of each
+    g_done: np.ndarray
+    g_begin: np.ndarray
+    g_made: np.ndarray  # those that have begun
+    g_asked: np.ndarray  # those that all four warps have issued
+    g_at: np.ndarray  # ... when, RING of each
+    g_pos: np.ndarray  # ... and where
+    g_home: np.ndarray  # multiprocessor and instance of each
+    g_warp: np.ndarray  # the warp that issued last
+    turn: np.ndarray  # of a multiprocessor: the warpgroup whose product came last
+    queued: np.ndarray  # ... and the cycles of products that wait
+    engines: np.ndarray  # eleven of a multiprocessor
+    pipes: np.ndarray  # 17 of a scheduler: free at; the last is the issue slot
+    memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
+    p: np.ndarray
+    busy: np.ndarray
+    log: np.ndarray
+    count: np.ndarray  # rows of the log, mbarriers of an instance
+
+
+def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, groups: int, barriers: int, sms: int,
+          memory, p, log: int) -> State:  # fmt: skip
+    """rows: of each warp, in the order of State; spans: the warps of each instance; nexts: the instance that follows
+    each; begins: their times, or -1; log: rows that are kept."""
+    n, warps, instances = len(ints), len(rows), len(spans)
+
+    def whole(size: int) -> np.ndarray:
+        return np.zeros(size, np.int64)
+
+    b_count = np.zeros((instances * barriers, 21), np.int64)
+    b_count[:, :2], b_count[:, 4:] = 1, -1
+    table = np.ascontiguousarray(events.T.astype(np.int64))
+    return State(
+        *np.ascontiguousarray(ints.T), *np.ascontiguousarray(values.T), np.full(n, -1.0), whole(n), np.zeros(n),
+        np.zeros(n * REASON_COUNT), s_ins.astype(np.int32), s_ev.astype(np.int32), s_cnt.astype(np.int32), *table,
+        *np.ascontiguousarray(rows.T.astype(np.int64)), np.full(warps, INF), np.full(warps, -1.0),
+        np.full(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),
+        np.zeros(64 * warps), *np.ascontiguousarray(spans.T.astype(np.int64)), nexts.astype(np.int64),
+        spans[:, 1] - spans[:, 0], begins.astype(np.float64), np.full(instances, -1.0), whole(2 * instances),
+        np.zeros(9 * instances), b_count.ravel(), np.zeros(17 * instances * barriers), np.zeros(512 * instances),
+        whole(groups * RING), np.zeros(groups * RING), np.zeros(groups * RING), whole(groups), whole(groups),
+        np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
+        np.zeros(11 * sms),
+        np.zeros(17 * 4 * sms), memory.ravel(), p, np.zeros(32), np.empty(6 * log), np.array([0, barriers]),
+    )  # fmt: skip
