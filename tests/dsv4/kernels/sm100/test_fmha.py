@@ -318,7 +318,7 @@ def test_budgets_are_checked() -> None:
         fmha.tiling(d, p_tmem)
     with pytest.raises(ValueError, match="p_tmem: got True for head dim 512"):
         fmha.tiling(512, True)
-    with pytest.raises(ValueError, match="640 of 512 columns"):
+    with pytest.raises(ValueError, match="704 of 512 columns"):
         fmha.check_budget(256, 128, 64, 2, 4, True)
     with pytest.raises(ValueError, match="of 232448 bytes"):
         fmha.check_budget(128, 128, 128, 2, 4, False)

@@ -2,7 +2,7 @@
 
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, prepare_split, splits_keys
-from dsv4.kernels.sm100.fmha.forward import fmha_forward
+from dsv4.kernels.sm100.fmha.forward import fmha_forward, s_buffers
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
@@ -20,8 +20,8 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
         raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
     # rows, keys, tiles, ring slots; registers of a softmax thread, and of the load and mma warps
     rows, keys, tiles, slots, softmax, warp = {
-        64: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 4, 152, 96),
-        128: (128, 128, 2, 4, 192, 48) if p_tmem else (128, 128, 2, 3, 152, 96),
+        64: (128, 128, 2, 4, 224, 56),
+        128: (128, 128, 2, 4, 224, 56) if p_tmem else (128, 128, 2, 3, 224, 56),
         256: (128, 64, 1, 4, 176, 96),
         512: (64, 64, 1, 4, 208, 128),
     }[head_dim]
@@ -33,7 +33,8 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
 
 def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
     """What the compiler does not check: an over-budget kernel compiles to an empty body."""
-    columns = 2 * keys + tiles * head_dim * rows // 128
+    p_columns = tiles * keys // 2 if p_tmem and tiles == 2 else 0  # else in the place of S, or in shared memory
+    columns = s_buffers(head_dim, p_tmem) * keys + p_columns + tiles * head_dim * rows // 128
     shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
     if columns > MAX_COLUMNS or shared + OTHER_SHARED > MAX_SHARED:
         raise ValueError(
