@@ -43,9 +43,10 @@ def compare(got, arguments) -> None:
 
 @pytest.mark.parametrize("order", ["latest", pytest.param("random", marks=pytest.mark.slow)])
 def test_two_lists_of_plain_rows_whenever_copies_complete(order):
-    """150 window entries and 70 compressed ones: five blocks, the last of each list in part. Two head tiles."""
+    """150 window entries and 70 compressed ones: five blocks, the last of each list in part. Two head tiles. Compressed
+    rows are larger, so that maxima grow by more than 8 and O is rescaled in the middle of a list."""
     window, compressed = rows(100), torch.full((90, 576), NAN).bfloat16()[:, :512]
-    compressed[:60] = rows(60)
+    compressed[:60] = 6 * rows(60)
     compared = run(
         order, q=torch.randn(2, 80, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
         compressed=compressed, compressed_indices=numbers(2, 70, of=60), sink=torch.randn(80),
@@ -174,11 +175,11 @@ def test_the_suite(case):
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order, dtype):
     """Six queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs.
-    Positions are of int64 here."""
+    Maxima grow by more than 8 where larger rows begin. Positions are of int64 here."""
     lengths = torch.tensor([270, 270, 0, 128, 190, 270], dtype=torch.int32)
     arguments = dict(
         q=torch.randn(6, 16, 512).to(dtype), window=rows(12).to(dtype), window_indices=numbers(6, 150, of=12),
-        compressed=rows(10).to(dtype), compressed_indices=numbers(6, 270, of=10), compressed_lengths=lengths,
+        compressed=6 * rows(10).to(dtype), compressed_indices=numbers(6, 270, of=10), compressed_lengths=lengths,
         window_lengths=torch.where(lengths == 0, 0, torch.where(lengths == 128, 0, 150)).int(), sink=torch.randn(16),
         inverse_rope=(reference.rope_table(50, 64), torch.arange(6)),
     )  # fmt: skip

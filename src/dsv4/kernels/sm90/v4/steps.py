@@ -12,6 +12,8 @@ both blocks, so that right rescales O once::
 
     left    softmax 0 -> m0 | O_L += P0 V0_L |       wait m1, P0 -> | O_L += P1 V1_L | S0 of the next step
     right   S1 | wait m0 | softmax 1 -> m1 | O_R += P1 V1_R, P1 -> | O_R += P0 V0_R |
+
+A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
 """
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -58,7 +60,6 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     """Softmax of block 0, then O[:, :256] with both blocks."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
     RS: gl.constexpr = m.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 0, 1)
@@ -67,7 +68,7 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     if step + 1 == steps:
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
-    p, m0, a0 = softmax.step(s, m, scale)
+    p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     pb = p.to(memory.q.dtype)
     memory.p0.store(pb)
@@ -75,7 +76,7 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     memory.a0.store(a0)
     fence_async_shared()
     mbarrier.arrive(p_ready.index(0), count=1)
-    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = softmax.rescale(o, a0)
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -84,7 +85,7 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     m = memory.m1.load(RS)
     a1 = memory.a1.load(RS)
     l = l * gl.convert_layout(a1, RP)[:, None]
-    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = softmax.rescale(o, a1)
     o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(2), count=1)
@@ -105,7 +106,8 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
     mbarrier.wait(p_ready.index(0), phase)
     m0 = memory.m0.load(RS)
     a0 = memory.a0.load(RS)
-    # O is complete, but the assembler does not see it across the loop, and would wait for S, too.
+    # O is complete, but the assembler does not see it across the loop, and would wait for S, too: also in front of a
+    # jump over the products.
     o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
     o = o * gl.convert_layout(a0, RO)[:, None]
     o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
@@ -113,7 +115,7 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
     if step + 1 == steps:
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
-    p, m, a1 = softmax.step(s, m0, scale)
+    p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
     l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
     pb = p.to(memory.q.dtype)
     memory.p1.store(pb)
@@ -123,7 +125,7 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
     mbarrier.arrive(p_ready.index(1), count=1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(1), count=1)
-    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = softmax.rescale(o, a1)
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(3), count=1)
@@ -156,14 +158,13 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
     """Softmax of block 0, whose S is there, O[:, :256] with both blocks, S of the next block 0."""
     ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
     RS: gl.constexpr = m.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    p, m0, a0 = softmax.step(s, m, scale)
+    p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     memory.m0.store(m0)
     mbarrier.arrive(m_ready.index(0), count=1)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
-    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = softmax.rescale(o, a0)
     o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -176,7 +177,7 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
     mbarrier.arrive(p_ready.index(0), count=1)
     a1 = softmax.pin(a1)  # P0 first, then O
     l = l * gl.convert_layout(a1, RP)[:, None]
-    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = softmax.rescale(o, a1)
     mbarrier.wait(p_ready.index(1), phase)
     # The product is issued in either branch: the assembler would not let O under way cross into one.
     if step + 1 < steps:
@@ -199,7 +200,6 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     """S and softmax of block 1, O[:, 256:] with its own P, then with left's."""
     ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 3, 2)
@@ -209,12 +209,12 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
     mbarrier.wait(m_ready.index(0), phase)
-    p, m1, _ = softmax.step(s, memory.m0.load(RS), scale)
+    p, m1, _ = softmax.step(s, memory.m0.load(RS), scale, softmax.RESCALE_ABOVE)
     memory.m1.store(m1)
     mbarrier.arrive(m_ready.index(1), count=1)
     a = gl.exp2(m - gl.where(m1 == -float("inf"), 0.0, m1))
     l = l * gl.convert_layout(a, RP)[:, None] + softmax.partial_sums(p)
-    o = o * gl.convert_layout(a, RO)[:, None]
+    o = softmax.rescale(o, a)
     pb = p.to(memory.q.dtype)
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
     mbarrier.wait(ready.index(1), phase)
