@@ -275,3 +275,14 @@ def test_the_indexer_chooses_what_sglangs_own_chooses(tmp_path):
         assert one["ours"] == one["theirs"] and one["chosen"] > one["queries"]
         assert one["ours twice"] == one["ours hidden"] == 0
     assert found["EXTEND"]["ours rows agree"] and found["EXTEND"]["theirs rows agree"]
+
+
+@installed
+@pytest.mark.slow
+def test_the_dense_backend_with_windows_sinks_and_shared_keys():
+    folder = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent / "dsv4"), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, folder / "sglang_dense_calls.py"], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("all agree\n"), done.stderr[-4000:]

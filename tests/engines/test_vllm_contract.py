@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import vllm_record
+from agreement import assert_right
 from engines_here import needs
 
 import dsv4.integrations.vllm as plugin
+from dsv4 import reference
 
 pytestmark = needs("vllm")
 
@@ -174,6 +177,27 @@ print("all held")
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
     off = run("0")
     assert "left alone" in off.stdout and "Unknown attention backend" in off.stderr, off.stderr[-3000:]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("window, with_sinks", [(None, False), (None, True), (7, True)])
+def test_the_dense_backend_with_windows_sinks_and_shared_keys(d, window, with_sinks):
+    """Two decodes before a prompt with a cached prefix. The rest of the pages is NaN, which must not be read."""
+    from dsv4.integrations.vllm.dense import Impl, Metadata
+
+    chance = torch.Generator().manual_seed(0)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2, 32], [0, 20, 23, 60]))
+    table = torch.tensor([[5, 2, 0], [7, 0, 0], [1, 8, 3]], dtype=torch.int32)
+    q, k, v = (torch.randn(n, heads, d, generator=chance) for n, heads in ((32, 4), (60, 2), (60, 2)))
+    sinks = torch.randn(4, generator=chance) if with_sinks else None
+    lengths = ends.diff()
+    slots = torch.cat([table[r, t // 16] * 16 + t % 16 for r in range(3) for t in [torch.arange(int(lengths[r]))]])
+    cache, out = torch.full((9, 2, 16, 2 * d), float("nan")), torch.empty(40, 4, d)
+    impl = Impl(4, d, d**-0.5, num_kv_heads=2, sliding_window=window, sinks=sinks)
+    impl.do_kv_cache_update(None, k, v, cache, slots.long())
+    impl.forward(None, q, k, v, cache, Metadata(2, 32, starts, lengths, table, 30, 37), out)
+    seen = (-1 if window is None else window - 1, 0)
+    assert_right(out[:32], reference.fmha_varlen(q, k, v, starts, ends, causal=True, window=seen, sink=sinks)[0])
 
 
 def test_vllms_own_loader_ends_with_the_reason():
