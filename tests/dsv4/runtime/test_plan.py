@@ -86,6 +86,9 @@ def test_warmup_makes_every_kind_of_v4_call():
     seen.clear()
     dsv4.warmup(v4_attention, **sizes, fp8=True)
     assert all(fp8 for fp8, _, _ in seen)
+    seen.clear()
+    dsv4.warmup(v4_attention, **sizes, dtype=torch.float16)  # FP8 rows go with bf16
+    assert {(False, *form) for form in forms} == set(seen)
 
 
 @pytest.mark.parametrize(
