@@ -61,22 +61,23 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
             kernel, (count, tiles), rows, blocks, lse2, delta, window, compressed, target,
             *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), p.softmax_scale * LOG2E.value,
             p.softmax_scale, p.q_heads, width, caches.pool_size(p.window), window.stride(0) // 8, window_blocks,
-            compressed.stride(0) // 8, begin, count, most,
+            compressed.stride(0) // 8, begin, count, most, factors,
             ATOMIC=atomic, TURNED=panels, SCALED=fp16, **registers, num_warps=4,
         )  # fmt: skip
 
+    factors = lse2  # or unread
     if not b.deterministic:
         listed(sums, 0, p.batch, True)
     else:
         padded = -(-width // 64) * 64
-        # Rounded to bf16 a contribution is as exact as bf16 results; fp16 would not have its range.
-        stored = torch.float32 if fp16 else torch.bfloat16
-        some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 512 * stored.itemsize)))
-        parts = torch.empty(tiles * some * padded, 512, dtype=stored, device=p.q.device)
+        some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
+        parts = torch.empty(tiles * some * padded, 512, dtype=p.q.dtype, device=p.q.device)
+        if fp16:
+            factors = torch.empty(tiles * some * padded, 8, dtype=torch.float32, device=p.q.device)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
             listed(parts, begin, count, False)
-            _fold(rows[begin : begin + count], parts, sums, tiles, padded)
+            _fold(rows[begin : begin + count], parts, factors, sums, tiles, padded)
     if b.dq is not None and not aligned:
         b.dq.copy_(dq)
     split = caches.pool_size(p.window)
@@ -85,13 +86,15 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
             x.copy_(part.view(x.shape))
 
 
-def _fold(rows: Tensor, parts: Tensor, sums: Tensor, tiles: int, padded: int) -> None:
+def _fold(rows: Tensor, parts: Tensor, factors: Tensor, sums: Tensor, tiles: int, padded: int) -> None:
     count, width = rows.shape
     place = torch.arange(count, device=rows.device)[:, None] * padded + torch.arange(width, device=rows.device)
     named, order = rows.flatten().sort(stable=True)  # -1 first: no row's
     starts = torch.searchsorted(named, torch.arange(len(sums) + 1, dtype=torch.int32, device=rows.device)).int()
     places = place.flatten()[order].int()
-    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, SOME=16, num_warps=4)
+    scaled = parts.dtype == torch.float16
+    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, factors, SOME=16,
+               SCALED=scaled, num_warps=4)  # fmt: skip
 
 
 def _longest(pools: set[Tensor]) -> Tensor:

@@ -50,8 +50,9 @@ class Terms:
 
 @aggregate
 class Target:
-    """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, bf16 (fp32 where the rest is fp16),
-    `step` from block to block."""
+    """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16
+    room for factors, eight of every row."""
 
     ptr: Value
     step: Value
+    factors_ptr: Value

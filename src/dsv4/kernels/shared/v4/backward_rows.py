@@ -101,25 +101,49 @@ def number_rows(window_list_ptr, window_lengths_ptr, compressed_list_ptr, compre
 
 
 @gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, SOME: gl.constexpr):
+def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, factors_ptr, SOME: gl.constexpr,
+              SCALED: gl.constexpr):  # fmt: skip
     """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
     at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
-    one head tile."""
+    one head tile. SCALED (fp16): every 64 columns have a factor."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
     row = gl.program_id(0).to(gl.int64)
-    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
     begin = gl.load(starts_ptr + row)
     end_ = gl.load(starts_ptr + row + 1)
-    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
-    total = gl.zeros([SOME, 512], gl.float32, L)
-    for entry in range(begin, end_, SOME):
-        there = entry + some < end_
-        at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
-        for tile in range(0, head_tiles):
-            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
-            total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
+    if SCALED:
+        total = scaled_rows(parts_ptr, factors_ptr, order_ptr, begin, end_, head_tiles, per_tile, SOME)
+    else:
+        column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
+        some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
+        total = gl.zeros([SOME, 512], gl.float32, L)
+        for entry in range(begin, end_, SOME):
+            there = entry + some < end_
+            at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
+            for tile in range(0, head_tiles):
+                place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
+                total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
     total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
     total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))
     column = gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
     place = sums_ptr + row * 512 + column
     gl.store(place, gl.load(place) + total)
+
+
+@gluon.jit
+def scaled_rows(parts_ptr, factors_ptr, order_ptr, begin, end_, head_tiles, per_tile, SOME: gl.constexpr):
+    """The sums of contributions that have factors: [SOME, 8, 64], of each eighth of a row."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [2, 2, 1], [2, 1, 0])
+    OF_EIGHTHS: gl.constexpr = gl.SliceLayout(2, L)
+    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, OF_EIGHTHS))
+    eighth = gl.arange(0, 8, layout=gl.SliceLayout(0, OF_EIGHTHS))[None, :]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    total = gl.zeros([SOME, 8, 64], gl.float32, L)
+    for entry in range(begin, end_, SOME):
+        there = (entry + some < end_)[:, None]
+        at = gl.load(order_ptr + entry + some, mask=entry + some < end_, other=0).to(gl.int64)
+        for tile in range(0, head_tiles):
+            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 8 + eighth
+            factor = gl.load(factors_ptr + place, mask=there, other=0.0)[:, :, None]
+            part = gl.load(parts_ptr + place[:, :, None] * 64 + column, mask=there[:, :, None], other=0.0)
+            total += part.to(gl.float32) * factor
+    return total

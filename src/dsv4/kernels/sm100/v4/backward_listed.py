@@ -65,7 +65,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors
+from dsv4.kernels.shared.v4.backward_scale import factors, narrowed
 
 
 @aggregate
@@ -190,13 +190,17 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
             x = memory.dkv.slice(c * 64, 64).load()
             if c == 3:
                 mbarrier.arrive(barriers.part_free, count=1)
-            if SCALED:
+            if ATOMIC and SCALED:
                 x = x * down
             column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
             if ATOMIC:
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
                 gl.atomic_add(place, x, mask=there, sem="relaxed")
             else:  # in the order of Hopper's keep(), which fold_rows undoes
+                if SCALED:
+                    x, undo = narrowed(x)
+                    factor = target.factors_ptr + (block * 64 + slot) * 8 + first // 64 + c
+                    gl.store(factor, undo * down, mask=rows >= 0)
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
                 gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
@@ -208,7 +212,7 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr, factors_ptr,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr, MMA_REGS: gl.constexpr):  # fmt: skip
     """The arguments are those of the Hopper kernel of this name."""
@@ -248,11 +252,11 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     head = gl.program_id(1) * 64
     blocks = gl.load(blocks_ptr + number)
     query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0)
+    target = Target(target_ptr, 0, factors_ptr)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        target_ptr += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
-        target = Target(target_ptr, 64 * 512)
+        first = (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded
+        target = Target(target_ptr + first * 512, 64 * 512, factors_ptr + first * 8)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)

@@ -47,7 +47,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors
+from dsv4.kernels.shared.v4.backward_scale import factors, narrowed
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -126,31 +126,27 @@ setp.ne.b64 there, $14, 0; add.s64 place, $14, column; @there st.global.v4.b32 [
 }""")
 
 
-# The same in fp32. $20, $22: the rows' places; $36: the column, in bytes.
-KEEP_FP32 = gl.constexpr("""{
-.reg .pred there; .reg .b64 place, column;
-mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; cvt.u64.u32 column, $36;
-setp.ne.b64 there, $20, 0; add.s64 place, $20, column;
-@there st.global.v4.b32 [place], {$4, $5, $8, $9}; @there st.global.v4.b32 [place+16], {$12, $13, $16, $17};
-setp.ne.b64 there, $22, 0; add.s64 place, $22, column;
-@there st.global.v4.b32 [place], {$6, $7, $10, $11}; @there st.global.v4.b32 [place+16], {$14, $15, $18, $19};
-}""")
-
-
 @gluon.jit
 def keep(part, rows, target, first):
-    """part to target, bf16 or fp32, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of
-    32 are neighbours in memory. Nothing of rows of -1."""
-    SIZE: gl.constexpr = target.dtype.element_ty.primitive_bitwidth // 8
+    """part to target, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
+    neighbours in memory. Nothing of rows of -1."""
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    place = gl.where(rows >= 0, target.to(gl.int64) + slot * (512 * SIZE), 0)[:, None]
+    place = gl.where(rows >= 0, target.to(gl.int64) + slot * 1024, 0)[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
     column = (first + column // 32 * 32 + column // 2 % 4 * 8)[None, :]
     part, place = gl.broadcast(part.to(target.dtype.element_ty), place)
-    part, column = gl.broadcast(part, column * SIZE)
-    ASM: gl.constexpr = KEEP if SIZE == 2 else KEEP_FP32
-    gl.inline_asm_elementwise(ASM, "=r,=r,=r,=r" + ",r" * (4 * SIZE) + ",l" * 16 + ",r" * 16, [part, place, column],
+    part, column = gl.broadcast(part, column * 2)
+    gl.inline_asm_elementwise(KEEP, "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16, [part, place, column],
                               dtype=gl.int8, is_pure=False, pack=16)  # fmt: skip
+
+
+@gluon.jit
+def keep_narrowed(part, rows, target, place, block, down, PIECE: gl.constexpr):
+    """The same of fp16, with a factor for every row."""
+    part, undo = narrowed(part)
+    slot = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    gl.store(target.factors_ptr + slot * 8 + PIECE, undo * down, mask=rows >= 0)
+    keep(part, rows, place, PIECE * 64)
 
 
 @gluon.jit
@@ -174,10 +170,12 @@ def gradients(dq, memory, barriers, rows, target, block, down, H: gl.constexpr, 
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if piece == 3:
             mbarrier.arrive(barriers.used, count=1)
-        if SCALED:
+        if ATOMIC and SCALED:
             part = part * down
         if ATOMIC:
             add(part, rows, place, H * 256 + piece * 64)
+        elif SCALED:
+            keep_narrowed(part, rows, target, place, block, down, H * 4 + piece)
         else:
             keep(part, rows, place, H * 256 + piece * 64)
     return dq
@@ -264,14 +262,14 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr, factors_ptr,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, RIGHT_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr):  # fmt: skip
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
-    to add to; without ATOMIC the contributions, bf16 (for fp16 fp32) [head tiles, queries from query_begin on, width
-    rounded up to 64, 512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are
-    those of turned. most [N, H], SCALED: for fp16."""
+    to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width rounded up to 64, 512 in
+    the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned. SCALED
+    (fp16): most [N, H], and factors fp32 [..., 8] of the contributions."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -298,11 +296,11 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     head = gl.program_id(1) * 64
     blocks = gl.load(blocks_ptr + number)
     query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0)
+    target = Target(target_ptr, 0, factors_ptr)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        target_ptr += (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded * 512
-        target = Target(target_ptr, 64 * 512)
+        first = (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded
+        target = Target(target_ptr + first * 512, 64 * 512, factors_ptr + first * 8)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)
