@@ -11,17 +11,17 @@ products of the other, with one (one_tile.py) S has two stages. Role chart (two 
     correction  | O *= alpha | ... | O / l -> out, lse                      4 warps (one tile only)
 
 head dim   BM x TILES   BN    tensor memory (columns)                       shared memory (KiB), P in shared memory
-64         128 x 2      128   S 2x128, P 2x64, O 2x64      = 512            Q 32  ring 4 x 16   P 64
+64         128 x 2      128   S 128, P 2x64, O 2x64        = 384            Q 32  ring 4 x 16   P 64
 128        128 x 2      128   S 128, P 2x64, O 2x128       = 512            Q 64  ring 3 x 32   P 64  (4 without P)
 256        128 x 1      64    S 2x64, O 256                = 384            Q 64  ring 4 x 32   P 32
 512        64  x 1      64    S 2x64, O 256 (*)            = 384            Q 64  ring 4 x 32   P 16
 (*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
 
 P goes through tensor memory (P_TMEM) or shared memory. With one tile it takes the place of S. With two it has its own,
-and S is free as soon as the softmax has it in registers; head dim 128 has room for one S, at which the tiles take
-turns. At 512 the A operand of 64 rows cannot come from tensor memory, so P goes through shared memory. A ring slot
-holds BN keys of min(D, 256) columns: at 512 a K or V tile is two slots. With one query tile and k the same tensor as v
-(latents), a tile is loaded once and stays in its slots for both products.
+and S is free as soon as the softmax has it in registers: the tiles take turns at one (each has its own where P goes
+through shared memory). At 512 the A operand of 64 rows cannot come from tensor memory, so P goes through shared memory.
+A ring slot holds BN keys of min(D, 256) columns: at 512 a K or V tile is two slots. With one query tile and k the same
+tensor as v (latents), a tile is loaded once and stays in its slots for both products.
 
 barrier          arrives                    waits            means
 q_ready[i]       softmax                    mma, load        Q of tile i is in shared memory, visible to the tensor core
@@ -76,8 +76,9 @@ class Barriers:
 
 @gluon.constexpr_function
 def s_buffers(d, p_tmem):
-    """Places for S: one of each tile, or two of the one tile; one for both tiles where O and P leave no more."""
-    return 1 if d == 128 and p_tmem else 2
+    """Places for S. One for two tiles: head dim 128 has room for no more, and at 64 it keeps the groups from computing
+    their exponentials at the same time. Where S is read twice (P in shared memory) each tile has its own."""
+    return 1 if d <= 128 and p_tmem else 2
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 A tile's scores stay in tensor memory only until its softmax group has them in registers, and P has a place of its own.
 So the products for the next keys are issued before P V of these, and nothing in the chain of a group but its own work
-is waited for. Head dim 128 has room for one S: the tiles take it in turn, each while the other is in its exponentials.
+is waited for. The tiles take one S in turn, each while the other is in its exponentials.
 
     mma         | S0 .. S1 .. | S0' PV0 | S1' PV1 | S0" PV0' | ...
     softmax 0   |  read S0, P0 ............ | read S0', P0' ...
