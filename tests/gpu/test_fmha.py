@@ -160,5 +160,6 @@ def test_more_than_two_to_the_31_elements():
     q, k, v = draw(1, t, heads, d), draw(1, 70, 8, d), draw(1, 70, 8, d)
     assert q.numel() > 1 << 31
     out, lse = dsv4.fmha(q, k, v, return_lse=True)
-    want, want_lse = dsv4.fmha(q[:, -100:], k, v, return_lse=True)
-    assert torch.equal(out[:, -100:], want) and torch.equal(lse[..., -100:], want_lse)
+    want, want_lse = dsv4.fmha(q[:, -100:], k, v, return_lse=True)  # another kernel: the large one loops over row tiles
+    assert_same(out[:, -100:], want)
+    assert_lse(lse[..., -100:], want_lse)
