@@ -1,4 +1,4 @@
-"""What softsm's timing model says of the microbenchmarks of products, beside what the H200 did: its parts are right
+"""What softsm's timing model says of the microbenchmarks of products and of turns, beside what the H200 did: its parts are right
 only if it gives back the rows that its parameters come from. The others (copies, memory) need the whole GPU."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from instructions import OPERATIONS
 from products import TILE, Products, beside
+from turns import Turns
 
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "microbench-h200.json"
 FEW, MANY = 10, 30  # rounds: the difference has no beginning and no end
@@ -25,7 +26,7 @@ def predicted(ptx: str, threads: int, n: int, m: int = 0):
 
 
 def rows(wanted: list[str]) -> Iterator[tuple[str, float, float]]:
-    """(name, measured, predicted), in cycles a product; of rows whose names contain one of these."""
+    """(name, measured, predicted), in cycles a product or a turn; of rows whose names contain one of these."""
     measured = {r["name"]: r["value"] for r in json.loads(MEASURED.read_text())["rows"] if "value" in r}
     bench = Products.__new__(Products)
     for name, text, counts in bench.points():
@@ -40,9 +41,14 @@ def rows(wanted: list[str]) -> Iterator[tuple[str, float, float]]:
                 log = predicted(beside(op, 128, where), 256, 12, m).run.log
                 ends = log[log[:, 4] == 20, 3]
                 yield name, measured[name], float((ends[-1] - ends[8]) / (len(ends) - 9))
+    for name, text, groups in Turns.__new__(Turns).in_turn():
+        name = f"{name}, {groups} warpgroups"
+        if any(part in name for part in wanted):
+            few, many = (predicted(text, 128 * groups, n).cycles for n in (FEW, MANY))
+            yield name, measured[name], (many - few) / (MANY - FEW)
 
 
 def table(wanted: list[str]) -> str:
-    lines = [f"{'cycles a product':42s} {'H200':>8s} {'model':>8s}"]
-    lines += [f"{name:42s} {a:8.1f} {b:8.1f} {b / a - 1:+7.1%}" for name, a, b in rows(wanted)]
+    lines = [f"{'cycles a product, or a turn':64s} {'H200':>8s} {'model':>8s}"]
+    lines += [f"{name:64s} {a:8.1f} {b:8.1f} {b / a - 1:+7.1%}" for name, a, b in rows(wanted)]
     return "\n".join(lines)

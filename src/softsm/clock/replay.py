@@ -412,7 +412,10 @@ def simulate(
                 y = max(1.0, size / 128.0)
                 if size < 128 * e_c[e]:  # lines of which it takes a part
                     y = max(y, e_c[e] * p[CP_LINE])
-                engines[en + LSU_FREE] = max(t, engines[en + LSU_FREE]) + y
+                read = max(t, engines[en + LSU_FREE]) + y
+                engines[en + LSU_FREE] = read
+                r = 8 * w + holds[i]
+                board[r] = max(board[r], read + p[OPERANDS])
                 if size > 0:
                     c = 5 * e_a[e]
                     q = en + np.int64(memory[c + 4])
