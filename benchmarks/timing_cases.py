@@ -302,5 +302,5 @@ BLACKWELL = [
 # Grids of one CTA: what a timing run costs beside the plain emulation of the same CTA.
 COSTS = [
     matmul(128, 128, 1024, 128, 128, 64, 3, 4), attention(1, 128, 64, 128, 64, 4, 3),
-    rowwise("softmax", 1, 4096, 4), rowwise("layer_norm", 1, 8192, 4),
+    rowwise("softmax", 1, 4096, 4), rowwise("layer_norm", 1, 8192, 4), rowwise("layer_norm", 1, 1 << 18, 4),
 ]  # fmt: skip
