@@ -250,8 +250,8 @@ def blackwell(predicted: Path) -> str:
 
 
 def cost() -> str:
-    """Milliseconds of the processor for grids of one CTA: the plain emulation, and a timing run of the same CTA, first with
-    ptxas and nvdisasm, then with the machine code known. Compilation by Triton comes before all of them."""
+    """Milliseconds of the processor for grids of one CTA: the plain emulation, and a timing run of the same CTA, first
+    with ptxas and nvdisasm, then with the machine code known. Compilation by Triton comes before all of them."""
     import resource
 
     import timing_cases

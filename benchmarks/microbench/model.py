@@ -1,5 +1,6 @@
-"""What softsm's timing model says of the microbenchmarks of products and of turns, beside what the H200 did: its parts are right
-only if it gives back the rows that its parameters come from. The others (copies, memory) need the whole GPU."""
+"""What softsm's timing model says of the microbenchmarks of products and of turns, beside what the H200 did: its parts
+are right only if it gives back the rows that its parameters come from. The others (copies, memory) need the whole GPU.
+"""
 
 from __future__ import annotations
 
