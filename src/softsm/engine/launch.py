@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from softsm.engine import division
+from softsm.engine import division, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
 from softsm.engine.scheduler import Machine
@@ -107,7 +107,7 @@ class Kernel:
     def __init__(self, module: Module, function: Function, checking: bool = False):
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
-        from softsm.isa import product_chain, tcgen05, tensor_waits
+        from softsm.isa import product_chain, tcgen05
 
         load_chapters()
         self.module, self.function, self.name, self.checking = module, function, function.name, checking

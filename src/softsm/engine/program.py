@@ -30,7 +30,7 @@ MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEM
           OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT)
 
 # OP_CHECKED_LD and ST, the last operand: what a store leaves in its cells, and from this bit on the number of records
-# up to where the result is due, 0 if something else may happen before (isa/tensor_waits.py). OP_TENSOR_WAIT: kinds.
+# up to where the result is due, 0 if something else may happen before (engine/tensor_waits.py). OP_TENSOR_WAIT: kinds.
 DISTANCE = 4
 FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 

@@ -4,7 +4,7 @@ import pytest
 
 import softsm
 from softsm.engine import program as pg
-from softsm.isa.tensor_waits import ACCESSES
+from softsm.engine.tensor_waits import ACCESSES
 from softsm.museum import text as t
 
 ST, LD, ADD = t.store("%r4", 10, 2), t.load("%r4", 20, 2), "add.u32 %r30, %r31, %r32;\n"
