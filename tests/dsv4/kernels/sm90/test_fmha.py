@@ -164,9 +164,10 @@ def test_every_head_dim_has_a_configuration():
 def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order):
     """Asynchronous operations complete at once, as late as they may, or at random: the race checker is silent.
 
-    Three steps at head dim 512, so that every slot is filled again and again."""
+    Three steps at head dim 512, so that every slot is filled again and again. Keys grow, so that O is rescaled in all
+    of them."""
     q = torch.randn(1, 70, 1, head_dim).bfloat16()
-    k = torch.randn(1, 300, 1, head_dim).bfloat16()
+    k = (torch.randn(1, 300, 1, head_dim) * torch.linspace(0.5, 8, 300)[:, None, None]).bfloat16()
     v = k if same_kv else torch.randn_like(k)
     with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
         got = dsv4.fmha(q, k, v, causal=True, return_lse=True, backend="softsm")
