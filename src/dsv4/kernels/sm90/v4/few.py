@@ -8,6 +8,8 @@ compute, one block after the other::
     gather 1     rows of block 1 |         -> kv 1 | rows of block 3 ...
     compute              wait 0 | S^T = K Q^T | softmax over keys -> P^T | O^T += V^T P^T | wait 1 ...
 
+Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
+
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 2 x 16384       [64, 128] each: columns of a block, by slot; at the end, of O
@@ -16,8 +18,8 @@ bias            2 x 256             fp32 per key: what is added to its scores, b
 barriers        8 each
 
 barrier         arrives     count   waits       means
-ready[g]        gather g    1       compute     a block and its bias are in slot g
-free[g]         compute     1       gather g    the products with slot g are complete
+ready[2g + h]   gather g    1       compute     half h of a block is in slot g; if h = 0, its bias
+free[2g + h]    compute     1       gather g    the products with half h of slot g are complete
 
 Converted rows are written by ordinary stores; compute puts the fence before the tensor core reads them.
 """
@@ -42,14 +44,17 @@ from dsv4.kernels.sm90.v4.transposed import (
     ask,
     copy_heads,
     finish,
+    left_scores,
     make_memory,
     masked,
     output_layout,
     over_keys,
     partial_sums,
-    scores,
+    prefetch_lists,
+    right_scores,
     scores_layout,
-    unpack,
+    unpack_left,
+    unpack_right,
     work_of,
 )
 
@@ -68,9 +73,12 @@ def gather_role(window, compressed, requests, pools, memory, ready, free, splits
     for block in range(first, work.end, GROUPS):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT)
         number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
-        mbarrier.wait(free.index(GROUP), phase)
-        unpack(rows, memory, GROUP)
-        mbarrier.arrive(ready.index(GROUP), count=1)
+        mbarrier.wait(free.index(2 * GROUP), phase)
+        unpack_left(rows, memory, GROUP)
+        mbarrier.arrive(ready.index(2 * GROUP), count=1)
+        mbarrier.wait(free.index(2 * GROUP + 1), phase)
+        unpack_right(rows, memory, GROUP)
+        mbarrier.arrive(ready.index(2 * GROUP + 1), count=1)
         phase = phase ^ 1
 
 
@@ -95,28 +103,36 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
     slot = 0
     phase = 0
     for block in range(work.begin, work.end):
-        mbarrier.wait(ready.index(slot), phase)
+        # Opaque, else all wgmma descriptors would be kept in registers, and spilled; apart, else those of S until O.
+        at = slot + zero(block)
+        keys_at = slot + zero(block)
+        mbarrier.wait(ready.index(2 * slot), phase)
         fence_async_shared()
-        at = slot + zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
-        s = scores(memory, at, zero(block), HEADS)
+        s = left_scores(memory, keys_at, zero(block), HEADS)
+        mbarrier.wait(ready.index(2 * slot + 1), phase)
+        fence_async_shared()
+        s = right_scores(s, memory, keys_at, zero(block))
         bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        here = slot
+        slot += 1
+        if slot == GROUPS:
+            slot = 0
+            phase = phase ^ 1
         p, m, factor = over_keys(masked(s, bias, SIGN), m, scale)
         l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(p)
         memory.p.index(0).store(p.to(memory.p.dtype))
         fence_async_shared()
         barrier()
         by = gl.convert_layout(factor, gl.SliceLayout(0, LO))
-        o0 = add(o0, memory.kv0.index(at), memory.p.index(at - slot), by)
-        o1 = add(o1, memory.kv1.index(at), memory.p.index(at - slot), by)
-        o2 = add(o2, memory.kv2.index(at), memory.p.index(at - slot), by)
-        o3 = add(o3, memory.kv3.index(at), memory.p.index(at - slot), by)
+        o0 = add(o0, memory.kv0.index(at), memory.p.index(at - here), by)
+        o1 = add(o1, memory.kv1.index(at), memory.p.index(at - here), by)
+        o2 = add(o2, memory.kv2.index(at), memory.p.index(at - here), by)
+        o3 = add(o3, memory.kv3.index(at), memory.p.index(at - here), by)
+        o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
+        mbarrier.arrive(free.index(2 * here), count=1)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
-        mbarrier.arrive(free.index(slot), count=1)
-        slot += 1
-        if slot == GROUPS:
-            slot = 0
-            phase = phase ^ 1
+        mbarrier.arrive(free.index(2 * here + 1), count=1)
     finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
 
 
@@ -148,6 +164,7 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
                        compressed_width)  # fmt: skip
+    prefetch_lists(window, compressed, HOW)
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, 0, window_inverse, window_shift),
         Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, 0, compressed_inverse,
@@ -160,9 +177,9 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     requests = Requests(starts_ptr, starts, requests)
     memory = make_memory(HEADS, 64, GROUPS)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    for i in gl.static_range(GROUPS):
+    ready = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    for i in gl.static_range(2 * GROUPS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     gl.warp_specialize([

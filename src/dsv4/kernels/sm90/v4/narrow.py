@@ -31,14 +31,17 @@ from dsv4.kernels.sm90.v4.transposed import (
     ask,
     copy_heads,
     finish,
+    left_scores,
     make_memory,
     masked,
     output_layout,
     over_keys,
     partial_sums,
-    scores,
+    prefetch_lists,
+    right_scores,
     scores_layout,
-    unpack,
+    unpack_left,
+    unpack_right,
     work_of,
 )
 
@@ -74,11 +77,12 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             barrier()
         if block < end:
-            unpack(rows, memory, 0)
+            unpack_left(rows, memory, 0)
+            unpack_right(rows, memory, 0)
             async_copy.wait_group(0)  # Q
             fence_async_shared()
             barrier()
-            s = scores(memory, at, at, HEADS)
+            s = right_scores(left_scores(memory, at, at, HEADS), memory, at, at)
             bias = memory.bias.index(0).load(gl.SliceLayout(1, LS))
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
             p, m, factor = over_keys(masked(s, bias, SIGN), m, scale)
@@ -135,6 +139,7 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
                        compressed_width)  # fmt: skip
+    prefetch_lists(window, compressed, HOW)
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, 0, window_inverse, window_shift),
         Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, 0, compressed_inverse,

@@ -16,7 +16,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
 )
 from dsv4.kernels.shared import softmax
-from dsv4.kernels.shared.v4.items import lists_of
+from dsv4.kernels.shared.v4.items import LIST, lists_of
 from dsv4.kernels.sm90.v4.gather import fp8_load, fp8_rows, fp8_to_bf16, quotient, words_of
 
 
@@ -57,6 +57,25 @@ def work_of(window, compressed, requests, splits, HOW: gl.constexpr, KEYS: gl.co
     each = quotient(blocks + splits.count - 1, splits.inverse, splits.shift)
     begin = gl.minimum(split * each, blocks)
     return lists, Work(query, begin, gl.minimum(begin + each, blocks))
+
+
+@gluon.jit
+def prefetch_lists(window, compressed, HOW: gl.constexpr):
+    """The lines of a query's lists into the L2, while warps and barriers are set up: up to 4096 entries of each."""
+    prefetch_lines(window)
+    if HOW == LIST:
+        prefetch_lines(compressed)
+
+
+@gluon.jit
+def prefetch_lines(names):
+    line = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    pointers = names.list_ptr + gl.program_id(1).to(gl.int64) * names.line + line * 32
+    wanted = (line * 32 < names.width).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @aggregate
@@ -144,25 +163,35 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def unpack(rows, memory, slot):
-    """e4m3 -> bf16 -> kv, and the bias."""
-    LAST: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    KEYS: gl.constexpr = memory.kv3.shape[1]
+def unpack_left(rows, memory, slot):
+    """The first 256 columns of a block, e4m3 -> bf16 -> kv, and the bias."""
     pairs_in(memory.kv0.index(slot), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
     pairs_in(memory.kv1.index(slot), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
-    pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
-    pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
-    reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
     memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
 
 
 @gluon.jit
-def scores(memory, slot, at, HEADS: gl.constexpr):
-    """S^T [keys, HEADS] = K Q^T: issued, not waited for. at: 0."""
+def unpack_right(rows, memory, slot):
+    """The last 256 columns of a block."""
+    LAST: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    KEYS: gl.constexpr = memory.kv3.shape[1]
+    pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
+    pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
+    reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
+
+
+@gluon.jit
+def left_scores(memory, slot, at, HEADS: gl.constexpr):
+    """S^T [keys, HEADS] = K Q^T with the first 256 columns: issued, not waited for. at: 0."""
     KEYS: gl.constexpr = memory.kv0.shape[1]
     s = gl.zeros([KEYS, HEADS], gl.float32, scores_layout(gl.num_warps(), HEADS, KEYS))
     s = warpgroup_mma(memory.kv0.index(slot), memory.q.index(at + 0).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(memory.kv1.index(slot), memory.q.index(at + 1).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(memory.kv1.index(slot), memory.q.index(at + 1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def right_scores(s, memory, slot, at):
+    """S^T += K Q^T with the last 256 columns."""
     s = warpgroup_mma(memory.kv2.index(slot), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(memory.kv3.index(slot), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
 
@@ -188,16 +217,19 @@ def add(o, quarter, p, factor):
 
 
 @gluon.jit
-def put(o, quarter, place, output, rope, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
-    """A quarter of O's columns by way of its quarter of kv, 16 bytes per thread. place: (query, first head, split)."""
-    HEADS: gl.constexpr = o.shape[1]
+def turned(quarter, HEADS: gl.constexpr):
+    """A quarter of kv that holds a quarter of O's columns: fp32 [HEADS, 128]."""
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    # All of the quarter is seen anew, as Triton 3.8 demands, and its first bytes are used.
+    return reinterpret_as(quarter, gl.float32, [quarter.shape[0] // (2 * HEADS), HEADS, 128], TURNED).index(0)
+
+
+@gluon.jit
+def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """A quarter of O's columns, 16 bytes per thread. place: (query, first head, split)."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     query, first_head, split = place
-    # All of the quarter is seen anew, as Triton 3.8 demands, and its first bytes are used.
-    smem = reinterpret_as(quarter, gl.float32, [quarter.shape[0] // (2 * HEADS), HEADS, 128], TURNED).index(0)
-    smem.permute((1, 0)).store(o)
-    x = smem.load(L)
+    x = turned(quarter, HEADS).load(L)
     if rope[1] > 0:
         x = softmax.turn_back(x, rope, COLUMN, 512)
     head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
@@ -251,7 +283,13 @@ def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
     if rope.width > 0:
         position = gl.load(rope.positions_ptr + query).to(gl.int64)
         line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
-    put(o0 * factor, memory.kv0.index(0), place, output, (line_ptr, rope.width), 0, SPLIT)
-    put(o1 * factor, memory.kv1.index(0), place, output, (line_ptr, rope.width), 128, SPLIT)
-    put(o2 * factor, memory.kv2.index(0), place, output, (line_ptr, rope.width), 256, SPLIT)
-    put(o3 * factor, memory.kv3.index(0), place, output, (line_ptr, rope.width), 384, SPLIT)
+    HEADS: gl.constexpr = o0.shape[1]
+    # All quarters are written before one is read: one barrier instead of four.
+    turned(memory.kv0.index(0), HEADS).permute((1, 0)).store(o0 * factor)
+    turned(memory.kv1.index(0), HEADS).permute((1, 0)).store(o1 * factor)
+    turned(memory.kv2.index(0), HEADS).permute((1, 0)).store(o2 * factor)
+    turned(memory.kv3.index(0), HEADS).permute((1, 0)).store(o3 * factor)
+    put(memory.kv0.index(0), place, output, (line_ptr, rope.width), HEADS, 0, SPLIT)
+    put(memory.kv1.index(0), place, output, (line_ptr, rope.width), HEADS, 128, SPLIT)
+    put(memory.kv2.index(0), place, output, (line_ptr, rope.width), HEADS, 256, SPLIT)
+    put(memory.kv3.index(0), place, output, (line_ptr, rope.width), HEADS, 384, SPLIT)
