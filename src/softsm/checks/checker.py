@@ -14,6 +14,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import numpy as np
 
 from softsm.checks import shadow as sh
@@ -32,6 +35,13 @@ from softsm.checks.views import CtaView, WarpView
 from softsm.engine import program as pg
 from softsm.engine.interpreter import clocks_module
 from softsm.report.diagnostics import Diagnostic, Party, Report
+
+
+def zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """uint32, in pages of its own: of what is never touched nothing is ever cleared."""
+    size = 4 * math.prod(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint32).reshape(shape)
 
 
 class Checker:
@@ -76,7 +86,7 @@ class Checker:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
-        shadow, reads = np.zeros((words, sh.RECORD), np.uint32), np.zeros((self.warps, words, 2), np.uint32)
+        shadow, reads = np.zeros((words, sh.RECORD), np.uint32), zeros((self.warps, words, 2))
         slot0, at, reads_at = self.free.pop(), address_of(shadow), address_of(reads)
         site = np.array([at, reads_at, words, self.warps, slot0], np.int64)
         waits = np.zeros(len(cta.phases), np.int64)

@@ -75,9 +75,6 @@ class Operations:
 
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
-        if op.touches is not None:
-            self.product_issued(op)
-            return
         kind = op.kind
         if kind == "wgmma result":  # registers of one warp, which nobody else can touch
             return
@@ -120,7 +117,7 @@ class Operations:
             self.checker.findings.collect(w, op)
 
     def product_issued(self, op) -> None:
-        """The same for a tcgen05.mma, in one call."""
+        """The same for a tcgen05.mma, whose `touches` has what it touches, in one call."""
         w = op.warp
         cta, pc, lane = w.cta, w.pc, op.lane
         op.number = number = self.order.number()

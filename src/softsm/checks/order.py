@@ -50,19 +50,19 @@ class Order:
         self.newest = np.zeros(pg.LAYOUT, np.int64)
         self.newest[: pg.LOG] = 1, 2 * slots, self.sections, self.used
         self.newest_address = address_of(self.newest)
-        self.sheets: list[Sheet] = []  # of clocks; new ones are rows of the last
+        self.sheets: list[Sheet] = []  # of clocks
+        self.room: list[Clock] = []  # of the last sheet, not yet used
         self.sheet_of: dict[int, Sheet] = {}  # by the address of the clock: all that live long
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
 
     def new_clock(self) -> Clock:
-        if not self.sheets or self.sheets[-1].used == SHEET:
-            self.sheets.append(Sheet(2 * self.slots + self.words))
-        sheet = self.sheets[-1]
-        at = sheet.address + sheet.used * sheet.rows.strides[0]
-        clock = Clock(sheet.rows[sheet.used], at)
-        sheet.used, sheet.live = sheet.used + 1, sheet.live + 1
-        self.sheet_of[at] = sheet
-        return clock
+        if not self.room:
+            sheet = Sheet(2 * self.slots + self.words)
+            self.sheets.append(sheet)
+            first, step = address_of(sheet.rows), sheet.rows.strides[0]
+            self.room = [Clock(row, first + k * step) for k, row in enumerate(sheet.rows)]
+            self.sheet_of.update((clock.at, sheet) for clock in self.room)
+        return self.room.pop()
 
     def borrow(self) -> Clock:
         """A clock for what an operation publishes, until it is over; it holds anything."""
@@ -78,11 +78,11 @@ class Order:
             sheet = self.sheet_of.pop(at, None)
             if sheet is not None:
                 sheet.live -= 1
-                if not sheet.live and sheet.used == SHEET:
+                if not sheet.live:
                     self.sheets.remove(sheet)
 
     def close(self) -> None:
-        self.sheet_of, self.locations, self.sheets, self.spare = {}, {}, [], []
+        self.sheet_of, self.locations, self.sheets, self.spare, self.room = {}, {}, [], [], []
         self.performing = None
 
     def number(self) -> int:
@@ -250,11 +250,11 @@ class Clock(NamedTuple):
 class Sheet:
     """Memory of SHEET clocks."""
 
-    __slots__ = ("address", "live", "rows", "used")
+    __slots__ = ("live", "rows")
 
     def __init__(self, length: int):
-        self.rows, self.used, self.live = np.zeros((SHEET, length), np.uint32), 0, 0
-        self.address = address_of(self.rows)
+        self.rows = np.zeros((SHEET, length), np.uint32)
+        self.live = SHEET  # clocks that somebody may still ask, or that are not used yet
 
 
 class SyncClock:
@@ -265,13 +265,17 @@ class SyncClock:
 
     def __init__(self, order: Order):
         self.order, self.home, self.far = order, None, None
-        self.members: list[int] = []  # whole warps that have arrived and wait: their clocks' addresses, and slots
+        self.members = array("q")  # whole warps that have arrived and wait: their clocks' addresses, and slots
         self.gathering, self.published = order.new_clock(), order.new_clock()
 
     def gather(self, relaxed: bool = False, scope: str = "") -> None:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
         order = self.order
-        if order.performing is not None or self.home is None or order.machine.current.cta is self.home:
+        if order.performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
+            view = order.machine.current.view
+            order.pass_on(self.gathering.at, view.at, view.slot, order.clocks, order.sections, order.private,
+                          order.used)  # fmt: skip
+        elif order.performing is not None or self.home is None or order.machine.current.cta is self.home:
             order.publish(self.gathering, relaxed)
         elif order.spans_cluster(scope):
             if self.far is None:
@@ -282,10 +286,10 @@ class SyncClock:
     def complete(self) -> None:
         order = self.order
         if self.members:
-            pairs = array("q", self.members)
-            order.meet(self.published.at, self.gathering.at, pairs.buffer_info()[0], len(pairs) // 2, order.clocks,
-                       order.sections, order.private, order.used)  # fmt: skip
-            self.members.clear()
+            at, count = self.members.buffer_info()
+            order.meet(self.published.at, self.gathering.at, at, count // 2, order.clocks, order.sections,
+                       order.private, order.used)  # fmt: skip
+            del self.members[:]
         else:
             order.hand_over(self.published.at, self.gathering.at, order.clocks, order.sections, order.used)
         if self.far is not None:

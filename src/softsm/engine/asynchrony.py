@@ -86,7 +86,9 @@ class AsyncEngine:
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
 
     def issue(self, op: AsyncOp) -> AsyncOp:
-        if self.checker is not None:
+        if op.touches is not None:
+            self.checker.operations.product_issued(op)
+        elif self.checker is not None:
             self.checker.operations.issued(op)
         if self.order == "eager":
             self.perform(op)
@@ -159,8 +161,12 @@ class AsyncEngine:
         """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
         if self.order == "random":
             return self.complete_random()
-        awaited = (op for op in self.signalling.values() if any([w.waiters for w in op.signals]))
-        self.require(next(awaited, None) or next(iter(self.pending.values())))
+        for op in self.signalling.values():
+            for waited in op.signals:
+                if waited.waiters:
+                    self.require(op)
+                    return
+        self.require(next(iter(self.pending.values())))
 
     def drain(self) -> None:
         """Complete everything that is left."""

@@ -96,7 +96,7 @@ class NamedBarrier(Arrivals):
         self.count = count
         if self.clock is not None:
             if stays:
-                self.clock.members += w.view.at, w.view.slot
+                self.clock.members.extend((w.view.at, w.view.slot))
             else:
                 self.clock.gather()
         if mask == w.alive and w.index not in self.partial:
