@@ -27,9 +27,10 @@ def test_two_tiles_of_heads_and_rows_by_block_table():
         check(b, want, low)
 
 
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
-def test_fp16_without_a_race(order):
-    b, want, low = request(2, 40, (50, 130), (30, 40), rope=64, dlse=True, dtype=FP16)
+def test_fp16_without_a_race(order, deterministic):
+    b, want, low = request(2, 40, (50, 130), (30, 40), rope=64, dlse=True, dtype=FP16, deterministic=deterministic)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)
     assert "nothing found" in str(report), str(report)

@@ -43,7 +43,7 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
     window = _flat(p.window)
     compressed = window if p.compressed is None else _flat(p.compressed)
     fp16 = p.q.dtype == torch.float16
-    lse2, delta, share, turned, most = _rows(b, _longest({window, compressed}) if fp16 else None)
+    lse2, delta, share, turned, most, sizes = _rows(b, _longest({window, compressed}) if fp16 else None)
     if b.dsink is not None:
         torch.sum(share, 0, out=b.dsink)
     rows, blocks, window_blocks = _listed(p)
@@ -61,11 +61,11 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
             kernel, (count, tiles), rows, blocks, lse2, delta, window, compressed, target,
             *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), p.softmax_scale * LOG2E.value,
             p.softmax_scale, p.q_heads, width, caches.pool_size(p.window), window.stride(0) // 8, window_blocks,
-            compressed.stride(0) // 8, begin, count, most, factors,
+            compressed.stride(0) // 8, begin, count, most, sizes, undo,
             ATOMIC=atomic, TURNED=panels, SCALED=fp16, **registers, num_warps=4,
         )  # fmt: skip
 
-    factors = lse2  # or unread
+    undo = lse2  # or unread
     if not b.deterministic:
         listed(sums, 0, p.batch, True)
     else:
@@ -73,11 +73,11 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
         some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
         parts = torch.empty(tiles * some * padded, 512, dtype=p.q.dtype, device=p.q.device)
         if fp16:
-            factors = torch.empty(tiles * some * padded, 8, dtype=torch.float32, device=p.q.device)
+            undo = torch.empty(tiles * some, dtype=torch.float32, device=p.q.device)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
             listed(parts, begin, count, False)
-            _fold(rows[begin : begin + count], parts, factors, sums, tiles, padded)
+            _fold(rows[begin : begin + count], parts, undo, sums, tiles, padded)
     if b.dq is not None and not aligned:
         b.dq.copy_(dq)
     split = caches.pool_size(p.window)
@@ -86,14 +86,14 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
             x.copy_(part.view(x.shape))
 
 
-def _fold(rows: Tensor, parts: Tensor, factors: Tensor, sums: Tensor, tiles: int, padded: int) -> None:
+def _fold(rows: Tensor, parts: Tensor, undo: Tensor, sums: Tensor, tiles: int, padded: int) -> None:
     count, width = rows.shape
     place = torch.arange(count, device=rows.device)[:, None] * padded + torch.arange(width, device=rows.device)
     named, order = rows.flatten().sort(stable=True)  # -1 first: no row's
     starts = torch.searchsorted(named, torch.arange(len(sums) + 1, dtype=torch.int32, device=rows.device)).int()
     places = place.flatten()[order].int()
     scaled = parts.dtype == torch.float16
-    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, factors, SOME=16,
+    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, undo, padded, SOME=16,
                SCALED=scaled, num_warps=4)  # fmt: skip
 
 
@@ -106,11 +106,13 @@ def _longest(pools: set[Tensor]) -> Tensor:
 def _rows(b: V4Backward, longest: Tensor | None) -> tuple[Tensor, ...]:
     """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
     The last columns of dO turned as q was, where the output was turned back; else anything. And fp32 [N, H], where the
-    norm of the longest row is given: what bounds dS; else anything."""
+    norm of the longest row is given: what bounds dS, and if deterministic what a head adds to dKV; else anything."""
     p = b.forward
-    out, dout = (addressable(x) for x in (p.out, b.dout))
+    q, out, dout = (addressable(x) for x in (p.q, p.out, b.dout))
     lse2, delta, share = (torch.empty(p.batch, p.q_heads, device=p.q.device) for _ in range(3))
     most = lse2 if longest is None else torch.empty_like(lse2)
+    stored = longest is not None and b.deterministic
+    sizes = torch.empty_like(lse2) if stored else lse2
     turned, columns = dout, 0
     if p.cos_sin is not None:
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
@@ -124,10 +126,10 @@ def _rows(b: V4Backward, longest: Tensor | None) -> tuple[Tensor, ...]:
         share, turned, p.q_heads,
         int(p.sink is not None), int(b.dlse is not None), *row_strides(out)[1:], *row_strides(dout)[1:],
         *p.lse.stride(), *dlse.stride(), cos_sin.shape[0], cos_sin.shape[1], cos_sin.stride(0),
-        lse2 if longest is None else longest, most, abs(p.softmax_scale),
-        D=512, ROWS=16, TURNED=columns, SCALED=longest is not None, num_warps=4,
+        lse2 if longest is None else longest, most, abs(p.softmax_scale), q, sizes, *row_strides(q)[1:],
+        D=512, ROWS=16, TURNED=columns, SCALED=longest is not None, STORED=stored, num_warps=4,
     )  # fmt: skip
-    return lse2, delta, share, turned, most
+    return lse2, delta, share, turned, most, sizes
 
 
 def _flat(pool: Tensor) -> Tensor:

@@ -38,12 +38,13 @@ class Query:
 
 @aggregate
 class Terms:
-    """Of all (query, head): the exponent to subtract, delta, and for fp16 what bounds dS. What S is multiplied by, in
-    base 2, and dS."""
+    """Of all (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
+    What S is multiplied by, in base 2, and dS."""
 
     lse2_ptr: Value
     delta_ptr: Value
     most_ptr: Value
+    sizes_ptr: Value
     scale2: Value
     scale: Value
 
@@ -51,8 +52,8 @@ class Terms:
 @aggregate
 class Target:
     """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16
-    room for factors, eight of every row."""
+    room for what undoes their factor."""
 
     ptr: Value
     step: Value
-    factors_ptr: Value
+    undo_ptr: Value

@@ -1,8 +1,8 @@
 """What the gradients of V4 attention need beside the products: small kernels, one pass over their inputs each.
 
 query_rows      per query and head: lse2 and delta (shared/fmha/backward_rows.py), the sink's term; for fp16 what bounds
-                dS (backward_scale.py); and the last columns of dO turned as q was, which is what the products made
-                before the output was turned back
+                dS and contributions to dKV (backward_scale.py); and the last columns of dO turned as q was, which is
+                what the products made before the output was turned back
 number_rows     the lists of both pools as one list of row numbers
 fold_rows       deterministic: the contributions of all queries to a row, summed in the order of the lists
 """
@@ -13,15 +13,16 @@ from dsv4.kernels.shared.fmha.backward_rows import row_layout, terms
 
 @gluon.jit(do_not_specialize=[
     "heads", "has_sink", "has_dlse", "stride_on", "stride_oh", "stride_gn", "stride_gh", "stride_ln", "stride_lh",
-    "stride_dn", "stride_dh", "positions", "rope_width", "rope_line", "scale",
+    "stride_dn", "stride_dh", "positions", "rope_width", "rope_line", "scale", "stride_qn", "stride_qh",
 ])  # fmt: skip
 def query_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, cos_sin_ptr, positions_ptr, lse2_ptr, delta_ptr,
                share_ptr, turned_ptr, heads, has_sink, has_dlse, stride_on, stride_oh, stride_gn, stride_gh, stride_ln,
                stride_lh, stride_dn, stride_dh, positions, rope_width, rope_line, longest_ptr, most_ptr, scale,
-               D: gl.constexpr, ROWS: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+               q_ptr, sizes_ptr, stride_qn, stride_qh, D: gl.constexpr, ROWS: gl.constexpr, TURNED: gl.constexpr,
+               SCALED: gl.constexpr, STORED: gl.constexpr):  # fmt: skip
     """Program (n, i): ROWS heads of query n. share: what dsink is the sum of. turned [N, H, TURNED]: the last TURNED
-    columns of dO, the last rope_width of them turned. Strides of out and dout in units of 8 elements. SCALED (fp16):
-    most is made, from the norm of the longest row and |scale|."""
+    columns of dO, the last rope_width of them turned. Strides of q, out and dout in units of 8 elements. SCALED
+    (fp16): most is made, from the norm of the longest row and |scale|; STORED: and sizes, from q."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     query = gl.program_id(0).to(gl.int64)
@@ -46,7 +47,12 @@ def query_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, cos_sin_ptr, posi
     if SCALED:
         norm = gl.sqrt(gl.sum(do.to(gl.float32) * do.to(gl.float32), 1))
         of_lse = gl.where(lse == -float("inf"), 0.0, gl.abs(dlse))
-        gl.store(most_ptr + place, scale * (2.0 * norm * gl.load(longest_ptr) + of_lse), mask=there)
+        most = scale * (2.0 * norm * gl.load(longest_ptr) + of_lse)
+        gl.store(most_ptr + place, most, mask=there)
+        if STORED:
+            at_q = (query * stride_qn + head.to(gl.int64) * stride_qh) * 8
+            q = gl.load(q_ptr + at_q[:, None] + column[None, :], mask=there[:, None], other=0.0)
+            gl.store(sizes_ptr + place, norm + most * gl.max(gl.abs(q.to(gl.float32)), 1), mask=there)
     if TURNED > 0:
         T: gl.constexpr = row_layout(TURNED)
         head = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))
@@ -100,50 +106,32 @@ def number_rows(window_list_ptr, window_lengths_ptr, compressed_list_ptr, compre
     gl.store(blocks_ptr + query, (gl.max(last, 0) + 63) // 64)
 
 
-@gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, factors_ptr, SOME: gl.constexpr,
+@gluon.jit(do_not_specialize=["head_tiles", "per_tile", "padded"])
+def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, padded, SOME: gl.constexpr,
               SCALED: gl.constexpr):  # fmt: skip
     """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
     at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
-    one head tile. SCALED (fp16): every 64 columns have a factor."""
+    one head tile, padded of each query. SCALED (fp16): those of a query are multiplied by undo [tiles, queries]."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
     row = gl.program_id(0).to(gl.int64)
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
     begin = gl.load(starts_ptr + row)
     end_ = gl.load(starts_ptr + row + 1)
-    if SCALED:
-        total = scaled_rows(parts_ptr, factors_ptr, order_ptr, begin, end_, head_tiles, per_tile, SOME)
-    else:
-        column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
-        some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
-        total = gl.zeros([SOME, 512], gl.float32, L)
-        for entry in range(begin, end_, SOME):
-            there = entry + some < end_
-            at = gl.load(order_ptr + entry + some, mask=there, other=0).to(gl.int64)
-            for tile in range(0, head_tiles):
-                place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
-                total += gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
+    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, L))
+    total = gl.zeros([SOME, 512], gl.float32, L)
+    for entry in range(begin, end_, SOME):
+        there = entry + some < end_
+        found = gl.load(order_ptr + entry + some, mask=there, other=0)
+        at = found.to(gl.int64)
+        for tile in range(0, head_tiles):
+            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
+            part = gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
+            if SCALED:
+                of_query = tile * (per_tile // padded) + found // padded
+                part = part * gl.load(undo_ptr + of_query, mask=there, other=0.0)[:, None]
+            total += part
     total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
     total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))
     column = gl.arange(0, 512, layout=gl.BlockedLayout([4], [32], [4], [0]))
     place = sums_ptr + row * 512 + column
     gl.store(place, gl.load(place) + total)
-
-
-@gluon.jit
-def scaled_rows(parts_ptr, factors_ptr, order_ptr, begin, end_, head_tiles, per_tile, SOME: gl.constexpr):
-    """The sums of contributions that have factors: [SOME, 8, 64], of each eighth of a row."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [2, 2, 1], [2, 1, 0])
-    OF_EIGHTHS: gl.constexpr = gl.SliceLayout(2, L)
-    some = gl.arange(0, SOME, layout=gl.SliceLayout(1, OF_EIGHTHS))
-    eighth = gl.arange(0, 8, layout=gl.SliceLayout(0, OF_EIGHTHS))[None, :]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    total = gl.zeros([SOME, 8, 64], gl.float32, L)
-    for entry in range(begin, end_, SOME):
-        there = (entry + some < end_)[:, None]
-        at = gl.load(order_ptr + entry + some, mask=entry + some < end_, other=0).to(gl.int64)
-        for tile in range(0, head_tiles):
-            place = (tile.to(gl.int64) * per_tile + at)[:, None] * 8 + eighth
-            factor = gl.load(factors_ptr + place, mask=there, other=0.0)[:, :, None]
-            part = gl.load(parts_ptr + place[:, :, None] * 64 + column, mask=there[:, :, None], other=0.0)
-            total += part.to(gl.float32) * factor
-    return total

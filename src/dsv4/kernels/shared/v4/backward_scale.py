@@ -7,35 +7,43 @@ divided by it in fp32: what another query's dO is does not matter. query_rows sa
 
     |dS| = |scale (P (dP - dO . O) + e^(s - L) dL)| <= |scale| (2 |dO| |longest row| + |dL|)
 
-How large a stored contribution is, no such bound says well: every 64 columns have a factor made from their largest.
+Contributions that are stored, to be summed later, have a factor per query and 64 heads too. query_rows says how large
+what one head adds to a row may be in any column, |P dO + dS Q| <= |dO| + most |dS| * most |Q|; of that sum over the
+heads the factor makes at most 2^15. fp16 has 11 bits of everything down to 2^-29 of it.
 """
 
 from dsv4.kernels.compat import gl, gluon
 
 EXPONENT = gl.constexpr(14)  # of the largest factor
 BIAS = gl.constexpr(127)  # of the exponent of an fp32
-LEAST = gl.constexpr(EXPONENT + 1)  # with the bias: both factors are normal numbers
+LEAST = gl.constexpr(2.0**-96)  # of what is divided by: its factors are normal numbers, and so is a product of two
 
 
 @gluon.jit
-def factors(terms, query):
-    """(the factor, what undoes it). Made of the bits of what bounds dS, so that both are exact."""
-    L: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    row = query.head + gl.arange(0, 64, layout=L)
-    place = query.number.to(gl.int64) * query.heads + row
-    most = gl.max(gl.load(terms.most_ptr + place, mask=row < query.heads, other=0.0), 0)
-    over = (gl.maximum(most, 1.0).to(gl.int32, bitcast=True) >> 23) - BIAS  # most < 2^(over + 1)
+def powers(bound):
+    """(what brings a number below the bound below 2^15, what undoes it), exact, made of the bound's bits."""
+    over = (bound.to(gl.int32, bitcast=True) >> 23) - BIAS  # bound < 2^(over + 1)
     up = (BIAS + EXPONENT - over) << 23
     down = (BIAS - EXPONENT + over) << 23
     return up.to(gl.float32, bitcast=True), down.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def narrowed(x):
-    """x [rows, 64] as fp16, every row times a power of two that brings its largest value to 2^14 .. 2^15; and what
-    undoes it, [rows]."""
-    largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23
-    over = gl.maximum(largest, LEAST) - BIAS
-    up = ((BIAS + EXPONENT - over) << 23).to(gl.float32, bitcast=True)
-    down = ((BIAS - EXPONENT + over) << 23).to(gl.float32, bitcast=True)
-    return (x * up[:, None]).to(gl.float16), down
+def of_heads(ptr, query):
+    """What [N, H] has for the heads of this CTA; 0 for those that are not there."""
+    L: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    row = query.head + gl.arange(0, 64, layout=L)
+    place = query.number.to(gl.int64) * query.heads + row
+    return gl.load(ptr + place, mask=row < query.heads, other=0.0)
+
+
+@gluon.jit
+def factors(terms, query):
+    """(the factor of P and dS, what undoes it)."""
+    return powers(gl.maximum(gl.max(of_heads(terms.most_ptr, query), 0), 1.0))
+
+
+@gluon.jit
+def stored_factors(terms, query):
+    """(the factor of contributions that are stored, what undoes it)."""
+    return powers(gl.maximum(gl.sum(of_heads(terms.sizes_ptr, query), 0), LEAST))

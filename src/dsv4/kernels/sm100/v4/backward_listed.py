@@ -65,7 +65,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors, narrowed
+from dsv4.kernels.shared.v4.backward_scale import factors, stored_factors
 
 
 @aggregate
@@ -176,9 +176,13 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
     """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
-    down = 1.0
+    factor = 1.0
     if SCALED:
-        _, down = factors(terms, query)
+        _, factor = factors(terms, query)
+        if not ATOMIC:
+            stored, undo = stored_factors(terms, query)
+            factor = factor * stored
+            gl.store(target.undo_ptr, undo)
     # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
     for part in range(0, 2 * query.blocks):
         block = part // 2
@@ -190,17 +194,13 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
             x = memory.dkv.slice(c * 64, 64).load()
             if c == 3:
                 mbarrier.arrive(barriers.part_free, count=1)
-            if ATOMIC and SCALED:
-                x = x * down
+            if SCALED:
+                x = x * factor
             column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
             if ATOMIC:
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
                 gl.atomic_add(place, x, mask=there, sem="relaxed")
             else:  # in the order of Hopper's keep(), which fold_rows undoes
-                if SCALED:
-                    x, undo = narrowed(x)
-                    factor = target.factors_ptr + (block * 64 + slot) * 8 + first // 64 + c
-                    gl.store(factor, undo * down, mask=rows >= 0)
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
                 gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
@@ -212,7 +212,7 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr, factors_ptr,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr, MMA_REGS: gl.constexpr):  # fmt: skip
     """The arguments are those of the Hopper kernel of this name."""
@@ -252,14 +252,14 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     head = gl.program_id(1) * 64
     blocks = gl.load(blocks_ptr + number)
     query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0, factors_ptr)
+    target = Target(target_ptr, 0, undo_ptr)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        first = (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded
-        target = Target(target_ptr + first * 512, 64 * 512, factors_ptr + first * 8)
+        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
+        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)
+    terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
     memory = Memory(q, dout, kv, p16, ds16, s, dp, dq, dkv)
     barriers = Barriers(q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done)
     gl.warp_specialize([

@@ -47,7 +47,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors, narrowed
+from dsv4.kernels.shared.v4.backward_scale import factors, stored_factors
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -141,18 +141,9 @@ def keep(part, rows, target, first):
 
 
 @gluon.jit
-def keep_narrowed(part, rows, target, place, block, down, PIECE: gl.constexpr):
-    """The same of fp16, with a factor for every row."""
-    part, undo = narrowed(part)
-    slot = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    gl.store(target.factors_ptr + slot * 8 + PIECE, undo * down, mask=rows >= 0)
-    keep(part, rows, place, PIECE * 64)
-
-
-@gluon.jit
-def gradients(dq, memory, barriers, rows, target, block, down, H: gl.constexpr, ATOMIC: gl.constexpr,
+def gradients(dq, memory, barriers, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr,
               SCALED: gl.constexpr):  # fmt: skip
-    """This half of dQ and of dKV of a block."""
+    """This half of dQ and of dKV of a block. factor: of dKV, SCALED."""
     p16, ds16 = memory.p16, memory.ds16
     place = target.ptr + block * target.step
     opaque = zero(block)
@@ -170,12 +161,10 @@ def gradients(dq, memory, barriers, rows, target, block, down, H: gl.constexpr, 
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if piece == 3:
             mbarrier.arrive(barriers.used, count=1)
-        if ATOMIC and SCALED:
-            part = part * down
+        if SCALED:
+            part = part * factor
         if ATOMIC:
             add(part, rows, place, H * 256 + piece * 64)
-        elif SCALED:
-            keep_narrowed(part, rows, target, place, block, down, H * 4 + piece)
         else:
             keep(part, rows, place, H * 256 + piece * 64)
     return dq
@@ -199,9 +188,14 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     lse2 = gl.load(terms.lse2_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=float("inf"))
-    up, down = 1.0, 1.0
+    up, down, factor = 1.0, 1.0, 1.0
     if SCALED:
         up, down = factors(terms, query)
+        factor = down
+        if not ATOMIC:
+            stored, undo = stored_factors(terms, query)
+            factor = down * stored
+            gl.store(target.undo_ptr, undo)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
@@ -220,7 +214,7 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
         fence_async_shared()
         mbarrier.arrive(barriers.p_ready, count=1)
         mbarrier.wait(barriers.ds_ready, phase)
-        dq = gradients(dq, memory, barriers, rows, target, block, down, 0, ATOMIC, SCALED)
+        dq = gradients(dq, memory, barriers, rows, target, block, factor, 0, ATOMIC, SCALED)
         phase = phase ^ 1
     if SCALED:
         dq = dq * down
@@ -233,9 +227,13 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     delta = gl.load(terms.delta_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=0.0)
-    down = 1.0
+    down, factor = 1.0, 1.0
     if SCALED:
         _, down = factors(terms, query)
+        factor = down
+        if not ATOMIC:
+            stored, _ = stored_factors(terms, query)
+            factor = down * stored
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
@@ -249,7 +247,7 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
         memory.ds16.store(ds.to(memory.ds16.dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.ds_ready, count=1)
-        dq = gradients(dq, memory, barriers, rows, target, block, down, 1, ATOMIC, SCALED)
+        dq = gradients(dq, memory, barriers, rows, target, block, factor, 1, ATOMIC, SCALED)
         phase = phase ^ 1
     if SCALED:
         dq = dq * down
@@ -262,14 +260,14 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
 ])  # fmt: skip
 def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr, factors_ptr,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, RIGHT_REGS: gl.constexpr,
                     GATHER_REGS: gl.constexpr):  # fmt: skip
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
     to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width rounded up to 64, 512 in
     the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned. SCALED
-    (fp16): most [N, H], and factors fp32 [..., 8] of the contributions."""
+    (fp16): most and sizes [N, H], and undo [head tiles, queries]: what undoes the factor of the contributions."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -296,14 +294,14 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     head = gl.program_id(1) * 64
     blocks = gl.load(blocks_ptr + number)
     query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0, factors_ptr)
+    target = Target(target_ptr, 0, undo_ptr)
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
-        first = (gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)) * padded
-        target = Target(target_ptr + first * 512, 64 * 512, factors_ptr + first * 8)
+        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
+        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, most_ptr, scale2, scale)
+    terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
     memory = Memory(q, dout, kv, p16, ds16, p32)
     barriers = Barriers(q_ready, ready, free, p_ready, ds_ready, used)
     gl.warp_specialize([
