@@ -44,6 +44,11 @@ def factors(terms, query):
 
 
 @gluon.jit
-def stored_factors(terms, query):
-    """(the factor of contributions that are stored, what undoes it)."""
-    return powers(gl.maximum(gl.sum(of_heads(terms.sizes_ptr, query), 0), LEAST))
+def dkv_factors(terms, query, down, ATOMIC: gl.constexpr):
+    """(what dKV is multiplied by before it is added or stored, what undoes that of what is stored). down: what undoes
+    the factor of P and dS."""
+    undo = 1.0
+    if not ATOMIC:
+        up, undo = powers(gl.maximum(gl.sum(of_heads(terms.sizes_ptr, query), 0), LEAST))
+        down = down * up
+    return down, undo

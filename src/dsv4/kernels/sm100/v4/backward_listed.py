@@ -65,7 +65,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors, stored_factors
+from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors
 
 
 @aggregate
@@ -178,10 +178,9 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
     factor = 1.0
     if SCALED:
-        _, factor = factors(terms, query)
+        _, down = factors(terms, query)
+        factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
-            stored, undo = stored_factors(terms, query)
-            factor = factor * stored
             gl.store(target.undo_ptr, undo)
     # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
     for part in range(0, 2 * query.blocks):

@@ -47,7 +47,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import factors, stored_factors
+from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -191,10 +191,8 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
     up, down, factor = 1.0, 1.0, 1.0
     if SCALED:
         up, down = factors(terms, query)
-        factor = down
+        factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
-            stored, undo = stored_factors(terms, query)
-            factor = down * stored
             gl.store(target.undo_ptr, undo)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
@@ -230,10 +228,7 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
     down, factor = 1.0, 1.0
     if SCALED:
         _, down = factors(terms, query)
-        factor = down
-        if not ATOMIC:
-            stored, _ = stored_factors(terms, query)
-            factor = down * stored
+        factor, _ = dkv_factors(terms, query, down, ATOMIC)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
