@@ -34,14 +34,14 @@ def rows(wanted: list[str]) -> Iterator[tuple[str, float, float]]:
         if any(part in name for part in wanted):
             few, many = (predicted(text, 128 * counts["groups"], n).cycles for n in (FEW, MANY))
             yield name, measured[name], (many - few) / ((MANY - FEW) * counts["each"] * counts["groups"])
-    for op in bench.BESIDE:
-        for where in (False, True):
-            name = f"{op} beside N=128 {'RS' if where else 'SS'}"
-            if any(part in name for part in wanted):
-                m = 12 * 8 * 170 // (64 * OPERATIONS[op][2]) + 4  # the other work lasts longer than the products
-                log = predicted(beside(op, 128, where), 256, 12, m).run.log
-                ends = log[log[:, 4] == 20, 3]
-                yield name, measured[name], float((ends[-1] - ends[8]) / (len(ends) - 9))
+    others = [(op, 128, where) for op in bench.BESIDE for where in (False, True)]
+    for op, n, where in others + Turns.besides():
+        name = f"{op} beside N={n} {'RS' if where else 'SS'}"
+        if any(part in name for part in wanted):
+            m = 12 * 8 * 170 // (64 * OPERATIONS[op][2]) + 4  # the other work lasts longer than the products
+            log = predicted(beside(op, n, where), 256, 12, m).run.log
+            ends = log[log[:, 4] == 20, 3]
+            yield name, measured[name], float((ends[-1] - ends[8]) / (len(ends) - 9))
     for name, text, groups in Turns.__new__(Turns).in_turn():
         name = f"{name}, {groups} warpgroups"
         if any(part in name for part in wanted):

@@ -159,6 +159,11 @@ class Turns(Bench):
     BESIDE = ("ffma", "fadd", "fmul", "fmnmx", "ex2", "f2fp bf16x2", "iadd3", "imad")
     LAYOUTS = ((True, False, "A of 64-byte rows"), (False, True, "B by columns"), (True, True, "both"))
 
+    @classmethod
+    def besides(cls) -> list[tuple[str, int, bool]]:
+        """(instruction, N, whether A is in registers)"""
+        return [(op, 64, False) for op in cls.BESIDE] + [(op, 128, True) for op in ("fadd", "fmul", "imad")]
+
     def in_turn(self) -> Iterator[tuple[str, str, int]]:
         for groups in (1, 2, 3):
             for name, mix in MIXES.items():
@@ -205,10 +210,8 @@ class Turns(Bench):
         for made in (self.in_turn(), self.products(), self.rings()):
             for name, text, *_ in made:
                 yield name, text
-        for op in self.BESIDE:
-            yield f"{op} beside N=64 SS", beside_products(op, 64, False)
-        for op in ("fadd", "fmul", "imad"):
-            yield f"{op} beside N=128 RS", beside_products(op, 128, True)
+        for op, columns, register_a in self.besides():
+            yield f"{op} beside N={columns} {'RS' if register_a else 'SS'}", beside_products(op, columns, register_a)
 
     def rows(self, run) -> Iterator[Row]:
         n = 200 if self.device.name == "gpu" else 2
@@ -233,8 +236,7 @@ class Turns(Bench):
                     yield report(
                         stamps.cycles() / steps, "cycles a step", stamps, bytes_a_cycle=moved * steps / stamps.cycles()
                     )
-        ops = [(op, 64, False) for op in self.BESIDE] + [(op, 128, True) for op in ("fadd", "fmul", "imad")]
-        for op, columns, register_a in ops:
+        for op, columns, register_a in self.besides():
             with self.point(f"{op} beside N={columns} {'RS' if register_a else 'SS'}") as report:
                 text, rounds = beside_products(op, columns, register_a), 2 * n
                 per = 64 * OPERATIONS[op][2]

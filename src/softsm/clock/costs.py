@@ -18,6 +18,7 @@ from softsm.clock.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
+COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # from registers: they take ports from products
 _TABLE = {
     "fma": "FFMA FADD FMUL FFMA2 FADD2 FMUL2",
     "imad": "IMAD IDP",
@@ -194,9 +195,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
         narrow = f"product.rs.{round(2 * units)}"
         if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
             units = gpu[narrow]
-        heavy = float(name in ("fma", "imad"))
-        values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu), heavy,
-                     port, 0)  # fmt: skip
+        values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu),
+                     name in COMPUTES, port, 0)  # fmt: skip
         if kind in (r.SHARED, r.READ, r.WRITE) and not op.startswith(("LDL", "STL")):
             accesses.append((i, ins.line, _width(op)))
     return Costs(ints, values, accesses)

@@ -33,7 +33,6 @@ NAMES = (
     "tmem_rate",
     "tmem_latency",
     "cta_gap",
-    "tma_port",
     "l1_latency",
     "store_cycle",
     "cluster_barrier",
@@ -42,7 +41,7 @@ NAMES = (
     "remote",
     "lsu_queue",
     "cold",
-    "fma_delay",
+    "product_delay",
     "sm_byte",
     "product_wait",
     "product_wide",
@@ -69,7 +68,6 @@ NAMES = (
     TMEM_RATE,
     TMEM_LATENCY,
     CTA_GAP,
-    TMA_PORT,
     L1_LATENCY,
     STORE_CYCLE,
     CLUSTER_BARRIER,
@@ -78,7 +76,7 @@ NAMES = (
     REMOTE,
     LSU_QUEUE,
     COLD,
-    FMA_DELAY,
+    PRODUCT_DELAY,
     SM_BYTE,
     PRODUCT_WAITED,
     PRODUCT_WIDE,
@@ -95,7 +93,7 @@ NEAR, FAR = 96, 480  # instructions that the measured jumps went over
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (clock/costs.py): whole numbers, and others.
 KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR = range(7)
-INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, HEAVY, PORT_CYCLES, LINES = range(8)
+INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
 # Of a multiprocessor.
 (
     TENSOR_FREE,
@@ -110,8 +108,6 @@ INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, HEAVY, PORT_CYCLES, LINES = range(8)
     MMA_LAST,
     LAST_LOAD,
 ) = range(11)
-# What is added up: the pipes first.
-BUSY_PORT, BUSY_MEMORY, BUSY_WRITE, BUSY_TENSOR, BUSY_TMEM, BUSY_ISSUE = 16, 17, 18, 19, 20, 31
 # Tags of warps that wait for something without a time.
 ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
 
@@ -131,7 +127,7 @@ class State(NamedTuple):
     units: np.ndarray
     extra: np.ndarray
     beside: np.ndarray
-    heavy: np.ndarray
+    computes: np.ndarray
     port: np.ndarray
     lines: np.ndarray
     fetched: np.ndarray  # when their code is there, or -1
@@ -185,7 +181,6 @@ class State(NamedTuple):
     pipes: np.ndarray  # 17 of a scheduler: free at; the last is the issue slot
     memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
     p: np.ndarray
-    busy: np.ndarray
     log: np.ndarray
     count: np.ndarray  # rows of the log, mbarriers of an instance
 
@@ -213,5 +208,5 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         whole(groups * RING), np.zeros(groups * RING), np.zeros(groups * RING), whole(groups), whole(groups),
         np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
         np.zeros(11 * sms),
-        np.zeros(17 * 4 * sms), memory.ravel(), p, np.zeros(32), np.empty(6 * log), np.array([0, barriers]),
+        np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers]),
     )  # fmt: skip

@@ -15,12 +15,13 @@ from softsm.clock.lower import Lowering, Streams, lowering_of
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
 from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
+from softsm.clock.work import ENGINES, work_of
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 ROW = 2048  # bytes
 BATCH = 16  # rows that a warp waits for together, at least
-QUEUE = 3  # CTAs in a row that the replay looks at
+QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
 
 
 @dataclass
@@ -76,7 +77,6 @@ class Run:
     start: np.ndarray
     end: np.ndarray
     stalls: np.ndarray
-    busy: np.ndarray
     issued: np.ndarray
     log: np.ndarray
     s_ins: np.ndarray
@@ -146,7 +146,6 @@ def parameters_of(g: Gpu) -> np.ndarray:
         tmem_rate=g["tmem.rate"],
         tmem_latency=g["tmem.latency"],
         cta_gap=g["cta.gap"],
-        tma_port=g["tma.port"],
         l1_latency=g["load.l1"],
         store_cycle=0,
         cluster_barrier=g["cluster.barrier"],
@@ -155,7 +154,7 @@ def parameters_of(g: Gpu) -> np.ndarray:
         remote=g["remote"],
         lsu_queue=g["lsu.queue"],
         cold=g["code.cold"],
-        fma_delay=g["fma.delay"],
+        product_delay=g["product.delay"],
         sm_byte=1 / g["sm.rate"],
         product_wait=g["product.wait"],
         product_wide=g["product.wide"],
@@ -337,7 +336,7 @@ class Model:
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
         kept = state.log.reshape(-1, 6)[: state.count[0]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
-                   stalls, state.busy, state.issued, kept, state.s_ins, state.s_ev, events,
+                   stalls, state.issued, kept, state.s_ins, state.s_ev, events,
                    np.array(rows)[:, 0])  # fmt: skip
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
@@ -386,86 +385,82 @@ class Model:
             resident = each
         else:
             resident = self.occupancy
-            kinds = list(range(len(self.streams)))
-            length = max(QUEUE, -(-len(kinds) // resident) + 1)
-            length = min(length, -(-total // slots) + 1, 6)
-            queues = [[kinds[(s + k * resident) % len(kinds)] for k in range(length)] for s in range(resident)]
+            queues = self._queues(resident, -(-total // slots))
             run = self.replay(queues, f, self.sms, log)
             cycles = self._schedule(run, queues, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
 
+    def _queues(self, resident: int, waves: int) -> list[list[int]]:
+        """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
+        slot, which begins with all others at once and with cold code, nor the last, which ends alone; as far as a slot
+        of the grid runs that many."""
+        kinds = len(self.streams)
+        length, most = QUEUE
+        while length < most and {(s + k * resident) % kinds for s in range(resident)
+                                 for k in range(1, length - 1)} < set(range(kinds)):  # fmt: skip
+            length += 1
+        length = min(length, waves + 1)
+        return [[(s + k * resident) % kinds for k in range(length)] for s in range(resident)]
+
     def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
-        """List scheduling of all clusters: each takes the place of the first that ends."""
+        """List scheduling of all clusters: each takes the place of the first that ends. Those that begin together, one
+        in each slot, take longer than those that follow."""
         gap = self.gpu["cta.gap"]
-        took: dict[int, list[float]] = {}
+        cold: dict[int, list[float]] = {}
+        warm: dict[int, list[float]] = {}
+        last: dict[int, list[float]] = {}
         at = 0
         for q in queues:
             for k, n in enumerate(q):
-                # A CTA leaves its place before its last stores have landed: what counts is when the next one begins.
-                # The first of a slot begins with all others at once, which is no typical beginning.
-                if k + 1 < len(q) and (k > 0 or n not in took):
-                    took.setdefault(n, []).append(float(run.start[at + 1] - gap - run.start[at]))
-                elif n not in took:
-                    took[n] = [float(run.end[at] - run.start[at])]
+                if k + 1 < len(q):
+                    # A CTA leaves its place before its last stores have landed: what counts is when the next begins.
+                    took, place = float(run.start[at + 1] - gap - run.start[at]), warm if k else cold
+                else:
+                    took, place = float(run.end[at] - run.start[at]), last
+                place.setdefault(n, []).append(took)
                 at += 1
-        known = sorted((self.trace.clusters[n].number, float(np.mean(v))) for n, v in took.items())
-        durations = self._durations(known)
+        both = [float(np.mean(cold[n]) - np.mean(warm[n])) for n in cold if n in warm]
+        more = float(np.mean(both)) if both else 0.0
+        known = []
+        for n in sorted(set(cold) | set(warm) | set(last)):
+            took = float(np.mean(warm[n])) if n in warm else float(np.mean(cold[n])) - more if n in cold else last[n][0]
+            known.append((self.trace.clusters[n].number, took))
+        durations = self._over_grid(known)
+        durations[:slots] += more
         ends = [0.0] * slots
         heapq.heapify(ends)
         for d in durations:
             heapq.heappush(ends, heapq.heappop(ends) + d + gap)
         return max(ends) - gap
 
-    def _durations(self, known: list[tuple[int, float]]) -> np.ndarray:
-        """Of every cluster of the grid, between those that were replayed: by its first coordinate if that tells."""
-        shape = [-(-a // b) for a, b in zip(self.trace.grid, self.trace.cluster)]
-        total = self.trace.total
-        numbers = np.array([n for n, _ in known])
+    def _over_grid(self, known: list[tuple[int, float]]) -> np.ndarray:
+        """Of every cluster of the grid, between those that were looked at: by its first coordinate if that tells."""
+        first = -(-self.trace.grid[0] // self.trace.cluster[0])
+        every, numbers = np.arange(self.trace.total), np.array([n for n, _ in known])
         values = np.array([v for _, v in known])
-        every = np.arange(total)
         if len(known) == 1 or values.max() <= values.min() * 1.02:
-            return np.full(total, values.mean())
-        x = every % shape[0]
-        kx = numbers % shape[0]
-        if len(set(kx.tolist())) >= 2 and shape[0] > 1:
-            order = np.argsort(kx, kind="stable")
-            ux, uv = [], []
-            for q in sorted(set(kx.tolist())):
-                ux.append(q)
-                uv.append(float(values[kx == q].mean()))
-            del order
-            return np.interp(x, ux, uv)
-        return np.interp(every, numbers, values)
+            return np.full(self.trace.total, values.mean())
+        if len(set((numbers % first).tolist())) == 1:
+            return np.interp(every, numbers, values)
+        at = sorted(set((numbers % first).tolist()))
+        return np.interp(every % first, at, [values[numbers % first == x].mean() for x in at])
 
     def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:
         trace, g = self.trace, self.gpu
-        window = float(run.end.max()) * self.cluster
-        busy = {
-            "tensor core": (run.busy[19] + run.busy[cs.PIPES.index("hmma")] / 4) / window,
-            "exp": run.busy[cs.PIPES.index("mufu")] / (4 * window),
-            "fma": run.busy[cs.PIPES.index("fma")] / (4 * window),
-            "alu": run.busy[cs.PIPES.index("alu")] / (4 * window),
-            "issue": run.busy[31] / (4 * window),
-            "shared memory": run.busy[16] / window,
-            "tensor memory": run.busy[20] / window,
-        }
-        clusters = len(run.order)
-        scale = trace.total / clusters  # from the replay to the grid
-        sms = self.sms
         us = 1e-3 / f
+        sms = self.sms
+        numbers = [c.number for c in trace.clusters]
+        works = np.array([work_of(x, self.costs, g) for x in self.streams])
+        work = [float(self._over_grid(list(zip(numbers, w))).sum()) / sms * us for w in works.T.tolist()]
+        needs = dict(zip(ENGINES, work))
         device = sum(s.asked * s.device for s in self.sources)
         written = sum(s.written for s in self.sources)
-        roofline = {
-            "tensor core": (run.busy[19] + run.busy[cs.PIPES.index("hmma")] / 4) * scale / sms * us,
-            "exp": run.busy[cs.PIPES.index("mufu")] * scale / 4 / sms * us,
-            "issue": run.busy[31] * scale / 4 / sms * us,
-            "shared memory": run.busy[16] * scale / sms * us,
+        roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
             "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
             "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
         }
         body = max(cycles * us + g["cta.start"], *roofline.values())  # nothing is faster than what it must do
-        busy["L2"] = roofline["L2"] / body
-        busy["device memory"] = roofline["device memory"] / body
+        busy = {name: took / body for name, took in (needs | roofline).items()}
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])
         bound = f"{top} {share[top]:.0%}" if share[top] >= 0.6 else f"chain ({top} {share[top]:.0%})"

@@ -38,11 +38,14 @@ BPG = "CUDA Best Practices Guide 13.4"
 # An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP;
 # at the 1450 TFLOP/s that it publishes for 148 SMs that takes 3580 cycles of 1.965 GHz at most.
 FLASHMLA = "derived from deepseek-ai/FlashMLA, sm100 sparse prefill, 128 heads: 1450 TFLOP/s on a B200"
+TMEM = "derived: accumulators of tcgen05.mma are in tensor memory"
 HUE = "arXiv 2503.20481, Ampere to RTX Blackwell"
 LU = "arXiv 2402.13499 and 2501.12084, H800"
 OURS = "benchmarks/microbench, H200, 2026-11-15"
 STRIPS = "benchmarks/microbench, group strips, H200, 2026-11-16"
+TURNS = "benchmarks/microbench, groups products and turns, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
+CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
 
 def _p(
@@ -145,7 +148,9 @@ HOPPER = {
     "beside.pack": _p(1.44, "times", OURS, "A"),
     "beside.logic": _p(2.1, "times", OVERLAP, "B", 1.45, 2.2),  # e4m3 to bf16
     "beside.lds": _p(1.5, "times what a product leaves", OVERLAP, "A", 1.5, 1.8),
-    "fma.delay": _p(0.24, "cycles", OURS, "B", 0.04, 0.241),
+    # Beside products FFMA every 1.97 cycles holds them up, IADD3 in turn with IMAD every 1.65 too; IMAD, FMNMX or F2FP
+    # alone, every 3.1, do not.
+    "product.delay": _p(0.24, CLOSE, TURNS, "B", 0.18, 0.243),
     "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
     "clock.full": _p(0.5, "tensor-core use", "NOTES.md, V4 lists: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
 }
@@ -163,6 +168,8 @@ BLACKWELL = HOPPER | {
     "clock.loaded": _p(1.85, "GHz", "stated, not measured", "D", 1.35, 1.965),
     "bar.sync": _p(22, "cycles", QRC, "B"),
     "latency.lds": _p(29, "cycles", QRC, "B"),
+    # Products and threads share no register ports; nobody has measured it.
+    "product.delay": _p(0.0, CLOSE, TMEM, "C", 0.0, 0.24),
 }
 GPUS = {
     "h200": Gpu("H200", "sm_90a", 1.98, HOPPER),

@@ -20,24 +20,23 @@ import numpy as np
 
 # isort: off
 from softsm.clock.machine import (
-    ARRIVE, BAR_ARRIVAL, BAR_SYNC, BARRIER, BRANCH, BUSY_ISSUE, BUSY_MEMORY, BUSY_PORT, BUSY_TENSOR, BUSY_TMEM,
-    BUSY_WRITE, CLUSTER_BARRIER, CODE, COLD, COMMIT, COPIES, CP_LINE, CTA_GAP, DEPENDS, FAR, FMA_DELAY,
-    GATHER_INTERVAL, INF, ISSUE, JUMP_FAR, JUMP_NEAR, L1_LATENCY, LAST_LOAD, LDS_BESIDE, LOAD_LINE, LOG_COPY,
-    LOG_PRODUCT, LSU_FREE, LSU_QUEUE, MEMBAR, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, NEAR, ON_BARRIER, ON_CLUSTER,
-    ON_NAMED, ON_PRODUCTS, OPERANDS, PIPE, PORT, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCT_DEPTH, PRODUCT_TAIL,
-    PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, PRODUCTS, READ, REASON_COUNT, REMOTE, RING, SHARED, SM_BYTE,
-    STORE_CYCLE, TAKEN, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TM_FREE, TMA_FREE, TMA_INTERVAL, TMA_ISSUE,
-    TMA_PORT, TMEM_LATENCY, TMEM_RATE, TRY_WAIT, WAKE, WRITE, WRITE_FREE,
+    ARRIVE, BAR_ARRIVAL, BAR_SYNC, BARRIER, BRANCH, CLUSTER_BARRIER, CODE, COLD, COMMIT, COPIES, CP_LINE, CTA_GAP,
+    DEPENDS, FAR, GATHER_INTERVAL, INF, ISSUE, JUMP_FAR, JUMP_NEAR, L1_LATENCY, LAST_LOAD, LDS_BESIDE, LOAD_LINE,
+    LOG_COPY, LOG_PRODUCT, LSU_FREE, LSU_QUEUE, MEMBAR, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, NEAR, ON_BARRIER,
+    ON_CLUSTER, ON_NAMED, ON_PRODUCTS, OPERANDS, PIPE, PORT, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCT_DELAY,
+    PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, PRODUCTS, READ, REASON_COUNT, REMOTE,
+    RING, SHARED, SM_BYTE, STORE_CYCLE, TAKEN, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TM_FREE, TMA_FREE,
+    TMA_INTERVAL, TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TRY_WAIT, WAKE, WRITE, WRITE_FREE,
 )  # fmt: skip
 # isort: on
 
 
 def simulate(
-    kind, pipe, stall, sets, holds, waits, tensor, interval, latency, units, extra, beside, heavy, port, lines,
+    kind, pipe, stall, sets, holds, waits, tensor, interval, latency, units, extra, beside, computes, port, lines,
     fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm, w_sched, w_inst,
     w_group, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first, i_after, i_next, i_left,
     i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made, g_asked, g_at,
-    g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, busy, log, count,
+    g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, log, count,
 ):  # fmt: skip
     """-> 0, or 1 if all warps that are left wait for each other."""
     n_inst = len(i_first)
@@ -91,8 +90,6 @@ def simulate(
                 queued[sm] -= u
                 engines[en + TENSOR_FREE] = y
                 engines[en + PORT_SHARE] = port[i] / u
-                busy[BUSY_PORT] += port[i]
-                busy[BUSY_TENSOR] += units[i]
                 g_begin[r] = soon
                 g_done[r] = y + p[PRODUCT_TAIL]
                 if units[i] > 64.0:
@@ -257,12 +254,10 @@ def simulate(
             w_since[w] = -1.0
         # ---- issue ----
         hold = interval[i]
-        busy[pipe[i]] += hold
-        busy[BUSY_ISSUE] += 1
         if engines[en + TENSOR_FREE] > t:  # a product under way takes register ports
             hold *= beside[i]
-            if heavy[i] > 0:
-                engines[en + TENSOR_FREE] += p[FMA_DELAY]
+            if computes[i] > 0 and pipes[slot + 16] > t - 1.0:  # less than two cycles after the one before
+                engines[en + TENSOR_FREE] += p[PRODUCT_DELAY]
         pipes[slot + pipe[i]] = t + hold
         pipes[slot + 16] = t + 1
         issued[i] += 1
@@ -274,7 +269,6 @@ def simulate(
             read = max(t, engines[en + LSU_FREE])
             engines[en + LSU_FREE] = read + u
             x = max(read, engines[en + PORT_FREE])
-            busy[BUSY_PORT] += u
             share = engines[en + PORT_SHARE]
             last = engines[en + TENSOR_FREE] + queued[sm]
             if share > 0.0 and last > x:
@@ -298,14 +292,12 @@ def simulate(
                 q = en + np.int64(memory[c + 4])
                 x = max(t, engines[q]) + u * memory[c]
                 engines[q] = x
-                busy[BUSY_MEMORY] += u
                 done = max(t + memory[c + 1] + u * p[SM_BYTE], x + memory[c + 3])
             w_last[5 * w + 4] = max(w_last[5 * w + 4], done)
         elif k == WRITE:
             read = max(t, engines[en + LSU_FREE]) + max(1.0, u / 128.0)
             engines[en + LSU_FREE] = read
             engines[en + WRITE_FREE] = max(t, engines[en + WRITE_FREE]) + u * p[STORE_CYCLE]
-            busy[BUSY_WRITE] += u
         elif k == PRODUCT:
             n = w_count[5 * w]
             w_count[5 * w] = n + 1
@@ -324,7 +316,6 @@ def simulate(
         elif k == TENSOR_READ or k == TENSOR_WRITE:
             x = max(t, engines[en + TM_FREE]) + u / p[TMEM_RATE]
             engines[en + TM_FREE] = x
-            busy[BUSY_TMEM] += u / p[TMEM_RATE]
             done = x + p[TMEM_LATENCY]
         elif k == PRODUCT_WAIT:
             after = max(after, t + 1.0 + p[PRODUCT_WAITED])
@@ -368,8 +359,6 @@ def simulate(
                     q = en + np.int64(memory[5 * c + 4])
                     y = max(x, engines[q]) + size * memory[5 * c]
                     engines[q] = y
-                    busy[BUSY_MEMORY] += size
-                    busy[BUSY_PORT] += size / 128.0 * p[TMA_PORT]
                     eff = max(x + memory[5 * c + 2] + size * p[SM_BYTE], y + memory[5 * c + 3])
                     engines[en + LAST_LOAD] = eff
                     if n_log < room:
@@ -382,7 +371,6 @@ def simulate(
                 x = t + p[TMA_ISSUE]
                 y = max(x, engines[en + WRITE_FREE]) + size * p[STORE_CYCLE]
                 engines[en + WRITE_FREE] = y
-                busy[BUSY_WRITE] += size
                 w_last[5 * w + 1] = max(w_last[5 * w + 1], y + 600.0)
                 w_last[5 * w + 2] = max(w_last[5 * w + 2], x + size / 64.0 + 100.0)
             elif ek == 5:
@@ -421,7 +409,6 @@ def simulate(
                     q = en + np.int64(memory[c + 4])
                     x = max(t, engines[q]) + size * memory[c]
                     engines[q] = x
-                    busy[BUSY_MEMORY] += size
                     y = max(t + memory[c + 1] + size * p[SM_BYTE], x + memory[c + 3])
                     w_last[5 * w] = max(w_last[5 * w], y)
             elif ek == 9:
@@ -446,8 +433,6 @@ def simulate(
                     engines[11 * (sm ^ 1) + PORT_SHARE] = y / took
                 engines[en + TENSOR_FREE] = begin + took
                 engines[en + PORT_SHARE] = y / took
-                busy[BUSY_TENSOR] += x * (1 + pair)
-                busy[BUSY_PORT] += y * (1 + pair)
                 engines[en + MMA_LAST] = begin + took + p[MMA_TAIL] + 32.0 * pair + (0.0 if e_c[e] & 2 else 24.0)
                 if n_log < room:
                     n = 6 * n_log

@@ -22,6 +22,8 @@ PRODUCTS = {
     "interval fp8 SS N=128": "FP8 products have an opcode of their own",
     "group of 4, wait 0, SS N=64": "the loop is unrolled by four, with copies for two turns and for one",
     "shfl beside N=128 SS": "shuffles take nothing of the shared-memory port",
+    "imad beside N=64 SS": "instructions at half rate do not hold products up",
+    "iadd3 beside N=64 SS": "two of them in turn, on two pipes, do",
     "8 products N=64, softmax x 6, 4 products N=128, 2 warpgroups": "warpgroups in turn at the tensor core",
 }
 
