@@ -111,12 +111,14 @@ class V4BackwardCase:
     heads: int
     window: int
     listed: int
+    dtype: torch.dtype = torch.bfloat16
     graphs: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         rows = f"{self.window}+{self.listed}" if self.listed else f"{self.window}"
-        return f"backward v4 {self.queries} x {self.heads} heads x {rows}"
+        fp16 = " fp16" if self.dtype == torch.float16 else ""
+        return f"backward v4{fp16} {self.queries} x {self.heads} heads x {rows}"
 
     @property
     def flops(self) -> float:
@@ -141,7 +143,7 @@ class V4BackwardContest:
         case, device = self.case, self.device
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+            return torch.randn(*shape, device=device, dtype=case.dtype)
 
         position = torch.arange(case.queries, device=device, dtype=torch.int32)
         self.q, self.dout = draw(case.queries, case.heads, 512), draw(case.queries, case.heads, 512)
@@ -188,6 +190,7 @@ CASES = [  # those that a limit of time should not cut off first
     *(training(512, causal, 1, tokens=16384) for causal in (False, True)),
     V4BackwardCase(4096, 64, 128, 512), V4BackwardCase(4096, 128, 128, 1024),
     *(training(d, causal) for d in (256, 128, 64) for causal in (False, True)),
+    V4BackwardCase(4096, 64, 128, 512, torch.float16),
     V4BackwardCase(4096, 64, 128, 0), V4BackwardCase(4096, 64, 128, 32),
     *(training(128, causal, 1, tokens=16384) for causal in (False, True)),
     *(training(d, True, 2, 32, 4, 8192) for d in (512, 128)),

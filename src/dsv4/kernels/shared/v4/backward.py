@@ -73,7 +73,7 @@ def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
         some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
         parts = torch.empty(tiles * some * padded, 512, dtype=p.q.dtype, device=p.q.device)
         if fp16:
-            undo = torch.empty(tiles * some, dtype=torch.float32, device=p.q.device)
+            undo = torch.empty(tiles * some * padded // 64, dtype=torch.float32, device=p.q.device)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
             listed(parts, begin, count, False)
@@ -93,7 +93,7 @@ def _fold(rows: Tensor, parts: Tensor, undo: Tensor, sums: Tensor, tiles: int, p
     starts = torch.searchsorted(named, torch.arange(len(sums) + 1, dtype=torch.int32, device=rows.device)).int()
     places = place.flatten()[order].int()
     scaled = parts.dtype == torch.float16
-    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, undo, padded, SOME=16,
+    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, undo, SOME=16,
                SCALED=scaled, num_warps=4)  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class Terms:
 @aggregate
 class Target:
     """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16
-    room for what undoes their factor."""
+    room for what undoes their factor, one for each block."""
 
     ptr: Value
     step: Value

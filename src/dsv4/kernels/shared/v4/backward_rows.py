@@ -106,12 +106,12 @@ def number_rows(window_list_ptr, window_lengths_ptr, compressed_list_ptr, compre
     gl.store(blocks_ptr + query, (gl.max(last, 0) + 63) // 64)
 
 
-@gluon.jit(do_not_specialize=["head_tiles", "per_tile", "padded"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, padded, SOME: gl.constexpr,
+@gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
+def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, SOME: gl.constexpr,
               SCALED: gl.constexpr):  # fmt: skip
     """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
     at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
-    one head tile, padded of each query. SCALED (fp16): those of a query are multiplied by undo [tiles, queries]."""
+    one head tile. SCALED (fp16): 64 of them in a row are multiplied by one of undo."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
     row = gl.program_id(0).to(gl.int64)
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]
@@ -127,8 +127,8 @@ def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, 
             place = (tile.to(gl.int64) * per_tile + at)[:, None] * 512 + column
             part = gl.load(parts_ptr + place, mask=there[:, None], other=0.0).to(gl.float32)
             if SCALED:
-                of_query = tile * (per_tile // padded) + found // padded
-                part = part * gl.load(undo_ptr + of_query, mask=there, other=0.0)[:, None]
+                block = tile * (per_tile // 64) + (found >> 6)
+                part = part * gl.load(undo_ptr + block, mask=there, other=0.0)[:, None]
             total += part
     total = gl.sum(total, 0).reshape([16, 4, 4, 2]).permute((0, 2, 1, 3)).reshape([512])  # keep()'s order undone
     total = gl.convert_layout(total, gl.BlockedLayout([4], [32], [4], [0]))

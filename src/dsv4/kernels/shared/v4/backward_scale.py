@@ -52,3 +52,12 @@ def dkv_factors(terms, query, down, ATOMIC: gl.constexpr):
         up, undo = powers(gl.maximum(gl.sum(of_heads(terms.sizes_ptr, query), 0), LEAST))
         down = down * up
     return down, undo
+
+
+@gluon.jit
+def keep_undo(target, query, undo):
+    """What undoes the factor of the contributions, once for each block: fold_rows finds it without a division."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for first in range(0, query.blocks, 32 * gl.num_warps()):
+        block = first + gl.arange(0, 32 * gl.num_warps(), layout=L)
+        gl.store(target.undo_ptr + block, undo, mask=block < query.blocks)

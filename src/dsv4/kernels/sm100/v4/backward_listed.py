@@ -65,7 +65,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors
+from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors, keep_undo
 
 
 @aggregate
@@ -181,7 +181,7 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
         _, down = factors(terms, query)
         factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
-            gl.store(target.undo_ptr, undo)
+            keep_undo(target, query, undo)
     # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
     for part in range(0, 2 * query.blocks):
         block = part // 2
@@ -255,7 +255,7 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
         place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
-        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place)
+        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)

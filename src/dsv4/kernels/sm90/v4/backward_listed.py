@@ -47,7 +47,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
-from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors
+from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors, keep_undo
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -193,7 +193,7 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
         up, down = factors(terms, query)
         factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
-            gl.store(target.undo_ptr, undo)
+            keep_undo(target, query, undo)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     mbarrier.wait(barriers.q_ready, 0)
     phase = 0
@@ -262,7 +262,7 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
     to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width rounded up to 64, 512 in
     the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned. SCALED
-    (fp16): most and sizes [N, H], and undo [head tiles, queries]: what undoes the factor of the contributions."""
+    (fp16): most and sizes [N, H], and undo [head tiles, queries, blocks]: what undoes the contributions' factor."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -293,7 +293,7 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     if not ATOMIC:
         padded = (width + 63) // 64 * 64
         place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
-        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place)
+        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
