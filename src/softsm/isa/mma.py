@@ -1,8 +1,7 @@
 """mma.sync: the warp's own matrix product, all operands in registers. Done at once, as the instruction is.
 
 Shapes and types: f16, bf16, tf32, e4m3/e5m2, f64, s8/u8, s4/u4, b1 (xor.popc, and.popc); accumulators f32, f16, s32,
-f64. Sparse products (mma.sp): f16, bf16, tf32 (K = 16) and 8 bits (K = 64). Register maps are in isa/fragments.py,
-metadata in isa/sparsity.py.
+f64. Sparse products (mma.sp): all but f64 and b1. Register maps are in isa/fragments.py, metadata in isa/sparsity.py.
 """
 
 from __future__ import annotations
@@ -27,16 +26,10 @@ SHAPES = {
     "s4": ((8, 32), (16, 32), (16, 64)), "u4": ((8, 32), (16, 32), (16, 64)),
     "b1": ((8, 128), (16, 128), (16, 256)),
 }  # fmt: skip
-# K of sparse products; those of m16n8k8 (tf32), m16n8k32 (8 bits) and of 4 bits have other metadata
-SPARSE = {
-    "f16": (16, 32),
-    "bf16": (16, 32),
-    "tf32": (16,),
-    "e4m3": (64,),
-    "e5m2": (64,),
-    "s8": (64,),
-    "u8": (64,),
-}
+SPARSE_K = {
+    "f16": (16, 32), "bf16": (16, 32), "tf32": (8, 16), "e4m3": (64,), "e5m2": (64,),
+    "s8": (32, 64), "u8": (32, 64), "s4": (64, 128), "u4": (64, 128),
+}  # fmt: skip
 RESULTS = {"f16": ("f32", "f16"), "e4m3": ("f32", "f16"), "e5m2": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",),
            "f64": ("f64",)}  # fmt: skip
 FAMILIES = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
@@ -103,14 +96,14 @@ def lower_sparse(
     m, k = shape
     d, a, b, c = types
     results = ("f32",) if a in ("e4m3", "e5m2") else RESULTS.get(a, ("s32",))
-    if m != 16 or k not in SPARSE.get(a, ()) or not alike(a, b) or d != c or d not in results:
+    if m != 16 or k not in SPARSE_K.get(a, ()) or not alike(a, b) or d != c or d not in results:
         asm.refuse(ins, "no such combination of shape and types for a sparse product")
     if saturate and d != "s32":
         asm.refuse(ins, "modifier .satfinite does not go with these types")
     if len(ins.operands) != 6:
         raise asm.error(f"expected 6 operands, got {len(ins.operands)}")
-    chunks = k // 2 if a == "tf32" else k // 4
-    selector, choices = ins.operands[5], {4: 4, 8: 2, 16: 1}[chunks]
+    chunks = sparsity.chunks_of(a, k)
+    selector, choices = ins.operands[5], 16 // chunks
     if not isinstance(selector, Imm) or selector.value not in range(choices):
         accepted = f"a constant below {choices}" if choices > 1 else "0"
         asm.refuse(ins, f"the sparsity selector is {accepted} for K = {k} of {a}")
@@ -126,7 +119,7 @@ def lower_sparse(
 
 def do_sparse(w, mask, o):
     kind = sparsity.granularity(o.types[1])
-    codes = sparsity.register_codes(w.R[o.e], o.selector, o.chunks)
+    codes = sparsity.register_codes(w.R[o.e], o.selector, o.chunks, o.types[1])
     located(w, sparsity.check, codes, kind, sparsity.ASCENDING if o.ordered else sparsity.DIFFERENT)
     where = sparsity.columns(codes, kind)
     left = sparsity.expand(fragments.left(w.R[o.a], o.types[1], o.m), where)

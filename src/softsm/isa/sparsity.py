@@ -2,18 +2,17 @@
 
     16 and 8 bits   chunks of 4 columns, two elements given: their positions, two bits each
     tf32            chunks of 2 columns, one element given: 0b0100 the first, 0b1110 the second
-    packed fp4      chunks of 8 columns, two pairs of neighbours given: the positions of the pairs, two bits each
+    packed 4 bits   chunks of 8 columns, two pairs of neighbours given: the positions of the pairs, two bits each
 
 A product has K columns and K/2 given elements in a row. mma.sp and wgmma take the codes from registers, one word per
-thread; with g = t/4 of thread t, and a sparsity selector s that says whose words count:
+thread. A row with 4, 8 or 16 chunks takes them from 1, 2 or 4 of every four threads; a sparsity selector says from
+which. Of the j-th of these, with g = t/4 of thread t:
 
-    K is 16 bytes   thread s of every four: rows g (low half of the word) and g + 8, all four chunks
-    K is 32 bytes   threads 2s and 2s + 1: the same rows, the first and the second four chunks; s = 0 or 1
-    8-bit elements  all threads: row g + 8*(t%2), chunks 0-7 (t%4 < 2) or 8-15; s = 0
+    16 and 32 bits  chunks 4j to 4j + 3 of rows g (low half of the word) and g + 8
+    8 and 4 bits    chunks 8*(j/2) to 8*(j/2) + 7 of row g + 8*(j%2)
 
-where K counts bytes of given elements; 32 bytes of 8-bit elements are the third case. Elements of B that meet no given
-element do not take part: a NaN there is not seen. Sparse products of wgmma and tcgen05 have not been compared with a
-GPU.
+tcgen05 takes them from tensor memory, from the lanes that hold the rows of D. Elements of B that meet no given element
+do not take part: a NaN there is not seen. Sparse products of wgmma and tcgen05 have not been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -27,28 +26,32 @@ ONE_OF_TWO, TWO_OF_FOUR, PAIRS_OF_EIGHT = "tf32", "2:4", "4:8 in pairs"
 DIFFERENT = frozenset(i | j << 2 for i in range(4) for j in range(4) if i != j)
 ASCENDING = frozenset(i | j << 2 for i in range(4) for j in range(i + 1, 4))
 OF_TCGEN05 = ASCENDING | {0b0110}
+WORD_IS_A_ROW = ("e4m3", "e5m2", "s8", "u8", "s4", "u4")  # in registers; other types share a word between two rows
 _SINGLE = frozenset({0b0100, 0b1110})
 _CHUNK = {ONE_OF_TWO: 2, TWO_OF_FOUR: 4, PAIRS_OF_EIGHT: 8}
 
 
 def granularity(element: str, packed_fp4: bool = False) -> str:
-    if packed_fp4:
+    if packed_fp4 or element in ("s4", "u4"):
         return PAIRS_OF_EIGHT
     return ONE_OF_TWO if element == "tf32" else TWO_OF_FOUR
 
 
-def register_codes(words: np.ndarray, selector: int, chunks: int) -> np.ndarray:
+def chunks_of(element: str, k: int) -> int:
+    """Chunks in a row of a product by mma.sp or wgmma."""
+    return k // _CHUNK[granularity(element)]
+
+
+def register_codes(words: np.ndarray, selector: int, chunks: int, element: str) -> np.ndarray:
     """The codes of a warp's 16 rows, uint8 [16, chunks], from its 32 words; 4, 8 or 16 chunks in a row."""
-    words = words.reshape(8, 4)  # [t/4, t%4]
-    eight = 4 * np.arange(8, dtype=np.uint32)
-    if chunks == 16:
-        codes = words[:, :, None] >> eight & 15  # [g, t%4, 8 chunks]
-        return codes.reshape(8, 2, 2, 8).transpose(2, 0, 1, 3).reshape(16, 16).astype(np.uint8)
-    count = chunks // 4
-    codes = (
-        words[:, selector * count : (selector + 1) * count, None] >> eight & 15
-    )  # [g, thread, row half and chunk]
-    return codes.reshape(8, count, 2, 4).transpose(2, 0, 1, 3).reshape(16, chunks).astype(np.uint8)
+    threads = chunks // 4
+    words = words.reshape(8, 4)[:, selector * threads : (selector + 1) * threads, None]  # [g, thread, 1]
+    codes = words >> (4 * np.arange(8, dtype=np.uint32)) & 15
+    if element in WORD_IS_A_ROW:
+        codes = codes.reshape(8, threads // 2, 2, 8).transpose(2, 0, 1, 3)  # [row half, g, thread pair, chunk]
+    else:
+        codes = codes.reshape(8, threads, 2, 4).transpose(2, 0, 1, 3)  # [row half, g, thread, chunk]
+    return codes.reshape(16, chunks).astype(np.uint8)
 
 
 def tensor_codes(cells: np.ndarray) -> np.ndarray:

@@ -188,8 +188,8 @@ def do_mma(w, mask, o):
     if o.shape.sparse:
         located(w, swizzle.check_row, b, o.shape.b_k_major, 64, "operand B of a sparse wgmma")
         kind = sparsity.granularity(o.shape.a)
-        chunks = o.shape.k // (2 if kind == sparsity.ONE_OF_TWO else 4)
-        codes = sparsity.register_codes(w.R[o.metadata], o.selector, chunks)
+        chunks = sparsity.chunks_of(o.shape.a, o.shape.k)
+        codes = sparsity.register_codes(w.R[o.metadata], o.selector, chunks, o.shape.a)
         located(w, sparsity.check, codes, kind)
         where = sparsity.columns(codes, kind)
     state.open.append(Part(w, o.line, o.shape, o.d, a, b, bool(add), o.d_set, o.a_set, where))

@@ -18,9 +18,12 @@ SMALL = {
 BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
 
 
+INTEGERS = {"s8": (-128, 128), "u8": (0, 128), "s4": (-8, 8), "u4": (0, 16)}
+
+
 def values(rng, shape, name):
-    if name in ("s8", "u8"):
-        return rng.integers(-128 if name == "s8" else 0, 128, shape).astype(np.float32)
+    if name in INTEGERS:
+        return rng.integers(*INTEGERS[name], shape).astype(np.float32)
     return rng.choice(CHOICES, shape)
 
 

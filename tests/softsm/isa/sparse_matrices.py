@@ -8,7 +8,7 @@ PAIRS = [(i, j) for i in range(4) for j in range(i + 1, 4)]
 
 def drawn(rng, rows, k, name, fp4=False, shuffled=False):
     """(given elements [rows, k/2], codes [rows, chunks], A as it is meant [rows, k])."""
-    wide = 8 if fp4 else 2 if name == "tf32" else 4
+    wide = 8 if fp4 or name in ("s4", "u4") else 2 if name == "tf32" else 4
     given = layouts.values(rng, (rows, k // 2), name)
     codes, dense = np.zeros((rows, k // wide), int), np.zeros((rows, k), np.float32)
     for r in range(rows):
@@ -28,20 +28,17 @@ def drawn(rng, rows, k, name, fp4=False, shuffled=False):
     return given, codes, dense
 
 
-def register_words(codes, selector, rng):
+def register_words(codes, selector, name, rng):
     """uint32 [32]: the metadata of 16 rows as mma.sp and wgmma take them, noise in the words that do not count."""
     words = rng.integers(0, 1 << 32, 32, dtype=np.uint32)
-    chunks = codes.shape[1]
-    for t in range(32):
-        g, q = t // 4, t % 4
-        if chunks == 16:  # 8-bit elements: all threads, a row each
-            fields = [codes[g + 8 * (q % 2), 8 * (q // 2) + i] for i in range(8)]
-        else:
-            mine = q - selector * (chunks // 4)
-            if mine not in range(chunks // 4):
-                continue
-            fields = [codes[g + 8 * (i // 4), 4 * mine + i % 4] for i in range(8)]
-        words[t] = sum(int(x) << 4 * i for i, x in enumerate(fields))
+    for row in range(16):
+        for chunk in range(codes.shape[1]):
+            g, upper = row % 8, row // 8
+            if name in ("f16", "bf16", "tf32"):  # two rows in a word
+                thread, place = 4 * g + selector * (codes.shape[1] // 4) + chunk // 4, 4 * upper + chunk % 4
+            else:
+                thread, place = 4 * g + selector * 2 + 2 * (chunk // 8) + upper, chunk % 8
+            words[thread] = int(words[thread]) & ~(15 << 4 * place) | int(codes[row, chunk]) << 4 * place
     return words
 
 

@@ -10,9 +10,12 @@ from sparse_matrices import drawn, register_words
 CASES = [
     *[(name, name, k, selector, d) for name, d in (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))
       for k, selectors in ((16, 4), (32, 2)) for selector in range(selectors)],
+    *[("tf32", "tf32", 8, selector, "f32") for selector in range(4)],
     ("tf32", "tf32", 16, 0, "f32"), ("tf32", "tf32", 16, 1, "f32"),
     ("e4m3", "e5m2", 64, 0, "f32"), ("e5m2", "e5m2", 64, 0, "f32"),
+    ("s8", "s8", 32, 0, "s32"), ("u8", "s8", 32, 1, "s32"),
     ("s8", "s8", 64, 0, "s32"), ("s8", "u8", 64, 0, "s32"), ("u8", "u8", 64, 0, "s32"),
+    ("s4", "s4", 64, 0, "s32"), ("s4", "u4", 64, 1, "s32"), ("u4", "s4", 128, 0, "s32"), ("u4", "u4", 128, 0, "s32"),
 ]  # fmt: skip
 KINDS = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
 
@@ -34,7 +37,7 @@ def operands(name, other, k, selector, d, seed=0, shuffled=False):
     b = layouts.values(rng, (8, k), other)
     c = rng.integers(-9, 9, (16, 8)) if d == "s32" else rng.choice(layouts.CHOICES, (16, 8))
     inputs = [left_registers(given, name), right_registers(b, other), accumulator_registers(c, KINDS[d])]
-    inputs.append(register_words(codes, selector, rng).reshape(32, 1))
+    inputs.append(register_words(codes, selector, name, rng).reshape(32, 1))
     return inputs, accumulator_registers(dense @ b.T + c, KINDS[d])
 
 
@@ -49,7 +52,7 @@ def test_sparse_products(variant):
         text = instruction(variant, name, other, k, d)
         words = want.shape[1] * want.itemsize // 4
         ptx = kernel(text, selector, inputs[0].shape[1], inputs[1].shape[1], words)
-        kn.check(text, ptx, inputs, [np.zeros_like(want)], [want])
+        kn.check(text, ptx, inputs, [np.full(want.shape, 99, want.dtype)], [want])
 
 
 @pytest.mark.parametrize(("instruction", "why"), [
@@ -57,6 +60,8 @@ def test_sparse_products(variant):
      "no such combination"),
     ("mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2}, {%r1,%r2}, {%r1,%r2,%r3,%r4}, "
      "%r9, 4;", "selector"),
+    ("mma.sp.sync.aligned.m16n8k32.row.col.s32.s4.s4.s32 {%r1,%r2,%r3,%r4}, {%r1}, {%r1}, {%r1,%r2,%r3,%r4}, %r9, 0;",
+     "no such combination"),
     ("mma.sp.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "
      "{%r1,%r2,%r3,%r4}, %r9, 2;", "selector"),
     ("mma.sp.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, {%r1,%r2,%r3,%r4}, "

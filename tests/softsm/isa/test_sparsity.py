@@ -8,16 +8,17 @@ from softsm.errors import Fault
 from softsm.isa import sparsity
 
 
-@pytest.mark.parametrize(("name", "k", "selector", "fp4"), [
-    ("f16", 16, 3, False), ("bf16", 32, 1, False), ("tf32", 16, 0, False), ("e4m3", 64, 0, False),
-    ("e2m1", 128, 0, True),
+@pytest.mark.parametrize(("name", "k", "selector"), [
+    ("f16", 16, 3), ("bf16", 32, 1), ("tf32", 8, 2), ("tf32", 16, 0), ("s8", 32, 1), ("e4m3", 64, 0), ("u4", 64, 1),
+    ("s4", 128, 0),
 ])  # fmt: skip
-def test_elements_return_to_their_columns(name, k, selector, fp4):
+def test_elements_return_to_their_columns(name, k, selector):
     rng = np.random.default_rng(k)
-    given, codes, dense = drawn(rng, 16, k, name, fp4, shuffled=name != "tf32")
-    found = sparsity.register_codes(register_words(codes, selector, rng), selector, codes.shape[1])
+    given, codes, dense = drawn(rng, 16, k, name, shuffled=name != "tf32")
+    assert sparsity.chunks_of(name, k) == codes.shape[1]
+    found = sparsity.register_codes(register_words(codes, selector, name, rng), selector, codes.shape[1], name)
     np.testing.assert_array_equal(found, codes)
-    kind = sparsity.granularity(name, fp4)
+    kind = sparsity.granularity(name)
     sparsity.check(found, kind)
     np.testing.assert_array_equal(sparsity.expand(given, sparsity.columns(found, kind)), dense)
 

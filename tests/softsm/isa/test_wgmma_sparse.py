@@ -52,7 +52,7 @@ def case(n, a_type, b_type, d_type="f32", *, a_mode=SW128, b_mode=SW128, a_k=Tru
     words = before.shape[1] * before.itemsize // 4
     ptx = kernel(name, words, a_desc, b_desc, from_registers=from_registers, selector=selector, immediates=immediates,
                  after=after)  # fmt: skip
-    metadata = np.concatenate([register_words(codes[16 * i : 16 * i + 16], selector, rng) for i in range(4)])
+    metadata = np.concatenate([register_words(codes[16 * i : 16 * i + 16], selector, a_type, rng) for i in range(4)])
     a_regs = a_registers(given, a_type) if from_registers else np.zeros((128, 4), np.uint32)
     return name, ptx, [image, a_regs, before, metadata], want, (a, b, c, codes)
 
