@@ -227,7 +227,7 @@ class Products:
         cta, row = ctas[row // rows], row % rows
         if descriptor is None:
             number = self.checker.tensor.shadow_of(cta).writer[
-                tcgen05.lane_plan(rows, s.n, p.ws, p.pair, p.lane).lanes[row] // 16, p.a_column
+                tcgen05.lane_plan(rows, s.n, p.folded, p.lane).lanes[row] // 16, p.a_column
             ]
             return self.by_number(int(number), f"wrote row {row} of A")
         size = tensor_core.element_bytes(element)
@@ -288,7 +288,7 @@ def feeding_load(instructions: list, pc: int) -> int | None:
 def logical_a(tcgen05, p, cta) -> np.ndarray:
     """Rows of A that this CTA multiplies: float32 [rows, k]."""
     rows = tcgen05.rows_of(p)
-    plan = tcgen05.lane_plan(rows, p.shape.n, p.ws, p.pair, p.lane)
+    plan = tcgen05.lane_plan(rows, p.shape.n, p.folded, p.lane)
     by_lane = tcgen05.operand_a(p, cta, plan)[:-2].reshape(p.shape.k, 128).view(np.float32)
     return by_lane.T[plan.lanes]
 
@@ -296,7 +296,7 @@ def logical_a(tcgen05, p, cta) -> np.ndarray:
 def logical_d(p, cta, rows: int) -> np.ndarray:
     """The accumulator of this CTA: [rows, n]."""
     d = np.empty((rows, p.shape.n), np.uint32)
-    for x in blocks(rows, p.shape.n, p.ws, p.pair):
+    for x in blocks(rows, p.shape.n, p.folded):
         column, lane = p.column + x.column, p.lane + x.lane
         d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[
             column : column + x.count, lane : lane + x.rows

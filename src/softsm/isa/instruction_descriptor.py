@@ -35,7 +35,7 @@ _TYPES = {
     "mxf4": {1: "e2m1"},
     "mxf4nvf4": {1: "e2m1"},
 }
-_SELECTORS = ("this kind takes 0", "0 and 1 are implemented")
+_SELECTORS = ("this kind takes 0", "this kind takes 0 or 1")
 _RESULTS = {"f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}, "i8": {2: "s32"}}
 
 
@@ -63,12 +63,16 @@ class InstructionDescriptor(NamedTuple):
         return self.k // 2 if self.sparse else self.k
 
 
-def _shape_error(kind: str, m: int, n: int, group: int, ws: bool) -> str | None:
+def _shape_error(kind: str, m: int, n: int, group: int, ws: bool, sparse: bool) -> str | None:
     """None if the shape is legal, else what is accepted."""
     if ws:
-        legal = m in (32, 64, 128) and n in (64, 128, 256)
-        return None if legal else ".ws accepts M 32, 64 or 128 and N 64, 128 or 256"
+        columns = (64, 128) if sparse else (64, 128, 256)
+        if m in (32, 64, 128) and n in columns:
+            return None
+        return f".ws{'.sp' * sparse} accepts M 32, 64 or 128 and N {', '.join(map(str, columns))}"
     if group == 2:
+        if sparse and kind in BLOCK_SCALED and m != 256:
+            return f"cta_group::2 with a sparse kind::{kind} accepts M 256"
         if m not in (128, 256):
             return "cta_group::2 accepts M 128 or 256"
         return None if n in range(16, 257, 16) else "cta_group::2 accepts N 16..256 in steps of 16"
@@ -115,11 +119,9 @@ def decode(
         if kind == "f16" and (a != b or (a == "bf16" and d != "f32")):
             raise wrong(f"A {a}, B {b}, D {d}; accepted are f16 x f16 -> f16 or f32, and bf16 x bf16 -> f32")
     m, n = (value >> 24 & 31) << 4, (value >> 17 & 63) << 3
-    text = _shape_error(kind, m, n, group, ws)
+    text = _shape_error(kind, m, n, group, ws, sparse)
     if text is not None:
         raise wrong(f"M = {m}, N = {n}; {text}")
-    if sparse and m != 128 * group:
-        raise wrong(f"M = {m}; sparse products are implemented for M = {128 * group} with cta_group::{group}")
     negate = bool((value >> 13 & 1) ^ (value >> 14 & 1))
     if kind == "i8" and value >> 13 & 3:
         raise wrong("kind::i8 cannot negate (bits 13-14)")

@@ -46,8 +46,6 @@ _SCALE_BLOCKS = {
 @isa.form("mma")
 def lower_mma(asm, ins, modifiers) -> None:
     sparse = bool(isa.take(asm, ins, modifiers, "sp", optional=True))
-    if sparse and "ws" in modifiers:
-        asm.refuse(ins, "sparse weight-stationary products are not implemented")
     if "ashift" in modifiers:
         asm.refuse(ins, "the shifted A of convolutions is not implemented")
     ws = bool(isa.take(asm, ins, modifiers, "ws", optional=True))
@@ -198,7 +196,7 @@ def prepare(
     shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
     lane, column = d >> 16, d & 0xFFFF
     rows = shape.m // group
-    half = rows == 64 and group == 1 and not ws  # layout F: the lower or the upper 16 of each 32 lanes
+    half = rows == 64 and not ws and (group == 1 or o.sparse)  # layouts F and C: half of each 32 lanes
     if lane not in ((0, 16) if half else (0,)):
         accepted = "0 or 16" if half else "0"
         raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
@@ -215,7 +213,7 @@ def prepare(
     b_desc = swizzle.decode(b, True)
     check_major(b_desc, shape.b, shape.b_k_major, "B")
     if shape.sparse:
-        check_metadata(metadata, shape)
+        check_metadata(metadata, shape, lane)
         swizzle.check_row(b_desc, shape.b_k_major, 64, "operand B of a sparse tcgen05.mma")
     p = Product(
         shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, bool(add), scale_exponent, skipped,
@@ -227,11 +225,11 @@ def prepare(
         for first, count in zip(scale_columns, (rows, shape.n)):
             tensor_reads.append((first, first + -(-count // 32), 0xFF))
     if shape.sparse:
-        tensor_reads.append((*metadata_columns(shape, p.metadata), 0xFF))
+        tensor_reads.append((*metadata_columns(shape, p.metadata), lanes_of_d))
     shared_reads = [shared_span(b_desc, shape.b_k_major, shape.n // group, shape, "B")]
     if a_desc is not None:
         shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
-    wide = max(x.count for x in tm.accumulator_blocks(rows, shape.n, ws, group == 2))
+    wide = max(x.count for x in tm.accumulator_blocks(rows, shape.n, p.folded))
     footprint = tensor_copy.Footprint(
         "mma",
         (lane, column, shape.m, shape.n, ws),
@@ -247,9 +245,9 @@ def bounds(spans: list[tuple]) -> tuple[int, int]:
     return min(span[0] for span in spans), max(span[1] for span in spans)
 
 
-def check_metadata(address: int, shape: InstructionDescriptor) -> None:
-    if address >> 16:
-        raise Fault("tmem-lane", f"metadata at lane {address >> 16}; M = {shape.m} accepts lane 0")
+def check_metadata(address: int, shape: InstructionDescriptor, lane: int) -> None:
+    if address >> 16 != lane:
+        raise Fault("tmem-lane", f"metadata at lane {address >> 16} and D at lane {lane}; they must start alike")
     if address & 1:
         raise Fault(
             "metadata",
@@ -351,5 +349,5 @@ def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) 
 
 def accumulator_lanes(p: Product) -> int:
     """Lanes of D (and of A in tensor memory) as a mask of groups of 16."""
-    half = rows_of(p) == 64 and not p.ws and not p.pair
+    half = rows_of(p) == 64 and not p.folded
     return (0xAA if p.lane == 16 else 0x55) if half else 0xFF

@@ -1,9 +1,10 @@
 """What a tcgen05.mma computes: operands of one CTA or of a pair, read, expanded and scaled, and the sums in D.
 
 With block scaling, scale factors lie in tensor memory, row i in lane i % 32 of column i / 32, copied to all four lane
-quarters. Metadata of a sparse product (isa/sparsity.py) lie there too, for 128 rows in a CTA: with kinds f16 and tf32
-in one column, rows 16i + j and 16i + 8 + j (j < 8) in the halves of lane 16i + j (first four chunks) and 16i + 8 + j;
-with the other kinds in two columns, row i in lane i, eight chunks in each.
+quarters. Metadata of a sparse product (isa/sparsity.py) lie there too, in the lanes of D: with kinds f16 and tf32 in
+one column, those of lanes 16i + j and 16i + 8 + j (j < 8) in the halves of lane 16i + j (first four chunks) and
+16i + 8 + j; with the other kinds in two columns, each in its own lane, eight chunks in each. Where columns of D lie on
+top of each other, each part has its own copy of the metadata, as it has of A in tensor memory.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class Product(NamedTuple):
     blocks: int = 0  # scale factors in a row
     zero_mask: int = 0  # zero-column mask descriptor of .ws
     metadata: int = 0  # column of the metadata of a sparse A
+
+    @property
+    def folded(self) -> bool:
+        """Do columns of D lie on top of each other where there are fewer than 128 rows?"""
+        return self.ws or (self.pair and not self.shape.sparse)
 
 
 def rows_of(p: Product) -> int:
@@ -118,10 +124,10 @@ class LanePlan(NamedTuple):
 
 
 @cache
-def lane_plan(m: int, n: int, ws: bool, pair: bool, lane: int) -> LanePlan:
+def lane_plan(m: int, n: int, folded: bool, lane: int) -> LanePlan:
     rows = np.full(128, -1)
     quarters = np.zeros((4, 3), np.int64)
-    for x in tm.accumulator_blocks(m, n, ws, pair):
+    for x in tm.accumulator_blocks(m, n, folded):
         for i in range(x.rows):
             at = lane + x.lane + i
             rows[at] = x.m + i
@@ -138,12 +144,16 @@ def metadata_columns(shape: InstructionDescriptor, column: int) -> tuple[int, in
     return column, column + 2
 
 
-def given_columns(p: Product, cta) -> np.ndarray:
-    """Where the given elements of a sparse A stand: int [128, k/2]."""
+def given_columns(p: Product, cta, plan: LanePlan) -> np.ndarray:
+    """Where the given elements of a sparse A stand: int [128, k/2], by lanes; lanes without a row have any place."""
     first, end = metadata_columns(p.shape, p.metadata)
     codes = sparsity.tensor_codes(cta.tmem.cells[first:end])
     kind = sparsity.granularity(p.shape.a, p.shape.kind in FP4)
-    sparsity.check(codes, kind, sparsity.OF_TCGEN05)
+    used = np.flatnonzero(plan.rows >= 0)
+    for part in used.reshape(-1, rows_of(p)):
+        sparsity.check(codes[part], kind, sparsity.OF_TCGEN05)
+    if len(used) < len(codes):
+        codes[plan.rows < 0] = codes[used[0]]
     return sparsity.columns(codes, kind)
 
 
@@ -152,8 +162,9 @@ def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
     a = given_a(p, cta, plan)
     if not p.shape.sparse:
         return a
-    given = a[:-2].reshape(p.shape.given, 128).T  # 128 rows: lane and row are the same
-    return tensor_core.to_lanes(sparsity.expand(given, given_columns(p, cta)).view(np.float32), IDENTITY, 4)
+    given = a[:-2].reshape(p.shape.given, 128).T
+    dense = sparsity.expand(given, given_columns(p, cta, plan))
+    return tensor_core.to_lanes(dense.view(np.float32), IDENTITY, 4)
 
 
 def given_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
@@ -203,7 +214,7 @@ def plan_of(p: Product) -> Plan | None:
         or min(formats.BITS[s.a], formats.BITS[s.b]) < 8
     ):
         return None
-    lanes_of = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    lanes_of = lane_plan(rows_of(p), s.n, p.folded, p.lane)
     members = 2 if p.pair else 1
     quarters = np.tile(lanes_of.quarters, (members, 1))
     if any(p.skipped):
@@ -266,7 +277,7 @@ def perform(p: Product, ctas: list) -> None:
         multiply(p, plan, ctas)
         return
     b_all = operand_b(p, ctas)
-    plan = lane_plan(rows_of(p), s.n, p.ws, p.pair, p.lane)
+    plan = lane_plan(rows_of(p), s.n, p.folded, p.lane)
     for index, cta in enumerate(ctas):
         cells = cta.tmem.cells
         a, b = operand_a(p, cta, plan), b_all
@@ -280,7 +291,7 @@ def perform(p: Product, ctas: list) -> None:
         if s.sparse and not np.isfinite(b).all():
             left = a if b.dtype == np.float64 else a[:-2].reshape(s.k, 128).view(np.float32)
             b = b.copy()
-            aside = sparsity.set_aside(left.T, given_columns(p, cta), b)
+            aside = sparsity.set_aside(left.T, given_columns(p, cta, plan), b)
         if b.dtype == np.float64:
             update(cells, b @ a, p, quarters)
         elif s.d == "f32":

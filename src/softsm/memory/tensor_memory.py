@@ -312,15 +312,16 @@ class Block(NamedTuple):
 
 
 @cache
-def accumulator_blocks(m: int, n: int, ws: bool, pair: bool) -> tuple[Block, ...]:
+def accumulator_blocks(m: int, n: int, folded: bool) -> tuple[Block, ...]:
     """How one CTA's part of D (m rows of this CTA: 32, 64 or 128) is spread over lanes and columns.
 
-    128 rows: lane = row (layouts D, A). 64 rows: 16 rows in each lane quarter (F); with .ws (E) or as half of a pair
-    (B) two column halves on top of each other; 32 rows, .ws (G): four column quarters."""
+    128 rows: lane = row (layouts D, A). 64 rows: 16 rows in each lane quarter (F; C with a sparse A in a pair); folded,
+    with .ws (E) or a dense A in a pair (B): two column halves on top of each other. 32 rows, .ws (G): four column
+    quarters."""
     if m == 128:
         return (Block(0, 128, 0, n, 0, 0),)
     if m == 32:
         return tuple(Block(0, 32, q * (n // 4), n // 4, 32 * q, 0) for q in range(4))
-    if ws or pair:
+    if folded:
         return tuple(Block(0, 64, h * (n // 2), n // 2, 64 * h, 0) for h in range(2))
     return tuple(Block(16 * q, 16, 0, n, 32 * q, 0) for q in range(4))

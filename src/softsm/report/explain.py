@@ -224,11 +224,10 @@ def tensor_copy(parts: list[str]) -> RenderableType:
 
 def accumulators() -> RenderableType:
     cases = (
-        ("M = 128, one CTA (D); M = 256, a pair (A)", 128, False, False),
-        ("M = 64, one CTA (F)", 64, False, False),
-        ("M = 64, .ws (E)", 64, True, False),
-        ("M = 128, a pair (B)", 64, False, True),
-        ("M = 32, .ws (G)", 32, True, False),
+        ("M = 128, one CTA (D); M = 256, a pair (A)", 128, False),
+        ("M = 64, one CTA (F); M = 128, sparse A, a pair (C)", 64, False),
+        ("M = 64, .ws (E); M = 128, dense A, a pair (B)", 64, True),
+        ("M = 32, .ws (G)", 32, True),
     )
     table = Table(
         "accumulator",
@@ -241,8 +240,8 @@ def accumulators() -> RenderableType:
     )
     n = 256
     share = {n: "N", n // 2: "N/2", n // 4: "N/4"}
-    for title, m, ws, pair in cases:
-        for i, b in enumerate(tm.accumulator_blocks(m, n, ws, pair)):
+    for title, m, folded in cases:
+        for i, b in enumerate(tm.accumulator_blocks(m, n, folded)):
             part = b.n // b.count
             of = "0 .. N-1" if b.count == n else f"{part}*{share[b.count]} .. {part + 1}*{share[b.count]}-1"
             table.add_row(

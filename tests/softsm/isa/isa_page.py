@@ -123,11 +123,10 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# What PTX has for these targets and softsm refuses by name; for most of it the PTX ISA gives the layout as a figure.
+# What PTX has for these targets and softsm refuses by name; the PTX ISA gives the layout as a figure.
 REFUSED = [
-    "Not implemented: `mma.sp` of tf32 with K = 8, of 8 bits with K = 32 and of 4 bits; `tcgen05.mma.sp` with 64 rows "
-    "in a CTA, and `tcgen05.mma.ws.sp`; copies by `.im2col::w` and `.im2col::w::128`; interleaved tensor maps; "
-    "`.ashift` of `tcgen05.mma`. `tcgen05.ld.red` is not part of sm_100a.",
+    "Not implemented: copies by `.im2col::w` and `.im2col::w::128`; interleaved tensor maps; `.ashift` of "
+    "`tcgen05.mma`. `tcgen05.ld.red` is not part of sm_100a.",
 ]
 
 

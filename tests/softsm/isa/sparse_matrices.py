@@ -6,26 +6,39 @@ import numpy as np
 PAIRS = [(i, j) for i in range(4) for j in range(i + 1, 4)]
 
 
+def wide(name, fp4=False):
+    """Columns in a chunk."""
+    return 8 if fp4 or name in ("s4", "u4") else 2 if name == "tf32" else 4
+
+
+def draw_codes(rng, rows, k, name, fp4=False, shuffled=False):
+    """[rows, chunks]"""
+    codes = np.zeros((rows, k // wide(name, fp4)), int)
+    for r, chunk in np.ndindex(codes.shape):
+        first, second = PAIRS[rng.integers(6)]
+        if shuffled and rng.integers(2):
+            first, second = second, first
+        codes[r, chunk] = (0b0100, 0b1110)[rng.integers(2)] if name == "tf32" else first | second << 2
+    return codes
+
+
+def meant(given, codes, name, fp4=False):
+    """A with zeros, [rows, k], of the given elements [rows, k/2]."""
+    size = wide(name, fp4)
+    dense = np.zeros((len(given), 2 * given.shape[1]), np.float32)
+    for (r, chunk), code in np.ndenumerate(codes):
+        first, second = code & 3, code >> 2
+        at = {2: [code == 0b1110], 4: [first, second], 8: [2 * first, 2 * first + 1, 2 * second, 2 * second + 1]}[size]
+        for i, position in enumerate(at):
+            dense[r, size * chunk + position] = given[r, size // 2 * chunk + i]
+    return dense
+
+
 def drawn(rng, rows, k, name, fp4=False, shuffled=False):
     """(given elements [rows, k/2], codes [rows, chunks], A as it is meant [rows, k])."""
-    wide = 8 if fp4 or name in ("s4", "u4") else 2 if name == "tf32" else 4
     given = layouts.values(rng, (rows, k // 2), name)
-    codes, dense = np.zeros((rows, k // wide), int), np.zeros((rows, k), np.float32)
-    for r in range(rows):
-        for chunk in range(k // wide):
-            first, second = PAIRS[rng.integers(6)]
-            if shuffled and rng.integers(2):
-                first, second = second, first
-            if wide == 2:
-                code = (0b0100, 0b1110)[rng.integers(2)]
-                at = [0 if code == 0b0100 else 1]
-            else:
-                code = first | second << 2
-                at = [first, second] if wide == 4 else [2 * first, 2 * first + 1, 2 * second, 2 * second + 1]
-            codes[r, chunk] = code
-            for i, position in enumerate(at):
-                dense[r, wide * chunk + position] = given[r, wide // 2 * chunk + i]
-    return given, codes, dense
+    codes = draw_codes(rng, rows, k, name, fp4, shuffled)
+    return given, codes, meant(given, codes, name, fp4)
 
 
 def register_words(codes, selector, name, rng):
@@ -42,14 +55,14 @@ def register_words(codes, selector, name, rng):
     return words
 
 
-def put_metadata(cells, codes, column):
-    """Codes of 128 rows into tensor memory [512, 128]: the first of one column (8 chunks) or two (16)."""
-    rows, chunks = codes.shape
-    for r in range(rows):
+def put_metadata(cells, codes, column, lanes=range(128)):
+    """Codes of rows that D has in `lanes` into tensor memory [512, 128]: one column (8 chunks) or two (16)."""
+    chunks = codes.shape[1]
+    for r, at in zip(range(len(codes)), lanes):
         for chunk in range(chunks):
             if chunks == 16:
-                c, lane, shift = column + chunk // 8, r, 4 * (chunk % 8)
+                c, lane, shift = column + chunk // 8, at, 4 * (chunk % 8)
             else:
-                c, lane = column, 16 * (r // 16) + 8 * (chunk // 4) + r % 8
-                shift = 16 * (r // 8 % 2) + 4 * (chunk % 4)
+                c, lane = column, 16 * (at // 16) + 8 * (chunk // 4) + at % 8
+                shift = 16 * (at // 8 % 2) + 4 * (chunk % 4)
             cells[c, lane] = int(cells[c, lane]) & ~(15 << shift) | int(codes[r, chunk]) << shift

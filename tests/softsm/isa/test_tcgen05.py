@@ -13,36 +13,41 @@ from softsm.errors import Fault, Unsupported
 from softsm.isa import instruction_descriptor as idesc
 
 SIZE, B_AT, N = 32768, 16384, 32
-NAME = "tcgen05.mma.sp.cta_group::1.kind::f16"
+NAME = "tcgen05.mma{ws}.sp.cta_group::1.kind::f16"
 WAIT_ST = "tcgen05.wait::st.sync.aligned;\n"
 
 
-def operands(selector=0, seed=0):
-    """(in: shared memory and each thread's two metadata words, D as it must be)."""
+def operands(selector=0, seed=0, m=128, n=N, places=(range(128),)):
+    """(in: shared memory and each thread's two metadata words, D as it must be); `places`: lanes of the rows of D."""
     rng = np.random.default_rng(seed)
-    given, codes, a = drawn(rng, 128, 32, "bf16")
-    b = layouts.values(rng, (N, 32), "bf16")
+    given, codes, a = drawn(rng, m, 32, "bf16")
+    b = layouts.values(rng, (n, 32), "bf16")
     image = np.zeros(SIZE + 1024, np.uint8)
     layouts.place(image, given, "bf16", SW128, True, 0)
     layouts.place(image, b, "bf16", SW128, True, B_AT)
     cells = rng.integers(0, 1 << 32, (2, 128), dtype=np.uint32)
-    put_metadata(cells, codes, selector)
+    for lanes in places:
+        put_metadata(cells, codes, selector, lanes)
     image[SIZE:] = np.ascontiguousarray(cells.T).view(np.uint8).reshape(-1)
     return image.view(np.uint32), a @ b.T
 
 
-def kernel(*, selector=0, column=64, lane=0, sparse=True, b_at=B_AT, b_mode=SW128, wait=WAIT_ST, before_free=""):
+def kernel(*, selector=0, column=64, lane=0, sparse=True, b_at=B_AT, b_mode=SW128, wait=WAIT_ST, before_free="",
+           m=128, n=N, ws="", d_lane=0, poison=False):  # fmt: skip
     """D in columns 0 to 31, metadata stored to columns 64 and 65 by their threads."""
     a_desc = layouts.descriptor(0, 0, 1024, SW128, True)
     b_desc = layouts.descriptor(b_at, 0, 1024, b_mode, True)
-    value = idesc.encode("f16", 128, N, "bf16", "bf16", sparse=sparse, selector=selector)
+    value = idesc.encode("f16", m, n, "bf16", "bf16", sparse=sparse, selector=selector)
     body = f"mul.wide.u32 %rd5, %r0, 8;\nadd.s64 %rd5, %rd1, %rd5;\nld.global.u32 %r100, [%rd5+{SIZE}];\n"
     body += f"ld.global.u32 %r101, [%rd5+{SIZE + 4}];\n"
+    if poison:  # what D must not keep
+        body += "mov.u32 %r102, 0x7fc0beef;\n"
+        body += f"tcgen05.st.sync.aligned.32x32b.x{N}.b32 [%r9], {{{', '.join(['%r102'] * N)}}};\n"
     body += "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r9+64], {%r100, %r101};\n" + wait
     body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\n@!%p1 bra STARTED;\ntcgen05.fence::after_thread_sync;\n"
     body += f"add.s64 %rd11, %rd3, {a_desc};\nadd.s64 %rd12, %rd3, {b_desc};\nsetp.ne.u32 %p5, 0, 0;\n"
-    body += f"add.u32 %r20, %r8, {column | lane << 16};\nmov.u32 %r21, {value};\n"
-    body += f"{NAME} [%r8], %rd11, %rd12, [%r20], %r21, %p5;\n{tk.COMMIT}STARTED:\n" + before_free
+    body += f"add.u32 %r20, %r8, {column | lane << 16};\nmov.u32 %r21, {value};\nadd.u32 %r22, %r8, {d_lane << 16};\n"
+    body += f"{NAME.format(ws=ws)} [%r22], %rd11, %rd12, [%r20], %r21, %p5;\n{tk.COMMIT}STARTED:\n" + before_free
     body += tk.WAIT.format(n=0, parity=0)
     body += f"tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {tk.names(140, N)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     return tk.kernel(body + tk.words_out(N, 140) + wait, size=SIZE, words=SIZE // 4, columns=128)
@@ -62,6 +67,24 @@ def test_a_sparse_product(selector):
             out = launched(kernel(selector=selector), image)
         assert not report, str(report)
         np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize(("m", "n", "ws", "d_lane"), [(64, 32, "", 16), (128, 64, ".ws", 0), (32, 128, ".ws", 0)])
+def test_sparse_products_in_other_lanes(m, n, ws, d_lane):
+    """64 rows in the upper half of each lane quarter; weight-stationary ones, 32 rows in four parts."""
+    parts = 128 // m if ws else 1
+    places = [[part * m + i if ws else 32 * (i // 16) + i % 16 + d_lane for i in range(m)] for part in range(parts)]
+    image, want = operands(1, 0, m, n, places)
+    text = kernel(selector=1, m=m, n=n, ws=ws, d_lane=d_lane, lane=d_lane, poison=True)
+    for order in ("eager", "latest"):
+        with softsm.checking(order=order) as report:
+            out = launched(text, image)
+        assert not report, str(report)
+        for part, lanes in enumerate(places):
+            wide = min(n // parts, N)
+            np.testing.assert_array_equal(out[lanes, :wide], want[:, n // parts * part :][:, :wide])
+        others = sorted(set(range(128)) - set(sum(places, [])))
+        assert (out.view(np.uint32)[others] == 0x7FC0BEEF).all()
 
 
 def test_metadata_are_an_operand_that_races():
@@ -84,7 +107,9 @@ def test_metadata_are_an_operand_that_races():
     ({"sparse": False}, "idesc", "bit 2 asks for a dense product, the instruction is sparse"),
     ({"selector": 2}, "idesc", "sparsity selector 2"),
     ({"column": 65}, "metadata", "begin at an even column"),
-    ({"lane": 16}, "tmem-lane", "metadata at lane 16"),
+    ({"lane": 16}, "tmem-lane", "metadata at lane 16 and D at lane 0"),
+    ({"m": 64, "d_lane": 16}, "tmem-lane", "metadata at lane 0 and D at lane 16"),
+    ({"ws": ".ws", "n": 256}, "idesc", "N 64, 128"),
     ({"column": 128}, "tmem", "reads tensor memory"),
     ({"b_at": B_AT + 96}, "descriptor", "64 bytes of k from byte 96"),
     ({"b_mode": layouts.SW32}, "descriptor", "64 bytes of k from byte 0 of a row of 32"),
@@ -104,7 +129,7 @@ def test_a_dense_product_with_a_sparse_descriptor():
 
 
 @pytest.mark.parametrize(("instruction", "why"), [
-    ("tcgen05.mma.ws.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", "weight-stationary"),
+    ("tcgen05.mma.ws.sp.cta_group::2.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", ".ws exists for cta_group::1"),
     ("tcgen05.mma.sp.cta_group::1.kind::mxf4 [%r1], %rd1, %rd2, [%r2], %r3, [%r4], [%r5], %p1;", "needs .block_scale"),
     ("tcgen05.mma.sp.cta_group::1.kind::f16.ashift [%r1], [%r5], %rd2, [%r2], %r3, %p1;", "shifted A"),
 ])  # fmt: skip

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import layouts
 import numpy as np
 import pytest
-from sparse_matrices import drawn, put_metadata
+from sparse_matrices import draw_codes, drawn, meant, put_metadata
 
 from softsm.errors import Fault
 from softsm.isa import instruction_descriptor as idesc
@@ -316,6 +316,57 @@ def test_sparse_products_of_a_pair():
     np.testing.assert_array_equal(got, a @ b.T)
 
 
+@pytest.mark.parametrize(("kind", "name", "m", "ws", "lane", "in_tensor_memory"), [
+    ("f16", "bf16", 64, False, 0, False), ("f16", "f16", 64, False, 16, True), ("tf32", "tf32", 64, False, 16, False),
+    ("f8f6f4", "e4m3", 64, False, 16, True), ("i8", "s8", 64, False, 0, False),
+    ("f16", "bf16", 128, True, 0, False), ("f16", "bf16", 64, True, 0, True), ("f16", "f16", 32, True, 0, False),
+    ("tf32", "tf32", 32, True, 0, True), ("f8f6f4", "e5m2", 64, True, 0, False), ("i8", "u8", 32, True, 0, True),
+])  # fmt: skip
+def test_sparse_products_of_fewer_rows_and_ws(kind, name, m, ws, lane, in_tensor_memory):
+    """Metadata lie in the lanes of D; where D is folded each part has its own, here with another choice of columns."""
+    rng = np.random.default_rng(8)
+    n, k, parts = 64, 2 * idesc.K_OF_KIND[kind], 128 // m if ws else 1
+    cta = new_cta()
+    cta.tmem.cells[:] = rng.integers(0, 1 << 32, cta.tmem.cells.shape, dtype=np.uint32)
+    d, selector = "s32" if kind == "i8" else "f32", int(kind in ("f16", "tf32"))
+    b = layouts.values(rng, (n, k), name)
+    b_desc = place(cta, b, name, layouts.SW128, True, B_AT)
+    given, want = layouts.values(rng, (m, k // 2), name), np.zeros((m, n), np.float32)
+    for part in range(parts):
+        codes = draw_codes(rng, m, k, name)
+        lanes = [part * m + i if ws else 32 * (i // 16) + i % 16 + lane for i in range(m)]
+        put_metadata(cta.tmem.cells, codes, 400 + selector, lanes)
+        pack_tensor(cta, given, name, lanes, 300)
+        columns = slice(part * n // parts, (part + 1) * n // parts)
+        want[:, columns] = meant(given, codes, name) @ b[columns].T
+    value = idesc.encode(kind, m, n, name, name, d, sparse=True, selector=selector)
+    a_desc = None if in_tensor_memory else place(cta, given, name, layouts.SW128, True, A_AT)
+    shape = idesc.decode(value, kind, 1, ws, True)
+    p = tcgen05.Product(shape, ws, False, lane, 32, a_desc, 300, b_desc, add=False, metadata=400)
+    before = cta.tmem.cells.copy()
+    tcgen05.perform(p, [cta])
+    np.testing.assert_array_equal(read_d(cta, m, n, d, 32, lane, ws), want)
+    assert (cta.tmem.cells != before).sum() <= m * n
+    tcgen05.perform(p._replace(add=True), [cta])
+    np.testing.assert_array_equal(read_d(cta, m, n, d, 32, lane, ws), 2 * want)
+
+
+def test_sparse_products_of_a_pair_with_64_rows_in_each():
+    """Layout C: 16 rows in each lane quarter, as those of one CTA, and all columns of D."""
+    rng = np.random.default_rng(9)
+    given, codes, a = drawn(rng, 128, 32, "bf16")
+    b = layouts.values(rng, (32, 32), "bf16")
+    ctas, lanes = [new_cta(), new_cta()], [32 * (i // 16) + i % 16 + 16 for i in range(64)]
+    for i, cta in enumerate(ctas):
+        put_metadata(cta.tmem.cells, codes[64 * i : 64 * i + 64], 400, lanes)
+        a_desc = place(cta, given[64 * i : 64 * i + 64], "bf16", layouts.SW128, True, A_AT)
+        b_desc = place(cta, b[16 * i : 16 * i + 16], "bf16", layouts.SW128, True, B_AT)
+    shape = idesc.decode(idesc.encode("f16", 128, 32, "bf16", "bf16", sparse=True), "f16", 2, sparse=True)
+    tcgen05.perform(tcgen05.Product(shape, False, True, 16, 0, a_desc, 0, b_desc, False, metadata=400), ctas)
+    got = np.concatenate([read_d(cta, 64, 32, "f32", lane=16) for cta in ctas])
+    np.testing.assert_array_equal(got, a @ b.T)
+
+
 @pytest.mark.parametrize(("kind", "a_type", "b_type", "blocks", "scale"), [
     ("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0"), ("mxf4", "e2m1", "e2m1", 2, "ue8m0"),
     ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3"),
@@ -355,7 +406,7 @@ def test_sparse_block_scaled_products(kind, a_type, b_type, blocks, scale, wide)
 def test_elements_of_b_that_meet_no_element_of_a_do_not_take_part(d_type):
     cta, p, given, a, b = sparse_case("f16", "f16", "f16", d_type, True, True, layouts.SW128, layouts.SW128, 0)
     chosen = np.zeros(a.shape, bool)
-    np.put_along_axis(chosen, tcgen05.given_columns(p, cta), True, 1)
+    np.put_along_axis(chosen, tcgen05.given_columns(p, cta, tcgen05.lane_plan(128, 64, False, 0)), True, 1)
     b[5, 9], b[6, 17] = np.nan, np.inf
     place(cta, b, "f16", layouts.SW128, True, B_AT)
     tcgen05.perform(p, [cta])
