@@ -1,7 +1,7 @@
 """The rows of an Fp8Cache as bf16, for calls whose queries list every row many times.
 
 Attention that reads FP8 rows converts a row for every query and tile of 64 heads that lists it. Where lists are far
-longer in sum than the pool, it is converted once, here, and attention reads plain rows. 64 rows per program.
+longer in sum than the pool, it is converted once, here, and attention reads plain rows. 32 rows per program.
 """
 
 from dataclasses import replace
@@ -19,19 +19,20 @@ from dsv4.runtime.program import Program
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
-WARPS = 16
+ROWS = 32  # of a program
+WARPS = 8
 WORDS = 2  # of 4 bytes that a thread reads at a time
 
 
 @gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
 def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr,
-              WORDS: gl.constexpr):  # fmt: skip
-    """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs of this one."""
-    dependent.let_next_begin()
+              ROWS: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+    """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs when little is left to
+    store."""
     # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
     W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
     pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
-    number = gl.program_id(0) * 64 + entries(W)
+    number = gl.program_id(0) * ROWS + entries(W, ROWS)
     data, there, scales = fp8_rows(pool, number, UNIT)
     out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     x = fp8_load(ptr, data, there, 0, 4, UNIT, WORDS)
@@ -41,8 +42,10 @@ def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: 
     put(out_ptr, number, there, fp8_to_bf16(x, scales, 0), 0)
     put(out_ptr, number, there, fp8_to_bf16(y, scales, 4), 4)
     put(out_ptr, number, there, fp8_to_bf16(z, scales, 6), 6)
+    dependent.let_next_begin()
     column = 224 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
-    gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None])
+    gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None],
+             eviction_policy="evict_last")  # fmt: skip
 
 
 @gluon.jit
@@ -54,7 +57,8 @@ def put(out_ptr, number, there, x, FIRST: gl.constexpr):
     there = gl.convert_layout(there, R)[:, None, None]
     panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     pair = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    gl.store(out_ptr + number * 256 + panel[None, :, None] * 32 + pair[None, None, :], x, mask=there)
+    place = out_ptr + number * 256 + panel[None, :, None] * 32 + pair[None, None, :]
+    gl.store(place, x, mask=there, eviction_policy="evict_last")  # attention reads it next
 
 
 def pays(p: V4Problem) -> bool:
@@ -94,6 +98,6 @@ def _unpacked(cache: Fp8Cache, program: Program):
     rows = pool.sizes["rows"]
     out = program.room("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
     sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
-    program.launch(v4_unpack, (-(-rows // 64),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), WORDS=WORDS,
-                   num_warps=WARPS)  # fmt: skip
+    program.launch(v4_unpack, (-(-rows // ROWS),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), ROWS=ROWS,
+                   WORDS=WORDS, num_warps=WARPS)  # fmt: skip
     return out
