@@ -14,12 +14,14 @@ from softsm.isa.copying import start
 from softsm.isa.mbarriers import Issuer, lanes, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory import box_copy
-from softsm.memory.tensor_map import ALIGNMENT, NBYTES, DataType, Swizzle, TensorMap, from_image
+from softsm.memory.tensor_map import ALIGNMENT, NBYTES, DataType, Swizzle, TensorMap, Wide, from_image
 from softsm.ptx.ast import Address, Vector
 
-_LOAD_MODES = ("tile", "tile::gather4", "im2col")
+_LOAD_MODES = ("tile", "tile::gather4", "im2col", "im2col::w", "im2col::w::128")
 _STORE_MODES = ("tile", "tile::scatter4", "im2col_no_offs")
 _FOUR = ("tile::gather4", "tile::scatter4")
+_MADE_FOR = {Wide.NO: "im2col", Wide.W: "im2col::w", Wide.W128: "im2col::w::128"}
+_WIDE = {"im2col::w": (Wide.W, 512), "im2col::w::128": (Wide.W128, 32)}  # the map it takes, and what bounds its halo
 
 
 def lower(asm, ins, reduction: bool, mods: list[str]):
@@ -31,10 +33,8 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     rank, flags = int(mods[0][0]), mods[1:]
     spaces = [m for m in flags if m in ("global", "shared::cta", "shared::cluster", "L2")]
     flags = [m for m in flags if m not in spaces]
-    if wide := [m for m in flags if m.startswith("im2col::w")]:
-        asm.refuse(ins, f".{wide[0]} is not implemented: the PTX ISA says in figures alone where halo pixels lie")
     mode = next((m for m in flags if m in _LOAD_MODES + _STORE_MODES), "tile")
-    if mode in _FOUR or "cta_group::1" in flags or "cta_group::2" in flags:
+    if mode in _FOUR or mode in _WIDE or "cta_group::1" in flags or "cta_group::2" in flags:
         needs_target(asm, ins, 100)
     hint = "L2::cache_hint" in flags
     left = set(flags) - {mode, "L2::cache_hint"}
@@ -62,9 +62,11 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
         asm.refuse(ins, ".multicast::cluster needs a destination in .shared::cluster")
     target, tensor, barrier, *more = operands
     offsets = []
-    if mode == "im2col":
+    if mode.startswith("im2col"):
         offsets = asm.vector_rows(more.pop(0), "u") if more and isinstance(more[0], Vector) else []
-        if len(offsets) != rank - 2:
+        if mode in _WIDE and len(offsets) != 2:
+            asm.refuse(ins, f".{mode} takes {{wHalo, wOffset}}")
+        if mode == "im2col" and len(offsets) != rank - 2:
             asm.refuse(ins, f"im2col of a {rank}-D tensor takes {rank - 2} offsets")
     cta_mask = asm.src(more.pop(0), "u") if "multicast::cluster" in left else None
     if more:
@@ -104,7 +106,7 @@ class Box(NamedTuple):
 
     map: TensorMap
     coords: tuple[int, ...]
-    rows: tuple | None  # byte offsets for gather, scatter and im2col; None for a tile
+    rows: tuple | None  # byte offsets for gather, scatter, im2col and interleaved tensors; None for other tiles
     footprint: int
     nbytes: int
 
@@ -141,18 +143,35 @@ def box_of(w, o, lane: int, offsets: tuple[int, ...] = ()) -> Box:
     coords = tuple(x - (x >> 31 << 32) for x in words)  # signed
     if m.rank != o.rank:
         raise w.fault("tensor-map", f"a {o.rank}-D copy with a map of {m.rank} dimensions: {m.describe()}")
-    if o.mode.startswith("im2col") != (m.im2col is not None):
-        raise w.fault("tensor-map", f".{o.mode} with a map made for {'im2col' if m.im2col else 'tiles'}")
-    if o.mode == "tile":
+    made_for = _MADE_FOR[m.im2col.wide] if m.im2col else "tile"
+    if o.mode.partition("_")[0] != made_for and not (o.mode in _FOUR and made_for == "tile"):
+        raise w.fault("tensor-map", f".{o.mode} with a map made for {made_for}")
+    if o.mode == "tile" and not m.interleave:
         return Box(m, coords, None, box_copy.footprint(m.rows, m.packed_shape[-1], m), m.box_bytes)
-    if o.mode in _FOUR:
+    if o.mode == "tile":
+        rows = tuple(box_copy.interleaved_rows(m, coords))
+    elif o.mode in _FOUR:
         if m.box[1] != 1:
             raise w.fault("tensor-map", f".{o.mode} needs box_dim[1] = 1, the map says {m.box[1]}")
         rows = tuple(box_copy.gather_rows(m, coords[1:]))
+    elif o.mode in _WIDE:
+        halo, shift = offsets or (0, 0)
+        check_wide(w, o.mode, m, coords, halo, shift)
+        rows = tuple(box_copy.im2col_wide_rows(m, coords, halo, shift))
     else:
         rows = tuple(box_copy.im2col_rows(m, coords, offsets or (0,) * (m.rank - 2)))
-    row_bytes = m.packed_shape[-1]
+    row_bytes = box_copy.row_bytes(m)
     return Box(m, coords, rows, box_copy.footprint(len(rows), row_bytes, m), len(rows) * row_bytes)
+
+
+def check_wide(w, mode: str, m: TensorMap, coords: tuple[int, ...], halo: int, shift: int) -> None:
+    end = m.dims[1] + m.im2col.upper[0]  # type: ignore[union-attr]
+    if halo >= _WIDE[mode][1] or shift >= 32:
+        raise w.fault(
+            "coordinate", f".{mode} with wHalo {halo} and wOffset {shift}; below {_WIDE[mode][1]} and 32 are accepted"
+        )
+    if coords[1] >= end:
+        raise w.fault("coordinate", f".{mode} at W = {coords[1]}; the bounding box ends before {end}")
 
 
 def do_prefetch(w, mask, o):
@@ -168,7 +187,7 @@ def do_load(w, mask, o):
     for lane in lanes(mask):
         offsets = tuple(int(x) & 0xFFFF for x in w.R[o.offsets, lane]) if o.offsets else ()
         box = box_of(w, o, lane, offsets)
-        start_bits = box.coords[0] * box.map.data_type.bits
+        start_bits = box.coords[0] * box.map.unit_bits
         if o.mode == "tile" and start_bits % 128 and hopper(w):  # an H200: illegal instruction
             raise w.fault("coordinate", f"a TMA load at inner coordinate {box.coords[0]}, {start_bits // 8} bytes into "
                           "the row; sm_90 takes multiples of 16 bytes")  # fmt: skip

@@ -8,18 +8,20 @@ of 32, 64 or 128 bytes, and address bits are XORed with the absolute shared addr
     128 B, 64-byte atoms:  bit 6 ^= bit 7         128 B, 32-byte atoms, flip:  bits 5-6 ^= bits 7-8, bit 3 ^= bit 7
 
 All of these permute within one row, so a table per (rows, row bytes, swizzle, address mod 1024) is all a copy needs.
+The image of an interleaved tensor is one such row: slices of 16 or 32 bytes, one of each pixel.
 Global memory is reached through `view(address, nbytes) -> uint8 array` that aliases it and checks bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 
-from softsm.memory.tensor_map import DataType, Fill, Swizzle, TensorMap
+from softsm.memory.tensor_map import DataType, Fill, Swizzle, TensorMap, Wide
 
 View = Callable[[int, int], np.ndarray]
 
@@ -69,7 +71,7 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
     elif swizzle is Swizzle.B128_ATOM_32B_FLIP_8B:
         unit, data, chunk = 8, 8, 8
     spread = row_bytes // data * chunk  # bytes a row takes before padding to the span
-    pitch = max(spread, swizzle.span)
+    pitch = -(-spread // swizzle.span) * swizzle.span if swizzle else spread  # several spans: interleaved alone
     within = (np.arange(spread // chunk)[:, None] * chunk + np.arange(0, data, unit)).ravel()
     address = phase + (np.arange(rows)[:, None] * pitch + within).ravel()
     forward = (swizzled(address, swizzle) - phase) // unit
@@ -85,15 +87,19 @@ def footprint(rows: int, row_bytes: int, m: TensorMap) -> int:
     """Bytes of shared memory from the start of the image to its end, padding included."""
     found = m.tables.get(("footprint", rows))
     if found is None:
-        found = m.tables["footprint", rows] = _placement(rows, row_bytes, m.swizzle, m.data_type, 0)[3]
+        shape = _image_shape(rows, row_bytes, m)
+        found = m.tables["footprint", rows] = _placement(*shape, m.swizzle, m.data_type, 0)[3]
     return found
+
+
+def _image_shape(rows: int, row_bytes: int, m: TensorMap) -> tuple[int, int]:
+    return (1, rows * row_bytes) if m.interleave else (rows, row_bytes)
 
 
 def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, offset: int) -> None:
     """Packed rows (uint8, contiguous) -> their places in shared memory at `offset` (also the address for the XOR)."""
-    dtype, forward, inverse, nbytes = _placement(
-        rows, packed.size // rows, m.swizzle, m.data_type, offset % 1024
-    )
+    shape = _image_shape(rows, packed.size // rows, m)
+    dtype, forward, inverse, nbytes = _placement(*shape, m.swizzle, m.data_type, offset % 1024)
     target = shared[offset : offset + nbytes]
     if forward is None:
         target[:] = packed.reshape(-1)
@@ -105,7 +111,8 @@ def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, o
 
 def get_image(rows: int, row_bytes: int, m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
     """The inverse of put_image: packed rows as uint8[rows, row_bytes] of their own."""
-    dtype, forward, _, nbytes = _placement(rows, row_bytes, m.swizzle, m.data_type, offset % 1024)
+    shape = _image_shape(rows, row_bytes, m)
+    dtype, forward, _, nbytes = _placement(*shape, m.swizzle, m.data_type, offset % 1024)
     source = shared[offset : offset + nbytes]
     if forward is None:
         return source.reshape(rows, row_bytes).copy()
@@ -232,11 +239,17 @@ def store_tile(m: TensorMap, coords: Sequence[int], view: View, box: np.ndarray,
     return region.filled
 
 
-# -- rows at arbitrary places: gather4, scatter4, im2col -------------------------------------------------------------
+# -- rows at arbitrary places: gather4, scatter4, im2col, interleaved tensors ----------------------------------------
+
+
+def row_bytes(m: TensorMap) -> int:
+    return (m.unit_bits if m.interleave else m.box[0] * m.data_type.bits) // 8
 
 
 def _row_region(m: TensorMap, column: int) -> tuple[int, int, int]:
     """(bytes to skip in the packed row, byte offset in a global row, bytes) of the columns inside the tensor."""
+    if m.interleave:  # rows are slices
+        return 0, 0, row_bytes(m)
     bits = m.data_type.bits
     low = max(0, -column)
     high = max(low, min(m.box[0], m.dims[0] - column))
@@ -248,9 +261,9 @@ def load_rows(
 ) -> int:
     """Rows given by their byte offset from the tensor's base (None = outside the tensor) land one after the other."""
     bits = m.data_type.bits
-    packed = _empty((len(rows), m.box[0] * bits // 8), m)
+    packed = _empty((len(rows), row_bytes(m)), m)
     skip, begin, length = _row_region(m, column)
-    filled = len(rows) * m.box[0]
+    filled = packed.size * 8 // bits
     if length:
         for i, at in enumerate(rows):
             if at is not None:
@@ -262,7 +275,7 @@ def load_rows(
 
 def take_rows(m: TensorMap, rows: int, shared: np.ndarray, offset: int) -> np.ndarray:
     """The rows a scatter or im2col store reads from shared memory, uint8 [rows, row bytes] of its own."""
-    return get_image(rows, m.box[0] * m.data_type.bits // 8, m, shared, offset)
+    return get_image(rows, row_bytes(m), m, shared, offset)
 
 
 def store_rows(
@@ -270,7 +283,7 @@ def store_rows(
 ) -> int:
     """Rows (from take_rows) -> global, the inverse of load_rows; returns the number of elements left out."""
     skip, begin, length = _row_region(m, column)
-    left_out = len(rows) * m.box[0]
+    left_out = box.size * 8 // m.data_type.bits
     for at, packed in zip(rows, box):
         if at is not None and length:
             target = view(m.base + at + begin & ADDRESSES, length)
@@ -285,30 +298,64 @@ def gather_rows(m: TensorMap, numbers: Sequence[int]) -> list[int | None]:
     return [number * m.strides[0] if 0 <= number < m.dims[1] else None for number in numbers]
 
 
-def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> list[int | None]:
-    """The pixels an im2col load visits: from `coords` (c, w, [h, [d]], n) through the pixel box, W fastest, then on
-    to the next image; `offsets` (W first) shift the pixel that is read without moving the walk."""
+def _place(m: TensorMap, at: Sequence[int]) -> int | None:
+    """Byte offset of a pixel, or of a slice of its channels if they are interleaved; None outside the tensor. Where
+    dimension 0 is C its coordinate does not count."""
+    first = 0 if m.interleave else 1
+    if not all(0 <= x < dim for x, dim in zip(at[first:], m.dims[first:])):
+        return None
+    offset = sum(x * stride for x, stride in zip(at[1:], m.strides))
+    return offset + at[0] * row_bytes(m) if m.interleave else offset
+
+
+def interleaved_rows(m: TensorMap, coords: Sequence[int]) -> list[int | None]:
+    """The slices of a tiled box, W fastest; the coordinate of C chooses one of each pixel."""
+    ranges = [range(x, x + count * step, step) for x, count, step in zip(coords, m.counts, m.element_strides)]
+    return [_place(m, at[::-1]) for at in itertools.product(*reversed(ranges))]
+
+
+def _walk(m: TensorMap, coords: Sequence[int], shift: int = 0) -> Iterator[list[int]]:
+    """Coordinates of pixel after pixel of im2col, without end: from `coords` through the pixel box, W fastest, then on
+    to the next image. A wide map stays in its row; `shift` moves its box along W."""
     box = m.im2col
     assert box is not None
-    spatial = m.rank - 2
-    steps = m.element_strides[1 : 1 + spatial]
-    highs = [m.dims[1 + i] + box.upper[i] for i in range(spatial)]
-    at = list(coords[1:])  # spatial positions, then the image number
-    rows: list[int | None] = []
-    for _ in range(box.pixels):
-        where = [at[i] + offsets[i] for i in range(spatial)] + [at[spatial]]
-        if all(0 <= where[i] < m.dims[1 + i] for i in range(spatial + 1)):
-            rows.append(sum(where[i] * m.strides[i] for i in range(spatial + 1)))
-        else:
-            rows.append(None)
-        for i in range(spatial):
-            at[i] += steps[i]
-            if at[i] < highs[i]:
+    first = 0 if m.interleave else 1
+    axes = range(first, first + len(box.lower))
+    lows = [low + shift for low in box.lower]
+    highs = [m.dims[axis] + high + shift for axis, high in zip(axes, box.upper)]
+    at = list(coords)
+    at[first] += shift
+    while True:
+        yield list(at)
+        for axis, low, high in zip(axes, lows, highs):
+            at[axis] += m.element_strides[axis]
+            if at[axis] < high:
                 break
-            at[i] = box.lower[i]
+            at[axis] = low
         else:
-            at[spatial] += 1
+            at[-1] += m.element_strides[-1]
+
+
+def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> list[int | None]:
+    """The pixels an im2col load visits; `offsets` (W first) shift the pixel that is read without moving the walk."""
+    first, rows = 0 if m.interleave else 1, []
+    for at in itertools.islice(_walk(m, coords), m.im2col.pixels):  # type: ignore[union-attr]
+        for i, offset in enumerate(offsets):
+            at[first + i] += offset
+        rows.append(_place(m, at))
     return rows
+
+
+def im2col_wide_rows(m: TensorMap, coords: Sequence[int], halo: int, shift: int) -> list[int | None]:
+    """The pixels of im2col::w, then `halo` more: the walk goes on. im2col::w::128 has 128 pixels and a halo after every
+    32 of them; the rows of its halo follow all pixels: the first pixel after each 32, then the second, and so on."""
+    box = m.im2col
+    assert box is not None
+    pixels = 128 if box.wide is Wide.W128 else box.pixels
+    rows = [_place(m, at) for at in itertools.islice(_walk(m, coords, shift), pixels + halo)]
+    if box.wide is Wide.W:
+        return rows
+    return rows[:128] + [rows[32 * part + i] for i in range(halo) for part in (1, 2, 3, 4)]
 
 
 # -- element values --------------------------------------------------------------------------------------------------

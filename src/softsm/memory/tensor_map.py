@@ -1,9 +1,10 @@
-"""Tensor maps: what cuTensorMapEncodeTiled and cuTensorMapEncodeIm2col take, their rules, and our 128-byte image.
+"""Tensor maps: what cuTensorMapEncodeTiled, -Im2col and -Im2colWide take, their rules, and our 128-byte image.
 
 The image is softsm's own (hardware's is not documented): programs treat it as opaque, pass it by value, copy it and
 change it with tensormap.replace. A zeroed image is a legal start for tensormap.replace, as it is on hardware.
 
-Dimensions are listed innermost first throughout, as in the CUDA driver's interface.
+Dimensions are listed innermost first throughout, as in the CUDA driver's interface. Those of an interleaved map are
+W, [H, [D,]] C, N, where the unit of W is a slice of channels, 16 or 32 bytes, and C counts slices.
 """
 
 from __future__ import annotations
@@ -66,14 +67,25 @@ class Fill(IntEnum):
     ZERO, NAN = range(2)
 
 
+_WIDE_SWIZZLES = (Swizzle.B64, Swizzle.B128, Swizzle.B128_ATOM_32B)
+
+
+class Wide(IntEnum):
+    """What cuTensorMapEncodeIm2colWide adds to im2col: CUtensorMapIm2ColWideMode + 1."""
+
+    NO, W, W128 = range(3)
+
+
 @dataclass(frozen=True, slots=True)
 class Im2col:
-    """The part of a map that only im2col has: corners of the pixel box per spatial dimension (W first), box sizes."""
+    """The part of a map that only im2col has: corners of the pixel box per spatial dimension (W first; wide: W alone),
+    box sizes."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
     channels: int
     pixels: int
+    wide: Wide = Wide.NO
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +110,16 @@ class TensorMap:
     tables: dict = field(init=False, repr=False, compare=False)  # of box_copy, by address of the image mod 1024
 
     def __post_init__(self) -> None:
-        # A tiled box moves ceil(box / traversal stride) elements per dimension; dimension 0 has no such stride.
-        steps = (1, *self.element_strides[1:])
+        # A tiled box moves ceil(box / traversal stride) elements per dimension; dimension 0 has no such stride, unless
+        # the tensor is interleaved: then its unit is a slice of channels, and a box has one slice of each pixel.
+        steps = self.element_strides if self.interleave else (1, *self.element_strides[1:])
         counts = tuple(-(-extent // max(step, 1)) for extent, step in zip(self.box, steps))
+        if self.interleave:
+            counts = (*counts[:-2], 1, *counts[-1:])
         rows = 1
         for count in counts[1:]:
             rows *= count
-        row_bytes = counts[0] * self.data_type.bits // 8
+        row_bytes = counts[0] * self.unit_bits // 8
         put = object.__setattr__
         put(self, "counts", counts)
         put(self, "packed_shape", (*reversed(counts[1:]), row_bytes))  # bytes, outermost first
@@ -116,6 +131,11 @@ class TensorMap:
     @property
     def rank(self) -> int:
         return len(self.dims)
+
+    @property
+    def unit_bits(self) -> int:
+        """What a step along dimension 0 is in memory."""
+        return 128 * self.interleave if self.interleave else self.data_type.bits
 
     def describe(self) -> str:
         return f"{self.data_type.name} {list(self.dims)} (box {list(self.box)}, swizzle {self.swizzle.name})"
@@ -173,23 +193,62 @@ def encode_im2col(
 ) -> bytes:
     """cuTensorMapEncodeIm2col: the same arguments and rules. Corners are listed W first, as the driver takes them."""
     _check_rank(rank, 3)
-    made = TensorMap(
-        _enum(DataType, data_type, "data_type"),
-        int(global_address),
-        _listed("global_dim", global_dim, rank),
-        _listed("global_strides", global_strides, rank - 1),
-        (int(channels_per_pixel),) + (1,) * (rank - 1),
-        _listed("element_strides", element_strides if element_strides is not None else (1,) * rank, rank),
-        int(interleave),
-        _enum(Swizzle, swizzle, "swizzle"),
-        int(l2_promotion),
-        _enum(Fill, oob_fill, "oob_fill"),
+    return _encode_im2col(
+        (data_type, rank, global_address, global_dim, global_strides),
         Im2col(
             _listed("pixel_box_lower_corner", pixel_box_lower_corner, rank - 2),
             _listed("pixel_box_upper_corner", pixel_box_upper_corner, rank - 2),
             int(channels_per_pixel),
             int(pixels_per_column),
         ),
+        (element_strides, interleave, swizzle, l2_promotion, oob_fill),
+    )
+
+
+def encode_im2col_wide(
+    data_type: int,
+    rank: int,
+    global_address: int,
+    global_dim: Sequence[int],
+    global_strides: Sequence[int],
+    pixel_box_lower_corner_width: int,
+    pixel_box_upper_corner_width: int,
+    channels_per_pixel: int,
+    pixels_per_column: int,
+    element_strides: Sequence[int] | None = None,
+    interleave: int = 0,
+    mode: int = 0,
+    swizzle: int = 0,
+    l2_promotion: int = 0,
+    oob_fill: int = 0,
+) -> bytes:
+    """cuTensorMapEncodeIm2colWide: the same arguments and rules; mode 0 is W, 1 is W128."""
+    _check_rank(rank, 3)
+    if mode not in (0, 1):
+        raise ValueError(f"mode: got {mode}; 0 (W) and 1 (W128) are accepted")
+    corners = (int(pixel_box_lower_corner_width),), (int(pixel_box_upper_corner_width),)
+    return _encode_im2col(
+        (data_type, rank, global_address, global_dim, global_strides),
+        Im2col(*corners, int(channels_per_pixel), int(pixels_per_column), Wide(mode + 1)),
+        (element_strides, interleave, swizzle, l2_promotion, oob_fill),
+    )
+
+
+def _encode_im2col(tensor: tuple, im2col: Im2col, options: tuple) -> bytes:
+    data_type, rank, global_address, global_dim, global_strides = tensor
+    element_strides, interleave, swizzle, l2_promotion, oob_fill = options
+    made = TensorMap(
+        _enum(DataType, data_type, "data_type"),
+        int(global_address),
+        _listed("global_dim", global_dim, rank),
+        _listed("global_strides", global_strides, rank - 1),
+        (im2col.channels,) + (1,) * (rank - 1),
+        _listed("element_strides", element_strides if element_strides is not None else (1,) * rank, rank),
+        int(interleave),
+        _enum(Swizzle, swizzle, "swizzle"),
+        int(l2_promotion),
+        _enum(Fill, oob_fill, "oob_fill"),
+        im2col,
     )
     check(made)
     return to_image(made)
@@ -202,13 +261,11 @@ def check(m: TensorMap) -> None:
     """The driver's rules, each ValueError naming the field, what it got and what is accepted."""
     kind = m.data_type
     padded = kind in _PADDED
-    if m.interleave != 0:
-        raise ValueError(
-            f"interleave: got {m.interleave}; softsm accepts CU_TENSOR_MAP_INTERLEAVE_NONE (0) only"
-        )
+    if m.interleave:
+        _check_interleave(m)
     if not 0 <= m.l2_promotion <= 3:
         raise ValueError(f"l2_promotion: got {m.l2_promotion}; 0..3 is accepted")
-    aligned = 32 if padded else 16
+    aligned = 32 if padded or m.interleave == 2 else 16
     if m.base % aligned:
         raise ValueError(f"global_address: {m.base:#x} is not a multiple of {aligned} bytes ({kind.name})")
     for i, dim in enumerate(m.dims):
@@ -240,13 +297,28 @@ def check(m: TensorMap) -> None:
         )
     if m.im2col is not None:
         _check_im2col(m, m.im2col)
-    row = m.dims[0] * kind.bits // 8
+    row = m.dims[0] * m.unit_bits // 8
     if m.rank > 1 and m.dims[1] > 1 and 0 < m.strides[0] < row:
         warnings.warn(
             f"global_strides[0]: {m.strides[0]} bytes is less than a row of {m.dims[0]} {kind.name} ({row} bytes): "
             "rows overlap. Strides are bytes, not elements",
             TensorMapWarning,
             stacklevel=3,
+        )
+
+
+def _check_interleave(m: TensorMap) -> None:
+    if m.interleave not in (1, 2):
+        raise ValueError(f"interleave: got {m.interleave}; 0 (none), 1 (16 bytes) and 2 (32 bytes) are accepted")
+    if m.rank < 3:
+        raise ValueError(f"rank: got {m.rank}; interleaved tensors have 3 to 5 dimensions")
+    if m.data_type in _PADDED:
+        raise ValueError(f"interleave: {m.data_type.name} takes CU_TENSOR_MAP_INTERLEAVE_NONE")
+    if m.im2col is not None and m.im2col.wide:
+        raise ValueError("interleave: im2col::w takes CU_TENSOR_MAP_INTERLEAVE_NONE")
+    if m.interleave == 2 and m.swizzle is not Swizzle.B32:  # a driver of CUDA 13.0 and an H200 take the others too
+        warnings.warn(
+            f"swizzle: {m.swizzle.name} with an interleave of 32 bytes; CUDA documents B32 alone", TensorMapWarning, 4
         )
 
 
@@ -265,7 +337,7 @@ def _check_box(m: TensorMap) -> None:
         raise ValueError(
             f"{name}: {m.box[0]} {kind.name} are {inner} bytes; a multiple of 16 bytes is accepted"
         )
-    if m.swizzle and inner > m.swizzle.span:
+    if m.swizzle and inner > m.swizzle.span and not m.interleave:
         raise ValueError(
             f"{name}: {m.box[0]} {kind.name} are {inner} bytes; swizzle {m.swizzle.name} accepts at most "
             f"{m.swizzle.span}"
@@ -273,7 +345,9 @@ def _check_box(m: TensorMap) -> None:
 
 
 def _check_im2col(m: TensorMap, im2col: Im2col) -> None:
-    low, high = {3: (-32768, 32767), 4: (-128, 127), 5: (-16, 15)}[m.rank]
+    low, high = {3: (-32768, 32767), 4: (-128, 127), 5: (-16, 15)}[3 if im2col.wide else m.rank]
+    if im2col.wide and m.swizzle not in _WIDE_SWIZZLES:
+        raise ValueError(f"swizzle: {m.swizzle.name} with im2col::w; B64, B128 and B128_ATOM_32B are accepted")
     for name, corner in (("lower", im2col.lower), ("upper", im2col.upper)):
         for i, offset in enumerate(corner):
             if not low <= offset <= high:
@@ -281,10 +355,9 @@ def _check_im2col(m: TensorMap, im2col: Im2col) -> None:
                     f"pixel_box_{name}_corner[{i}]: got {offset}; {low}..{high} is accepted at rank {m.rank}"
                 )
     for i, (lower, upper) in enumerate(zip(im2col.lower, im2col.upper, strict=True)):
-        if m.dims[i + 1] + upper <= lower:
-            raise ValueError(
-                f"pixel_box_upper_corner[{i}]: the box from {lower} to {m.dims[i + 1]}{upper:+} holds no pixel"
-            )
+        dim = m.dims[i if m.interleave else i + 1]
+        if dim + upper <= lower:
+            raise ValueError(f"pixel_box_upper_corner[{i}]: the box from {lower} to {dim}{upper:+} holds no pixel")
     if not 1 <= im2col.pixels <= 1024:
         raise ValueError(f"pixels_per_column: got {im2col.pixels}; 1..1024 is accepted")
 
@@ -339,7 +412,7 @@ def to_image(m: TensorMap) -> bytes:
             atomicity,
             m.l2_promotion,
             m.oob_fill,
-            im2col is not None,
+            im2col.wide + 1 if im2col else 0,
         )
         + (
             m.base,
@@ -360,17 +433,18 @@ def from_image(image: bytes) -> TensorMap:
     if magic != _MAGIC:
         blank = "it is all zeros" if not any(image) else f"it starts {image[:8].hex()}"
         raise ValueError(f"the 128 bytes are not a tensor map made by softsm ({blank})")
-    kind, rank, interleave, mode, atomicity, promotion, fill, is_im2col, base = *f[:8], f[8]
+    kind, rank, interleave, mode, atomicity, promotion, fill, walk, base = *f[:8], f[8]
     rank += 1
     if (mode, atomicity) not in _SPLIT_SWIZZLE:
         raise ValueError(
             f"swizzle_atomicity: {atomicity} with swizzle_mode {mode}; only mode 3 (128 B) has atoms"
         )
     dims, strides, box, steps = f[9:14], f[14:18], f[18:23], f[23:28]
-    spatial = rank - 2
-    im2col = (
-        Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35]) if is_im2col else None
-    )
+    im2col = None
+    if walk:  # 1 + what cuTensorMapEncodeIm2colWide adds
+        wide = Wide(walk - 1)
+        spatial = 1 if wide else rank - 2
+        im2col = Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35], wide)
     made = TensorMap(
         DataType(kind),
         base,

@@ -147,8 +147,9 @@ CODES: dict[str, tuple[str, str]] = {
         "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes.",
     ),
     "coordinate": (
-        "A TMA coordinate that sm_90 does not take.",
-        "Loads begin at multiples of 16 bytes of the innermost dimension; stores and reductions at coordinates >= 0.",
+        "A TMA coordinate or offset that the target does not take.",
+        "On sm_90 loads begin at multiples of 16 bytes of the innermost dimension, stores and reductions at "
+        "coordinates >= 0. im2col::w begins left of its bounding box or in it.",
     ),
     "cluster-launch": (
         "An asynchronous copy from shared memory or registers to shared memory, in a launch without clusters.",

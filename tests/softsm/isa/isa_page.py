@@ -123,10 +123,11 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# What PTX has for these targets and softsm refuses by name; the PTX ISA gives the layout as a figure.
+# What PTX has for these targets and softsm refuses by name, and what rests on other sources than its text.
 REFUSED = [
-    "Not implemented: copies by `.im2col::w` and `.im2col::w::128`; interleaved tensor maps; `.ashift` of "
-    "`tcgen05.mma`. `tcgen05.ld.red` is not part of sm_100a.",
+    "Not implemented: `.ashift` of `tcgen05.mma`, of which the PTX ISA does not say whether its own product or only later "
+    "ones see the shifted rows. `tcgen05.ld.red` is not part of sm_100a. Where the PTX ISA shows a layout in a figure alone, "
+    "softsm follows CUTLASS and other public code: metadata of `tcgen05.mma.sp`, rows of the halo of `.im2col::w::128`.",
 ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import silicon
 
 import softsm.engine.launch as engine
-from softsm.memory.tensor_map import encode_im2col, encode_tiled
+from softsm.memory.tensor_map import encode_im2col, encode_im2col_wide, encode_tiled
 
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2)]
 
@@ -91,6 +91,9 @@ class Map:
     def encode(self, address):
         rest = dict(self.options)
         shape = self.kind, len(self.dims), address, self.dims, self.strides
+        if "mode" in rest:
+            corners = rest.pop("lower")[0], rest.pop("upper")[0]
+            return encode_im2col_wide(*shape, *corners, self.box[0], rest.pop("pixels"), **rest)
         if "pixels" in rest:
             corners = rest.pop("lower"), rest.pop("upper")
             return encode_im2col(*shape, *corners, self.box[0], rest.pop("pixels"), **rest)

@@ -446,8 +446,6 @@ def test_map_that_is_none():
         (f"cp.async.bulk.tensor.6d.{TO_SHARED} [%r2], [%rd2, {{%r3}}], [%r3];", "dimension"),
         ("cp.async.bulk.tensor.2d.shared::cluster.global.bulk_group [%r2], [%rd2, {%r3, %r3}], [%r3];", "modifiers"),
         ("cp.reduce.async.bulk.tensor.1d.global.shared::cta.bulk_group [%rd2, {%r3}], [%r2];", "modifiers"),
-        (f"cp.async.bulk.tensor.3d.im2col::w::128.{TO_SHARED} [%r2], [%rd2, {{%r3, %r3, %r3}}], [%r3], {{%rs1, %rs2}};",
-         "im2col::w::128 is not implemented"),
     ],
 )  # fmt: skip
 def test_unknown_forms_are_refused_when_loaded(instruction, why):

@@ -10,7 +10,9 @@ from softsm.memory.tensor_map import (
     Fill,
     Swizzle,
     TensorMapWarning,
+    Wide,
     encode_im2col,
+    encode_im2col_wide,
     encode_tiled,
     from_image,
     replace_address,
@@ -79,7 +81,8 @@ def test_five_dimensions_with_every_field():
         (r"box_dim\[0\].*at most 32", dict(box_dim=(32, 8), swizzle=Swizzle.B32)),
         (r"element_strides\[1\]", dict(element_strides=(1, 9))),
         (r"element_strides\[0\]", dict(element_strides=(0, 1))),
-        ("interleave", dict(interleave=1)),
+        ("interleave", dict(interleave=3)),
+        ("rank.*interleaved", dict(interleave=1)),
         ("swizzle", dict(swizzle=7)),
         ("l2_promotion", dict(l2_promotion=4)),
         ("oob_fill", dict(oob_fill=2)),
@@ -125,6 +128,61 @@ def test_im2col_rules_and_image():
     ]:
         with pytest.raises(ValueError, match=f"^{field}"):
             encode_im2col(**{**good, **change})
+
+
+def test_interleaved_rules_and_image():
+    """Dimensions W, H, C, N: the unit of W is a slice of channels, and a box has one slice of each pixel."""
+    good = dict(
+        data_type=DataType.FLOAT16,
+        rank=4,
+        global_address=0x1020,
+        global_dim=(24, 6, 5, 3),
+        global_strides=(1024, 8192, 65536),
+        box_dim=(16, 3, 16, 2),
+        element_strides=(2, 1, 1, 1),
+        interleave=2,
+        swizzle=Swizzle.B32,
+    )
+    made = from_image(encode_tiled(**good))
+    assert (made.interleave, made.counts, made.box_bytes) == (2, (8, 3, 1, 2), 8 * 3 * 2 * 32)
+    for field, change in [
+        ("global_address.*32", dict(global_address=0x1010)),
+        (r"global_strides\[0\].*32", dict(global_strides=(1040, 8192, 65536))),
+        (r"box_dim\[0\].*multiple of 16", dict(box_dim=(4, 3, 16, 2))),
+        ("interleave: U4_ALIGN16B", dict(data_type=DataType.U4_ALIGN16B)),
+    ]:
+        with pytest.raises(ValueError, match=f"^{field}"):
+            encode_tiled(**{**good, **change})
+    with pytest.warns(TensorMapWarning, match="documents B32 alone"):
+        encode_tiled(**{**good, "swizzle": Swizzle.NONE})
+
+
+def test_im2col_wide_rules_and_image():
+    good = dict(
+        data_type=DataType.FLOAT16,
+        rank=5,
+        global_address=0x1000,
+        global_dim=(64, 16, 16, 4, 2),
+        global_strides=(128, 2048, 32768, 131072),
+        pixel_box_lower_corner_width=-300,
+        pixel_box_upper_corner_width=1,
+        channels_per_pixel=64,
+        pixels_per_column=100,
+        mode=1,
+        swizzle=Swizzle.B128,
+    )
+    made = from_image(encode_im2col_wide(**good)).im2col
+    assert (made.lower, made.upper, made.channels, made.pixels, made.wide) == ((-300,), (1,), 64, 100, Wide.W128)
+    for field, change in [
+        ("mode", dict(mode=2)),
+        ("swizzle: NONE with im2col::w", dict(swizzle=Swizzle.NONE)),
+        ("swizzle: B128_ATOM_64B with im2col::w", dict(swizzle=Swizzle.B128_ATOM_64B)),
+        ("interleave: im2col::w", dict(interleave=1)),
+        (r"pixel_box_lower_corner\[0\]", dict(pixel_box_lower_corner_width=-32769)),
+        (r"pixel_box_upper_corner\[0\].*no pixel", dict(pixel_box_upper_corner_width=-316)),
+    ]:
+        with pytest.raises(ValueError, match=f"^{field}"):
+            encode_im2col_wide(**{**good, **change})
 
 
 def test_replace_builds_a_map_from_zeros():
