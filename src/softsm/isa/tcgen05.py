@@ -2,7 +2,7 @@
 
 One thread starts the product for the whole CTA, or for a pair of CTAs (cta_group::2): each CTA of a pair holds its half
 of the rows of A and D and supplies half of the columns of B. This is how it is started, and what it touches; what it
-computes is in isa/tcgen05_product.py.
+computes is in isa/tcgen05_product.py. With .ashift a product is followed by a tcgen05.shift of its A.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _SCALE_BLOCKS = {
 @isa.form("mma")
 def lower_mma(asm, ins, modifiers) -> None:
     sparse = bool(isa.take(asm, ins, modifiers, "sp", optional=True))
-    if "ashift" in modifiers:
-        asm.refuse(ins, "the shifted A of convolutions is not implemented")
+    ashift = bool(isa.take(asm, ins, modifiers, "ashift", optional=True))
+    if ashift and sparse:
+        asm.refuse(ins, ".ashift of a sparse A is not implemented: PTX does not say whether metadata are shifted too")
     ws = bool(isa.take(asm, ins, modifiers, "ws", optional=True))
     group = isa.take_group(asm, ins, modifiers)
     kind = isa.take(asm, ins, modifiers, *(f"kind::{k}" for k in K_OF_KIND))[6:]
@@ -70,10 +71,13 @@ def lower_mma(asm, ins, modifiers) -> None:
                  optional=True)  # fmt: skip
     isa.finish(asm, ins, modifiers, range(5 + sparse, 8 + sparse))
     d, a, b, *rest = ins.operands
+    kept = {"collector::a::fill", "collector::a::use"} & {*ins.modifiers}
+    if ashift and (ws or block or kept or not isinstance(a, Address)):
+        asm.refuse(ins, ".ashift takes A from tensor memory, without .ws, .block_scale, collector::a::fill and ::use")
     metadata = asm.address_row(rest.pop(0), "u") if sparse else None
     idesc = rest.pop(0)
     o = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
-    o["sparse"], o["metadata"] = sparse, metadata
+    o["sparse"], o["metadata"], o["ashift"] = sparse, metadata, ashift
     o["d"] = asm.address_row(d, "u")
     o["a"] = asm.address_row(a, "u") if o["a_tensor"] else asm.src(a, "q")
     o["b"], o["idesc"] = asm.src(b, "q"), asm.src(idesc, "u")
@@ -152,6 +156,9 @@ def start(w, thread: int, ctas: list, o) -> None:
             if checker.products is not None:
                 effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
         tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touches)
+    if o.ashift:
+        engine.settle()
+        tensor_copy.start_shift(w, thread, ctas, (0, 32, 64, 96), product.a_column)
     if engine.postponed is not None:
         if o.following < 0 or not machine.divisible:
             engine.settle()
@@ -194,6 +201,8 @@ def prepare(
     """Everything about a product that follows from its operands alone; a loop repeats the same few."""
     group, ws, a_tensor = o.group, o.ws, o.a_tensor
     shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
+    if o.ashift and shape.m not in (128, 256):
+        raise Fault("idesc", f"M = {shape.m} with .ashift; M 128 and 256 are accepted")
     lane, column = d >> 16, d & 0xFFFF
     rows = shape.m // group
     half = rows == 64 and not ws and (group == 1 or o.sparse)  # layouts F and C: half of each 32 lanes

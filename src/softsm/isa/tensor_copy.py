@@ -152,14 +152,20 @@ def do_shift(w, mask, o):
             raise w.fault("tmem-lane", f"tcgen05.shift at lane {lane}; accepted are multiples of 32")
         for cta in ctas:
             located(w, cta.tmem.check, cta, column, 8, "tcgen05.shift")
+        start_shift(w, thread, ctas, (lane,), column)
 
-        def effects(lane=lane, column=column) -> None:
-            for cta in ctas:
+
+def start_shift(w, thread: int, ctas: list, quarters: tuple[int, ...], column: int) -> None:
+    """Shift the rows of eight columns down, each lane quarter for itself; it is named by its first lane."""
+
+    def effects() -> None:
+        for cta in ctas:
+            for lane in quarters:
                 tm.shift_down(cta.tmem.cells, lane, column)
 
-        regions = tuple(("tmem", cta, column, column + 8, tm.ALL_GROUPS, "") for cta in ctas)
-        footprint = Footprint("shift", (), (), ((column, column + 8),))
-        issue(w, thread, "tcgen05.shift", footprint, effects, reads=regions, writes=regions)
+    regions = tuple(("tmem", cta, column, column + 8, tm.ALL_GROUPS, "") for cta in ctas)
+    footprint = Footprint("shift", (), (), ((column, column + 8),))
+    issue(w, thread, "tcgen05.shift", footprint, effects, reads=regions, writes=regions)
 
 
 @form("commit")

@@ -1,5 +1,5 @@
-"""tcgen05.mma.sp as instructions: operands, what is refused, and what the checkers see. What it computes is compared in
-test_tcgen05_product.py."""
+"""tcgen05.mma.sp and .ashift as instructions: operands, what is refused, and what the checkers see. What products
+compute is compared in test_tcgen05_product.py."""
 
 import layouts
 import numpy as np
@@ -128,10 +128,68 @@ def test_a_dense_product_with_a_sparse_descriptor():
         launched(text, image)
 
 
+def shifting_kernel(first, m=128, early=False):
+    """A in columns 64 to 71, `first` its product to columns 0 to 31, then a plain product of A to columns 32 to 63. A
+    is read when all is complete, or early."""
+    b_desc = layouts.descriptor(0, 0, 1024, SW128, True)
+    body = f"mul.wide.u32 %rd5, %r0, 32;\nadd.s64 %rd5, %rd1, %rd5;\nadd.s64 %rd5, %rd5, {B_AT};\n"
+    body += "".join(f"ld.global.u32 %r{100 + i}, [%rd5+{4 * i}];\n" for i in range(8))
+    body += f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r9+64], {tk.names(100, 8)};\n{WAIT_ST}"
+    body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\n@!%p1 bra STARTED;\ntcgen05.fence::after_thread_sync;\n"
+    body += f"add.s64 %rd12, %rd3, {b_desc};\nsetp.ne.u32 %p5, 0, 0;\nadd.u32 %r20, %r8, 64;\nadd.u32 %r22, %r8, 32;\n"
+    body += f"mov.u32 %r21, {idesc.encode('f16', m, N, 'bf16', 'bf16')};\n{first} [%r8], [%r20], %rd12, %r21, %p5;\n"
+    body += f"tcgen05.mma.cta_group::1.kind::f16 [%r22], [%r20], %rd12, %r21, %p5;\n{tk.COMMIT}STARTED:\n"
+    wait = tk.WAIT.format(n=0, parity=0)
+    load_a = f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {tk.names(200 + 2 * N, 8)}, [%r9+64];\n"
+    body += load_a + wait if early else wait + load_a
+    body += f"tcgen05.ld.sync.aligned.32x32b.x{2 * N}.b32 {tk.names(200, 2 * N)}, [%r9];\n"
+    body += "tcgen05.wait::ld.sync.aligned;\n" + tk.words_out(2 * N + 8, 200)
+    return tk.kernel(body, size=B_AT, words=B_AT // 4, columns=128)
+
+
+def shifting_operands():
+    rng = np.random.default_rng(5)
+    a, b = (layouts.values(rng, (rows, 16), "bf16") for rows in (128, N))
+    image = np.zeros(B_AT + 4096, np.uint8)
+    layouts.place(image, b, "bf16", SW128, True, 0)
+    image[B_AT:] = layouts.bits(a, "bf16").reshape(-1)
+    shifted = np.concatenate([np.concatenate([a[i + 1 : i + 32], a[i + 31 : i + 32]]) for i in range(0, 128, 32)])
+    return image.view(np.uint32), np.concatenate([a @ b.T, shifted @ b.T], 1), shifted
+
+
+def test_a_product_with_ashift_shifts_a_for_those_that_follow():
+    """Each lane of a quarter takes what the next one holds, the last keeps its own; the product sees A as it was."""
+    image, want, shifted = shifting_operands()
+    text = shifting_kernel("tcgen05.mma.cta_group::1.kind::f16.ashift.collector::a::lastuse")
+    for order in ("eager", "latest"):
+        out = np.full((128, 2 * N + 8), np.nan, np.float32)
+        with softsm.checking(order=order) as report:
+            tk.launch(text, image, out)
+        assert not report, str(report)
+        np.testing.assert_array_equal(out[:, : 2 * N], want)
+        left = np.ascontiguousarray(out[:, 2 * N :]).view(np.uint8)
+        np.testing.assert_array_equal(left, layouts.bits(shifted, "bf16").reshape(128, 32))
+
+
+def test_who_reads_a_while_it_is_shifted_races():
+    image, *_ = shifting_operands()
+    for suffix, raced in (("", False), (".ashift", True)):
+        with softsm.checking(order="latest") as report:
+            text = shifting_kernel("tcgen05.mma.cta_group::1.kind::f16" + suffix, early=True)
+            tk.launch(text, image, np.zeros((128, 2 * N + 8), np.float32))
+        assert ("race" in report.codes()) == raced, str(report)
+
+
+def test_64_rows_are_not_shifted():
+    image, *_ = shifting_operands()
+    with pytest.raises(Fault, match="M = 64 with .ashift"):
+        tk.launch(shifting_kernel("tcgen05.mma.cta_group::1.kind::f16.ashift", 64), image, np.zeros(4, np.float32))
+
+
 @pytest.mark.parametrize(("instruction", "why"), [
     ("tcgen05.mma.ws.sp.cta_group::2.kind::f16 [%r1], %rd1, %rd2, [%r2], %r3, %p1;", ".ws exists for cta_group::1"),
     ("tcgen05.mma.sp.cta_group::1.kind::mxf4 [%r1], %rd1, %rd2, [%r2], %r3, [%r4], [%r5], %p1;", "needs .block_scale"),
-    ("tcgen05.mma.sp.cta_group::1.kind::f16.ashift [%r1], [%r5], %rd2, [%r2], %r3, %p1;", "shifted A"),
+    ("tcgen05.mma.sp.cta_group::1.kind::f16.ashift [%r1], [%r5], %rd2, [%r2], %r3, %p1;", "whether metadata"),
 ])  # fmt: skip
 def test_what_is_refused(instruction, why):
     with pytest.raises(Unsupported, match=why):
