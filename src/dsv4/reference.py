@@ -26,24 +26,29 @@ def attend(
     p_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
-    group = q.shape[0] // max(k.shape[0], 1)
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
     v = torch.where(seen.any(0)[:, None], v, 0)
-    k, v = (
-        k.repeat_interleave(group, 0),
-        v.repeat_interleave(group, 0),
-    )  # query head h reads KV head h // group
 
-    s = torch.where(seen, q @ k.mT * scale, NEG_INF)  # [Hq, T, S]
+    s = torch.where(seen, over_groups(q, k.mT) * scale, NEG_INF)  # [Hq, T, S]
     lse = s.logsumexp(-1)  # -inf where nothing is seen
     top = s.amax(-1) if s.shape[-1] else torch.full_like(lse, NEG_INF)
     p = (s - torch.where(top == NEG_INF, 0, top)[..., None]).exp()
     p_sum = p.sum(-1)
     if p_dtype is not None:
         p = p.to(p_dtype).to(compute)
-    out = p @ v / torch.where(p_sum == 0, 1, p_sum)[..., None]
+    out = over_groups(p, v) / torch.where(p_sum == 0, 1, p_sum)[..., None]
     return apply_sink(out, lse, sink[:, None] if sink is not None else None), lse
+
+
+def over_groups(x: Tensor, y: Tensor) -> Tensor:
+    """x [Hq, T, A] @ y [Hkv, A, B] -> [Hq, T, B]: query head h meets KV head h // (Hq / Hkv)."""
+    return (in_groups(x, y.shape[0]) @ y).reshape(*x.shape[:2], y.shape[2])
+
+
+def in_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """[Hq, T, A] -> [Hkv, (Hq / Hkv) T, A]: what meets one KV head, as rows of one matrix."""
+    return x.reshape(kv_heads, x.shape[0] // max(kv_heads, 1) * x.shape[1], x.shape[2])
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:

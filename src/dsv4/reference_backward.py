@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import reference
-from dsv4.reference import NEG_INF
+from dsv4.reference import NEG_INF, in_groups, over_groups
 
 
 class FmhaGradients(NamedTuple):
@@ -57,17 +57,14 @@ def attend(
     p_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
-    heads, kv_heads = q.shape[0], k.shape[0]
-    group = heads // max(kv_heads, 1)
     out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype)
     if p_dtype is not None:
         out = out.to(p_dtype).to(compute)
     q, k, v, dout = (x.to(compute) for x in (q, k, v, dout))
     used = seen.any(0)[:, None]  # a row that no query sees may hold NaN
     k, v = torch.where(used, k, 0), torch.where(used, v, 0)
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
 
-    s = torch.where(seen, q @ k.mT * scale, NEG_INF)
+    s = torch.where(seen, over_groups(q, k.mT) * scale, NEG_INF)
     lse = s.logsumexp(-1)
     empty = lse == NEG_INF
     alone = torch.where(seen & ~empty[..., None], (s - torch.where(empty, 0, lse)[..., None]).exp(), 0)
@@ -75,13 +72,13 @@ def attend(
     keep = torch.where(empty, 0, keep)
     p = alone * keep[..., None]
     delta = (dout * out).sum(-1)
-    ds = p * (dout @ v.mT - delta[..., None])
+    ds = p * (over_groups(dout, v.mT) - delta[..., None])
     if dlse is not None:
         ds = ds + alone * torch.where(empty, 0, dlse.to(compute))[..., None]
     ds, p = rounded(ds, p_dtype), rounded(p, p_dtype)
-    dq = ds @ k * scale
+    dq = over_groups(ds, k) * scale
+    ds, q, p, dout = (in_groups(x, k.shape[0]) for x in (ds, q, p, dout))
     dk, dv = ds.mT @ q * scale, p.mT @ dout
-    dk, dv = (x.unflatten(0, (kv_heads, group)).sum(1) if kv_heads else x for x in (dk, dv))
     dsink = None if sink is None else -(torch.where(empty, 0, (1 - keep) * delta)).sum(-1)
     return dq, dk, dv, dsink
 

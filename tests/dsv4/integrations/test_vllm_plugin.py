@@ -2,6 +2,7 @@
 signatures recorded from the tested vLLM. tests/engines holds the recording against an installed one."""
 
 import inspect
+import io
 import json
 import logging
 import sys
@@ -21,11 +22,15 @@ RECORDED = json.loads((Path(__file__).parents[2] / "engines" / "vllm_recorded.js
 
 
 @pytest.fixture
-def said(caplog):
-    """What the plug-in logs."""
-    logging.getLogger("vllm").propagate = True
-    caplog.set_level(logging.INFO, "vllm.dsv4")
-    return caplog
+def said():
+    """What the plug-in logs, as a function."""
+    logger, text = logging.getLogger("vllm.dsv4"), io.StringIO()
+    handler, level = logging.StreamHandler(text), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield text.getvalue
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_off_it_says_so_and_looks_at_no_module_of_vllm(monkeypatch, said):
     monkeypatch.setenv("DSV4_VLLM", "0")
     monkeypatch.setitem(sys.modules, "vllm", None)  # an import of it would fail
     plugin.register()
-    assert "dsv4 is installed and off; DSV4_VLLM=1" in said.text
+    assert "dsv4 is installed and off; DSV4_VLLM=1" in said()
 
 
 def test_on_with_another_version_it_raises_and_says_how_to_go_on(monkeypatch, vllm):
@@ -89,7 +94,7 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
     monkeypatch.setenv("DSV4_VLLM", "1")
     with pytest.raises(RuntimeError, match=f"{contract.FLASHMLA}.forward_mqa is not there .*DSV4_VLLM=0 gives"):
         plugin.register()
-    assert "dsv4 is on" not in said.text
+    assert "dsv4 is on" not in said()
 
 
 def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
@@ -103,7 +108,7 @@ def test_not_switched_on_another_version_is_left_alone_and_named(monkeypatch, vl
     monkeypatch.delenv("DSV4_VLLM", raising=False)
     vllm.__version__ = "0.33.0"  # which has no other attribute here: none is looked at
     plugin.register()
-    assert "off, and cannot be switched on: got vLLM 0.33.0; accepted: 0.32.x" in said.text
+    assert "off, and cannot be switched on: got vLLM 0.33.0; accepted: 0.32.x" in said()
 
 
 @pytest.fixture
@@ -142,7 +147,7 @@ def test_the_configuration_switches_it_on_where_it_names_the_backend(configured,
     config, installed = configured
     plugin.register()
     plugin.register()  # twice is once
-    assert "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4" in said.text
+    assert "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4" in said()
     assert config(None).checked and config("FLASH_ATTN").checked and not installed
     assert config("DSV4").checked and installed == [1]
 

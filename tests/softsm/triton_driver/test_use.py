@@ -11,6 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.runtime.driver import driver
 
 import softsm
@@ -217,14 +219,15 @@ def test_autotuners_count_instructions():
 def test_too_much_shared_memory_is_refused(launches):
     from triton.runtime.errors import OutOfResources
 
-    @triton.jit
-    def big(x, y, out, N: tl.constexpr, K: tl.constexpr):
-        i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-        k = tl.arange(0, K)
-        tl.store(out + i * N + j, tl.dot(tl.load(x + i * K + k[None, :]), tl.load(y + k[:, None] * N + j)))
+    @gluon.jit
+    def big(SIZE: gl.constexpr):
+        room = gl.allocate_shared_memory(gl.float32, [SIZE // 4], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        room.slice(0, 128).store(gl.full([128], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
 
-    with softsm.use("sm_90a"), pytest.raises(OutOfResources, match="shared memory"):
-        big[(1,)](torch.zeros(64, 1024).half(), torch.zeros(1024, 64).half(), torch.zeros(64, 64), N=64, K=1024)
+    with softsm.use("sm_90a"):
+        big[(1,)](128 * 1024)
+        with pytest.raises(OutOfResources, match="shared memory"):
+            big[(1,)](256 * 1024)
 
 
 def test_pointer_arrays_reach_their_tensors(launches):
