@@ -30,6 +30,7 @@ class Access:
     """One memory instruction, by PTX line: sums over the looks that were taken."""
 
     looks: int = 0
+    ran: int = 0  # how often the instruction was executed, looked at or not
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
     lines: int = 0  # of 128 bytes
     missed: int = 0  # sectors that the CTA had not asked for before
@@ -37,17 +38,28 @@ class Access:
     space: str = "shared"
     tensors: dict = field(default_factory=_counts)
 
+    @property
+    def times(self) -> float:
+        """What a sum over the looks stands for."""
+        return self.ran / self.looks if self.looks else 0.0
+
 
 def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
     """Of accesses [n, 32] to shared memory: a bank serves one word at a time; wide accesses go by halves or quarters of
     the warp, 128 bytes together. Lanes that are off have the address of one that is on."""
     bits = 4 if size >= 16 else 3 if size == 8 else 2
     per = 128 >> bits
-    units = np.sort((addresses >> bits).reshape(len(addresses), -1, per))
-    fresh = np.ones(units.shape, bool)
-    fresh[..., 1:] = units[..., 1:] != units[..., :-1]
-    banks = (units & per - 1)[..., None] == np.arange(per)
-    return (banks & fresh[..., None]).sum(-2).max(-1).sum(-1)
+    units = (addresses >> bits).reshape(len(addresses), -1, per)
+    found = np.full(len(units), units.shape[1])
+    # Within 128 bytes every word has a bank of its own, as most accesses have it.
+    apart = (units.max(-1) - units.min(-1) >= per).any(-1).nonzero()[0]
+    if len(apart):
+        units = np.sort(units[apart])
+        fresh = np.ones(units.shape, bool)
+        fresh[..., 1:] = units[..., 1:] != units[..., :-1]
+        banks = (units & per - 1)[..., None] == np.arange(per)
+        found[apart] = (banks & fresh[..., None]).sum(-2).max(-1).sum(-1)
+    return found
 
 
 class Instructions:
@@ -59,11 +71,15 @@ class Instructions:
         self.shared = np.isin(ops, SHARED_ACCESS)
         self.there = self.shared | np.isin(ops, GLOBAL_ACCESS)
         self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST))
+        self.any_generic = bool(self.generic.any())
         self.store = np.isin(ops, STORES)
         atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
         self.size = np.where(atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
         self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
-        self.line = np.array([ins.line for ins in program.instructions])
+        line = np.array([ins.line for ins in program.instructions])
+        self.lines = np.unique(line[self.there])  # those with memory instructions
+        self.of = np.searchsorted(self.lines, line) * self.there  # the number among them, by record
+        self.looks = np.where(self.there, LOOKS, 0)
 
 
 class Looks:
@@ -71,52 +87,73 @@ class Looks:
 
     def __init__(self, instructions: Instructions) -> None:
         self.instructions = instructions
-        self.notes = noting.Notes(np.where(instructions.there, LOOKS, 0))
+        self.notes = noting.Notes(instructions.looks.copy())
 
     def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
         """By PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: of each CTA the trace that
         its traffic is added to."""
         rows = self.notes.rows()
+        known = self.instructions
+        if known.any_generic:  # local memory is no other's
+            rows = rows[~known.generic[rows[:, noting.RECORD]] | (rows[:, noting.LANES :].max(1) < pg.LOCAL_WINDOW)]
         if not len(rows):
             return {}
-        records = rows[:, noting.RECORD]
-        known = self.instructions
+        records, active = rows[:, noting.RECORD], rows[:, noting.ACTIVE]
         sizes = known.size[records]
         addresses = rows[:, noting.LANES :] + known.offset[records][:, None]
-        lanes = rows[:, noting.ACTIVE, None] >> np.arange(32) & 1
-        first = addresses[np.arange(len(lanes)), lanes.argmax(1)]
-        addresses = np.where(lanes == 1, addresses, first[:, None])
-        generic = known.generic[records] & (first >= pg.SHARED_WINDOW)
-        shared = known.shared[records] | (generic & (first < pg.LOCAL_WINDOW))
-        units, missed, asked_lines = (np.zeros(len(rows), np.int64) for _ in range(3))
-        for size in np.unique(sizes[shared]).tolist():
-            those = np.flatnonzero(shared & (sizes == size))
-            inside = addresses[those] - np.where(generic[those], pg.SHARED_WINDOW, 0)[:, None]
-            units[those] = wavefronts(inside, size)
-        lines, of = np.unique(known.line[records], return_inverse=True)
-        out = [Access() for _ in lines]
-        those = np.flatnonzero(~shared & ~generic)
+        first, nbytes = addresses[:, 0], 32 * sizes
+        if (active != pg.ALL).any():  # lanes that are off get the address of one that is on
+            lanes = active[:, None] >> np.arange(32) & 1
+            first = addresses[np.arange(len(lanes)), lanes.argmax(1)]
+            addresses = np.where(lanes == 1, addresses, first[:, None])
+            nbytes = sizes * lanes.sum(1)
+        shared = known.shared[records]
+        if known.any_generic:
+            inside = known.generic[records] & (first >= pg.SHARED_WINDOW)
+            addresses = np.where(inside[:, None], addresses - pg.SHARED_WINDOW, addresses)
+            shared |= inside
+        units, missed, asked_lines = np.zeros((3, len(rows)), np.int64)
+        for size in set(sizes[shared].tolist()):
+            those = (shared & (sizes == size)).nonzero()[0]
+            units[those] = wavefronts(addresses[those], size)
+        of, count = known.of[records], len(known.lines)
+        looks = np.bincount(of, minlength=count).tolist()
+        out = [Access() if n else None for n in looks]
+        often = self._executed()
+        those = (~shared).nonzero()[0]
         if len(those):
-            tensor = np.searchsorted(np.array(starts), first[those], "right") - 1
+            tensor = np.searchsorted(starts, first[those], "right") - 1
             store = known.store[records[those]]
-            cta = np.array(ctas)[rows[those, noting.WARP]]
-            turn = turns_of(rows[:, noting.WARP])[those]
-            units[those], missed[those], asked_lines[those] = sectors_of(addresses[those] >> 5, store, cta, turn)
-            keys = ((of[those] * 4096 + tensor + 1) * 2 + store) * len(traces) + cta
-            keys, same = np.unique(keys, return_inverse=True)
-            sums = np.bincount(same, units[those]), np.bincount(same, missed[those])
-            for key, all_, new in zip(keys.tolist(), *(x.astype(int).tolist() for x in sums)):
+            warps = rows[:, noting.WARP]
+            cta = np.array(ctas)[warps[those]]
+            units[those], missed[those], asked_lines[those] = sectors_of(
+                addresses[those] >> 5, store, cta, turns_of(warps)[those]
+            )
+            tensors = len(starts) + 1
+            keys = ((of[those] * tensors + tensor + 1) * 2 + store) * len(traces) + cta
+            asked = np.bincount(keys, units[those])
+            found = asked.nonzero()[0]
+            sums = found, asked[found], np.bincount(keys, missed[those])[found]
+            for key, all_, new in zip(*(x.astype(int).tolist() for x in sums)):
                 key, k = divmod(key, len(traces))
-                line, at, stored = key // 8192, key // 2 % 4096 - 1, key % 2
+                line, at, stored = key // 2 // tensors, key // 2 % tensors - 1, key % 2
                 out[line].space = "store" if stored else "load"
                 out[line].tensors[at] += all_
-                traces[k].traffic[at, "write" if stored else "read"] += 32 * new
-        counted = shared | ~generic
-        found = (counted, units, asked_lines, missed, counted * sizes * lanes.sum(1))
-        sums = [np.bincount(of, x, len(lines)).astype(int).tolist() for x in found]
-        for a, *a_sums in zip(out, *sums):
-            a.looks, a.units, a.lines, a.missed, a.bytes = a_sums
-        return dict(zip(lines.tolist(), out))
+                traces[k].traffic[at, "write" if stored else "read"] += round(32 * new * often[line])
+        sums = [np.bincount(of, x, count).astype(int).tolist() for x in (units, asked_lines, missed, nbytes)]
+        for a, n, times, *a_sums in zip(out, looks, often, *sums):
+            if n:
+                a.looks, a.ran = n, round(n * times)
+                a.units, a.lines, a.missed, a.bytes = a_sums
+        return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
+
+    def _executed(self) -> list[float]:
+        """How many executions a look at each PTX line stands for."""
+        known, left = self.instructions, self.notes.left
+        if left.min() >= 0:  # all were looked at
+            return [1.0] * len(known.lines)
+        ran, seen = (np.bincount(known.of, known.looks - x) for x in (left, np.maximum(left, 0)))
+        return (ran / np.maximum(seen, 1)).tolist()
 
 
 def turns_of(warps: np.ndarray) -> np.ndarray:
@@ -132,32 +169,44 @@ def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray, turn: np
     """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
     The warps of a CTA run in step on a GPU, while the emulator takes one after the other: the first of every warp come
     first, then the second."""
-    steps = np.diff(sectors)
-    if (steps < 0).any():
+    same = sectors[:, 1:] == sectors[:, :-1]
+    if (sectors[:, 1:] < sectors[:, :-1]).any():
         sectors.sort()
-        steps = np.diff(sectors)
+        same = sectors[:, 1:] == sectors[:, :-1]
     fresh = np.ones(sectors.shape, bool)
-    np.not_equal(steps, 0, out=fresh[:, 1:])
-    units = np.count_nonzero(fresh, 1)
+    np.logical_not(same, out=fresh[:, 1:])
+    units = fresh.sum(1)
     missed = units.copy()
-    for k in np.unique(cta).tolist():
-        mine = np.flatnonzero(~store & (cta == k))
-        mine = mine[np.argsort(turn[mine], kind="stable")]
+    for k in set(cta.tolist()):
+        mine = (~store & (cta == k)).nonzero()[0]
+        mine = mine[turn[mine].argsort(kind="stable")]
         missed[mine] = first_asked(sectors[mine], fresh[mine])
-    return units, missed, 1 + np.count_nonzero(np.diff(sectors >> 2), 1)
+    of_line = sectors >> 2
+    return units, missed, 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
 
 
 def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
     """How many of the sectors of each load [n, 32] the loads before it had not asked for. L1 begins anew when it is
     full."""
-    new = np.zeros(len(sectors), np.int64)
+    new = fresh.sum(1)
+    # Mostly a load asks for neighbours, and loads ask for the same ones or for others: then the first of each counts.
+    first, last = sectors[:, 0], sectors[:, -1]
+    order = first.argsort(kind="stable")
+    begins, ends = first[order], last[order]
+    again = begins[1:] == begins[:-1]
+    if (last - first < new).all() and np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
+        only = new.copy()
+        only[order[1:][again]] = 0
+        if only.sum() * 32 <= L1_BYTES:
+            return only
     begin = 0
     while begin < len(sectors):
         there = fresh[begin:]
-        of = np.repeat(np.arange(len(there)), np.count_nonzero(there, 1))
+        of = np.arange(len(there)).repeat(new[begin:])
         found = np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
-        full = np.flatnonzero(np.cumsum(found) * 32 > L1_BYTES)
-        end = begin + int(full[0]) + 1 if len(full) else len(sectors)
+        end = len(sectors)
+        if found.sum() * 32 > L1_BYTES:
+            end = begin + int((found.cumsum() * 32 > L1_BYTES).argmax()) + 1
         new[begin:end] = found[: end - begin]
         begin = end
     return new
@@ -166,7 +215,7 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
 def first_places(values: np.ndarray) -> np.ndarray:
     """Where each value stands first. Without sorting where they lie on a few pages, as those of a CTA mostly do."""
     pages = values >> PAGE
-    known = list(dict.fromkeys(pages[np.flatnonzero(np.diff(pages, prepend=-1))].tolist()))
+    known = list(dict.fromkeys([*pages[:1].tolist(), *pages[1:][pages[1:] != pages[:-1]].tolist()]))
     if len(known) > MOST_PAGES:
         return np.unique(values, return_index=True)[1]
     at = values & (1 << PAGE) - 1

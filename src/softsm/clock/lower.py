@@ -35,6 +35,7 @@ ANCHORS = {
     tr.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
     tr.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
+KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
 OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
 ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
 
@@ -85,6 +86,7 @@ class Lowering:
         self.once = self._unrolled(homes, part_of)
         self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
         self.variants: dict[tuple, Path] = {}
+        self.paths: dict[tuple, Path] = {}
 
     def _unrolled(self, homes: dict[int, list[int]], part_of: dict[int, Counter]) -> dict[int, int]:
         """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
@@ -259,21 +261,27 @@ class Lowering:
         )
 
     def streams(self, cluster: tr.ClusterTrace) -> Streams:
+        """Warps of a role mostly go one way, in all CTAs: ways are kept."""
         out = Streams()
-        paths: dict[tuple, Path] = {}  # warps of a role mostly go one way
         tables: list[np.ndarray] = [np.zeros((0, 4))]
         first = 0
+        if sum(len(x.instructions) for x in self.paths.values()) > KEPT:
+            self.paths.clear()
         for warp in cluster.warps:
             kinds = [e[:2] for e in warp.events]
             key = (tuple(warp.blocks), tuple(warp.marks), tuple(kinds))
-            path = paths.get(key)
+            path = self.paths.get(key)
             if path is None:
-                path = paths[key] = self._path(warp.blocks, warp.marks, kinds)
+                path = self.paths[key] = self._path(warp.blocks, warp.marks, kinds)
             out.instructions.append(path.instructions)
-            out.events.append(np.where(path.events >= 0, path.events + first, -1).astype(np.int32))
             out.counts.append(path.counts)
             if warp.events:
+                events = path.events + np.int32(first)
+                events[path.events < 0] = -1
+                out.events.append(events)
                 tables.append(np.array(warp.events, np.float64)[path.order, 1:])
                 first += len(warp.events)
+            else:
+                out.events.append(path.events)
         out.table = np.concatenate(tables)
         return out

@@ -17,41 +17,41 @@ DEPENDS, PIPE, ISSUE, BARRIER, PRODUCTS, COPIES, NAMED, PORT, CODE = range(9)
 REASON_COUNT = len(REASONS)
 # Entries of the log beside waits.
 LOG_PRODUCT, LOG_COPY = 20, 21
-# Parameters, by their place in the array.
-NAMES = (
-    "product_tail",
-    "product_depth",
-    "try_wait",
-    "arrive",
-    "wake",
-    "bar_sync",
-    "bar_arrival",
-    "tma_issue",
-    "tma_interval",
-    "mma_issue",
-    "mma_tail",
-    "tmem_rate",
-    "tmem_latency",
-    "cta_gap",
-    "l1_latency",
-    "store_cycle",
-    "cluster_barrier",
+# Parameters (clock/parameters.py), by their place in the array; None: set by the model.
+PARAMETERS = (
+    "product.tail",
+    "product.depth",
+    "mbarrier.try",
+    "mbarrier.arrive",
+    "mbarrier.wake",
+    "bar.sync",
+    "bar.arrival",
+    "tma.issue",
+    "tma.interval",
+    "mma.issue",
+    "mma.tail",
+    "tmem.rate",
+    "tmem.latency",
+    "cta.gap",
+    "load.l1",
+    None,
+    "cluster.barrier",
     "commit",
     "branch",
     "remote",
-    "lsu_queue",
-    "cold",
-    "product_delay",
-    "sm_byte",
-    "product_wait",
-    "product_wide",
-    "gather_interval",
-    "lds_beside",
+    "lsu.queue",
+    "code.cold",
+    "product.delay",
+    None,
+    "product.wait",
+    "product.wide",
+    "tma.gather",
+    "beside.lds",
     "operands",
-    "jump_near",
-    "jump_far",
-    "cp_line",
-    "load_line",
+    "code.near",
+    "code.far",
+    "copy.line",
+    "load.line",
 )
 (
     PRODUCT_TAIL,
@@ -87,8 +87,7 @@ NAMES = (
     JUMP_FAR,
     CP_LINE,
     LOAD_LINE,
-) = range(len(NAMES))
-P = {name: i for i, name in enumerate(NAMES)}
+) = range(len(PARAMETERS))
 NEAR, FAR = 96, 480  # instructions that the measured jumps went over
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (clock/costs.py): whole numbers, and others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field
@@ -129,44 +130,9 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
     return out
 
 
-def parameters_of(g: Gpu) -> np.ndarray:
+def parameters_of(gpu: Gpu) -> np.ndarray:
     """In the order of the replay."""
-    named = dict(
-        product_tail=g["product.tail"],
-        product_depth=g["product.depth"],
-        try_wait=g["mbarrier.try"],
-        arrive=g["mbarrier.arrive"],
-        wake=g["mbarrier.wake"],
-        bar_sync=g["bar.sync"],
-        bar_arrival=g["bar.arrival"],
-        tma_issue=g["tma.issue"],
-        tma_interval=g["tma.interval"],
-        mma_issue=g["mma.issue"],
-        mma_tail=g["mma.tail"],
-        tmem_rate=g["tmem.rate"],
-        tmem_latency=g["tmem.latency"],
-        cta_gap=g["cta.gap"],
-        l1_latency=g["load.l1"],
-        store_cycle=0,
-        cluster_barrier=g["cluster.barrier"],
-        commit=g["commit"],
-        branch=g["branch"],
-        remote=g["remote"],
-        lsu_queue=g["lsu.queue"],
-        cold=g["code.cold"],
-        product_delay=g["product.delay"],
-        sm_byte=1 / g["sm.rate"],
-        product_wait=g["product.wait"],
-        product_wide=g["product.wide"],
-        gather_interval=g["tma.gather"],
-        lds_beside=g["beside.lds"],
-        operands=g["operands"],
-        jump_near=g["code.near"],
-        jump_far=g["code.far"],
-        cp_line=g["copy.line"],
-        load_line=g["load.line"],
-    )
-    return np.array([named[n] for n in machine.NAMES], np.float64)
+    return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 
 class Model:
@@ -188,7 +154,7 @@ class Model:
             if a.space == "load" and a.tensors:
                 tensor = max(a.tensors, key=a.tensors.get)
                 if 0 <= tensor < len(self.sources):
-                    s, more = self.sources[tensor], 32 * (a.units - a.missed) * again
+                    s, more = self.sources[tensor], 32 * (a.units - a.missed) * a.times * again
                     s.device *= s.asked / max(s.asked + more, 1.0)
                     s.asked += more
 
@@ -207,7 +173,8 @@ class Model:
 
     def l1_share(self) -> float:
         """Of the sectors that a CTA asks for again, those still in L1: its share of what shared memory leaves."""
-        once = sum(32 * a.missed for a in self.trace.access.values() if a.space == "load") / len(self.trace.clusters)
+        loads = [a for a in self.trace.access.values() if a.space == "load"]
+        once = sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
         room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)
         return min(1.0, room / max(once * self.occupancy, 1.0))
 
@@ -277,7 +244,7 @@ class Model:
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = parameters_of(self.gpu)
-        p[machine.P["store_cycle"]] = write
+        p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         each = -(-trace.threads // 32)
@@ -288,7 +255,7 @@ class Model:
             spans = []
             for a, b, k in zip(streams.instructions, streams.events, streams.counts):
                 s_ins.append(a)
-                s_ev.append(np.where(b >= 0, b + events_at, -1))
+                s_ev.append(np.where(b >= 0, b + events_at, -1) if events_at else b)
                 s_cnt.append(k)
                 spans.append((at, at + len(a)))
                 at += len(a)
@@ -349,6 +316,15 @@ class Model:
                 places.append(f"warp {warps[w][1]} at PTX line {line} ({opcode})")
         why = "the replay stalled, so there is no prediction for this kernel"
         return f"{self.trace.name}: {why}: " + "; ".join(places[:6])
+
+    @functools.cached_property
+    def work(self) -> np.ndarray:
+        """Cycles of each engine (clock/work.py), of the whole grid."""
+        works = np.array([work_of(x, self.costs, self.gpu) for x in self.streams])
+        if len(works) == 1:
+            return works[0] * self.trace.total
+        numbers = [c.number for c in self.trace.clusters]
+        return sum(self._over_grid([(m, float(m == n)) for m in numbers]).sum() * w for n, w in zip(numbers, works))
 
     # ---- the grid -------------------------------------------------------------------------------------------------
 
@@ -449,10 +425,7 @@ class Model:
         trace, g = self.trace, self.gpu
         us = 1e-3 / f
         sms = self.sms
-        numbers = [c.number for c in trace.clusters]
-        works = np.array([work_of(x, self.costs, g) for x in self.streams])
-        work = [float(self._over_grid(list(zip(numbers, w))).sum()) / sms * us for w in works.T.tolist()]
-        needs = dict(zip(ENGINES, work))
+        needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         device = sum(s.asked * s.device for s in self.sources)
         written = sum(s.written for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {

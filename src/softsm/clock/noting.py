@@ -22,7 +22,8 @@ IN_SHARED = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)  # addresses of 32 bits
 PLAIN = "softsm_unnoted"
 RECORD, ACTIVE, WARP, LANES = 0, 1, 2, 3  # columns of a row: the record, active lanes, the warp, 32 addresses
 COLUMNS = 35
-NEXT, LEFT = 0, 1  # control words: where the next row goes; how often each record is still looked at
+NEXT, LEFT = 0, 1  # control words: where the next row goes; how often each record is still looked at, less
+# than nothing where it is executed more often
 ROOM = 4096  # rows
 
 
@@ -38,8 +39,8 @@ def noting(module: ir.Module) -> None:
         control = field(S, pg.S_NOTES)
         left = word(b.add(b.load(word(b.add(control, _I64(8 * LEFT)))), b.shl(pc, _I64(3))))
         looks = b.load(left)
+        b.store(b.sub(looks, _I64(1)), left)
         with b.if_then(b.icmp_signed(">", looks, _I64(0))):
-            b.store(b.sub(looks, _I64(1)), left)
             next_ = word(b.add(control, _I64(8 * NEXT)))
             row = b.load(next_)
             b.store(b.add(row, _I64(8 * COLUMNS)), next_)

@@ -147,6 +147,23 @@ def traced_barrier(machine: TracingMachine) -> type:
     return TracedMbarrier
 
 
+class Known:
+    """What all timed launches of a kernel share."""
+
+    def __init__(self, machine: TracingMachine):
+        program = machine.program
+        self.blocks = blocks_of(program, machine.macro_at, machine.kernel.module.source)
+        self.instructions = Instructions(program)
+        self.roles: dict[int, str] = {}  # by record
+        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
+        n = len(program.code)
+        stop = program.code[:, 0] == pg.OP_BRA
+        stop[self.blocks.starts] = True
+        at = np.where(stop, np.arange(n), n)
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
+        self.block_from = np.searchsorted(self.blocks.starts, np.arange(n + 2)).tolist()  # the first there or later
+
+
 class TracingMachine(Machine):
     """Runs some clusters of the grid and leaves a LaunchTrace with the timer that asked for it."""
 
@@ -164,14 +181,15 @@ class TracingMachine(Machine):
         self.ops: list = []
         self.passed = None
         self.barrier_type = traced_barrier(self)
-        self.blocks = self.kernel.__dict__.get("_timing_blocks") or blocks_of(
-            self.program, self.macro_at, self.kernel.module.source
-        )
-        self.kernel._timing_blocks = self.blocks
+        known = self.kernel.__dict__.get("_timed")
+        if known is None:
+            known = self.kernel._timed = Known(self)
+        self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
+        self.stops, self.block_from = known.stops, known.block_from
+        self.looks = Looks(known.instructions)
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
         self.known: dict = {}  # mbarrier -> (ClusterTrace, number)
-        self.roles: dict[int, str] = {}  # by record
         shape = [-(-g // c) for g, c in zip(self.grid, self.cluster_shape)]
         self.total = self.left
         self.samples = self.timer.choose(shape, self.total)
@@ -182,23 +200,8 @@ class TracingMachine(Machine):
         memory = self.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.traces: list[ClusterTrace] = []
-        self._prepare()
-
-    def _prepare(self) -> None:
-        code = self.program.code
-        known = self.kernel.__dict__.get("_timing_accesses")
-        if known is None:
-            known = self.kernel._timing_accesses = Instructions(self.program)
-        self.looks = Looks(known)
-        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in self.program.macros)
         self.ctas: list[int] = []  # of each warp, by its number in the notes
         self.owners: list[ClusterTrace] = []  # of each CTA
-        n = len(code)
-        stop = code[:, 0] == pg.OP_BRA
-        stop[self.blocks.starts] = True
-        at = np.where(stop, np.arange(n), n)
-        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
-        self.block_from = np.searchsorted(self.blocks.starts, np.arange(n + 2)).tolist()  # the first there or later
         self.trail = noting.Trail(noting.ROOM)
         self.inner = dispatch.runner(noting.operation())
         self.run_code = self._run

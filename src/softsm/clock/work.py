@@ -24,28 +24,24 @@ def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tupl
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     """Cycles of each engine that one cluster needs, all its multiprocessors together."""
     r = machine
-    ran = np.zeros(len(costs.ints))
-    for instructions in streams.instructions:
-        ran += np.bincount(instructions, minlength=len(ran))
-    kind, units = costs.ints[:, r.KIND], costs.values[:, r.UNITS]
+    ran = np.bincount(np.concatenate(streams.instructions), minlength=len(costs.ints))
+    kind = costs.ints[:, r.KIND]
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
-
-    def of(kinds: tuple[int, ...], cycles: np.ndarray) -> float:
-        return float((ran * cycles)[np.isin(kind, kinds)].sum())
-
-    products = of((r.PRODUCT,), units) / 4  # the four warps of a warpgroup make one
-    port = of((r.SHARED,), units) + of((r.PRODUCT,), costs.values[:, r.PORT_CYCLES]) / 4
-    table = streams.table.astype(np.int64)
-    made = table[table[:, 0] == MMA]
+    units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)
+    products = units[r.PRODUCT] / 4  # the four warps of a warpgroup make one
+    port = units[r.SHARED] + (ran * costs.values[:, r.PORT_CYCLES]).sum() / 4
+    table = streams.table
+    made = table[table[:, 0] == MMA].astype(np.int64)
     if len(made):
         tensor, operands = mma_cycles(made[:, 1], made[:, 2], made[:, 3])
         ctas = 1 + (made[:, 3] & 1)
-        products += float((tensor * ctas).sum())
-        port += float((operands * ctas).sum())
-    filled = table[np.isin(table[:, 0], (LOAD, GATHER)) & (table[:, 3] != -2), 2].sum()
-    port += float(filled) / 128 * gpu["tma.port"]
+        products += (tensor * ctas).sum()
+        port += (operands * ctas).sum()
+    if gpu["tma.port"]:
+        filled = ((table[:, 0] == LOAD) | (table[:, 0] == GATHER)) & (table[:, 3] != -2)
+        port += table[filled, 2].sum() / 128 * gpu["tma.port"]
     at = PIPES.index
     return np.array([
         products + pipe[at("hmma")], pipe[at("mufu")], pipe[at("fma")], pipe[at("alu")], ran.sum() / 4, port,
-        of((r.TENSOR_READ, r.TENSOR_WRITE), units) / gpu["tmem.rate"],
+        (units[r.TENSOR_READ] + units[r.TENSOR_WRITE]) / gpu["tmem.rate"],
     ])  # fmt: skip

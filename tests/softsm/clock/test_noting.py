@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import softsm
+from softsm.clock import accesses as accesses_module
 from softsm.clock import noting
 from softsm.engine import program as pg
 
@@ -70,6 +71,15 @@ def test_loads_and_stores_are_noted_with_their_sectors() -> None:
     assert (load.looks, load.units, load.space, load.bytes) == (5, 5 * 4, "load", 5 * 128)
     assert (store.looks, store.units, store.space) == (5, 5 * 4, "store")
     assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == 5 * 128
+
+
+def test_traffic_counts_what_was_not_looked_at() -> None:
+    """A launch looks at the first addresses of an instruction only; the bytes it asks for are those of all."""
+    turns = accesses_module.LOOKS + 200
+    trace = traced(turns)
+    load = trace.access[line_of("ld.global")]
+    assert (load.looks, load.ran) == (accesses_module.LOOKS, turns)
+    assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == turns * 128
 
 
 def test_more_rows_than_the_buffer_has_room_for(monkeypatch) -> None:
