@@ -144,9 +144,9 @@ class MemoryAccesses:
             self.checker.operations.touches_peer(w, cta)
             base = w.view.at
             self.spans.peer(
-                cta.view.address,
-                cta.view.reads_address,
-                len(cta.view.shadow),
+                cta.view.shadow.address,
+                cta.view.shadow.reads_address,
+                cta.view.shadow.size[0],
                 self.warps,
                 cta.view.slot0,
                 w.view.slot + 1,

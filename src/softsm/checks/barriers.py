@@ -42,9 +42,9 @@ class BarrierChecks:
 
     def mark_live(self, cta, offset: int, live: bool) -> None:
         """The word is an mbarrier from now on, or no longer."""
-        shadow = cta.view.shadow
         for word in (offset // 4, offset // 4 + 1):
-            shadow[word, 3] = shadow.item(word, 3) & ~sh.LIVE | (sh.LIVE if live else 0)
+            record = cta.view.shadow.word(word)
+            record[3] = record.item(3) & ~sh.LIVE | (sh.LIVE if live else 0)
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
         """Something else is written over an mbarrier. That counts when the mbarrier is used again: a program may be

@@ -14,12 +14,8 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-
 import numpy as np
 
-from softsm.checks import shadow as sh
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
@@ -31,17 +27,10 @@ from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
 from softsm.checks.tensor import TensorChecks
-from softsm.checks.views import CtaView, WarpView
+from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import program as pg
 from softsm.engine.interpreter import clocks_module
 from softsm.report.diagnostics import Diagnostic, Party, Report
-
-
-def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """uint32, in pages of its own: of what is never touched nothing is ever cleared."""
-    size = 4 * math.prod(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, np.uint32).reshape(shape)
 
 
 class Checker:
@@ -86,11 +75,10 @@ class Checker:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
-        shadow, reads = np.zeros((words, sh.RECORD), np.uint32), zeros((self.warps, words, 2))
-        slot0, at, reads_at = self.free.pop(), address_of(shadow), address_of(reads)
-        site = np.array([at, reads_at, words, self.warps, slot0], np.int64)
+        shadow, slot0 = shadows.take(words, self.warps), self.free.pop()
+        site = np.array([shadow.address, shadow.reads_address, words, self.warps, slot0], np.int64)
         waits = np.zeros(len(cta.phases), np.int64)
-        cta.view = CtaView(slot0, shadow, reads, at, reads_at, address_of(site), site, waits)
+        cta.view = CtaView(slot0, shadow, address_of(site), site, waits)
         if self.machine.divisible:  # else somebody follows each event
             cta.phases_address = address_of(cta.view.waits)
         self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)
@@ -106,10 +94,10 @@ class Checker:
             self.agents[slot + 1] = w
             S, clock = w.S, view.at
             S[pg.S_RACES : pg.S_WARPS + 1] = (
-                self.memory.races_address, cta.view.address, self.memory.global_table_address, clock,
+                self.memory.races_address, shadow.address, self.memory.global_table_address, clock,
                 clock + 8 * order.slots, order.newest_address, slot, cta.view.slot0, w.index, self.warps,
             )  # fmt: skip
-            S[pg.S_PHASES], S[pg.S_READS] = cta.phases_address, cta.view.reads_address
+            S[pg.S_PHASES], S[pg.S_READS] = cta.phases_address, shadow.reads_address
             S[pg.S_LOADS] = S[pg.S_STORES] = S[pg.S_OWED] = 0
             if cta.tmem is not None:
                 S[pg.S_CELLS], S[pg.S_ISSUER] = self.tensor.shadow_of(cta).address, self.operations.enter(w)
@@ -130,7 +118,8 @@ class Checker:
 
     def release(self, cta) -> None:
         self.free.append(cta.view.slot0)
-        cta.view.shadow = cta.view.reads = None  # megabytes; the CTA itself lives on in what is told of its operations
+        shadows.give_back(cta.view.shadow)
+        cta.view.shadow = None  # the CTA itself lives on in what is told of its operations
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock.at for place in cta.view.locations.values() for clock in place.clocks.values()]

@@ -80,11 +80,9 @@ class Operations:
             return
         w = op.warp
         view, cta = w.view, w.cta
-        op.number = number = self.order.number()
+        op.number = number = self.new_number()
         op.instruction = self.instructions[w.pc]
         self.by_number[number] = op
-        if not number & 31 and number >= sh.OPS:
-            self.forget(number)
         if len(cta.cluster) > 1:
             self.uses_peers(op)
         if kind in TENSOR:
@@ -117,26 +115,42 @@ class Operations:
             self.checker.findings.collect(w, op)
 
     def product_issued(self, op) -> None:
-        """The same for a tcgen05.mma, whose `touches` has what it touches, in one call."""
-        w = op.warp
-        cta, pc, lane = w.cta, w.pc, op.lane
-        op.number = number = self.order.number()
-        op.instruction = self.instructions[pc]
-        self.by_number[number] = op
-        if not number & 31 and number >= sh.OPS:
-            self.forget(number)
-        if len(cta.cluster) > 1:
-            self.uses_peers(op)
-        cta.view.outstanding.append(number)
-        work, places, regions = op.touches
+        """The same for a tcgen05.mma, whose `touches` has what it touches."""
+        w, touches = op.warp, op.touches
         op.touches = None
-        if self.operation(w.state, work, places, number, pc, lane, w.view.issued_by(lane).at):
+        op.number = number = self.new_number()
+        op.instruction = self.instructions[w.pc]
+        self.by_number[number] = op
+        if len(w.cta.cluster) > 1:
+            self.uses_peers(op)
+        self.product(w, op.lane, number, op.footprint, touches, op)
+
+    def product_joined(self, w, lane: int, footprint, touches: tuple) -> None:
+        """The same for one that goes with the product before it (isa/product_chain.py); the log knows it."""
+        self.product(w, lane, self.new_number(), footprint, touches)
+
+    def product(self, w, lane: int, number: int, footprint, touches: tuple, op: AsyncOp | None = None) -> None:
+        w.cta.view.outstanding.append(number)
+        work, places, regions = touches
+        cells = self.operation(w.state, work, places, number, w.pc, lane, w.view.issued_by(lane).at)
+        if not cells and not self.races.item(0):
+            return
+        if op is None:
+            op = AsyncOp("tcgen05.mma", w, lane, w.line(), nothing, footprint=footprint, number=number,
+                         instruction=self.instructions[w.pc])  # fmt: skip
+            self.by_number[number] = op
+        if cells:
             for write, those in enumerate(regions()):
                 for region in those:
                     if region[0] == "tmem":
                         self.checker.tensor.access(op, region, write)
-        if self.races.item(0):
-            self.checker.findings.collect(w, op)
+        self.checker.findings.collect(w, op)
+
+    def new_number(self) -> int:
+        number = self.order.number()
+        if not number & 31 and number >= sh.OPS:
+            self.forget(number)
+        return number
 
     @staticmethod
     def mark(view, op) -> None:

@@ -239,7 +239,7 @@ class Products:
 
     def writer(self, cta, address: int) -> list[Party]:
         checker = self.checker
-        record = cta.view.shadow[address // 4].tolist()
+        record = cta.view.shadow.word(address // 4).tolist()
         what = f"wrote shared byte {address:#x}"
         if record[0] == 0:
             return [Party("nobody", what=what)]

@@ -5,6 +5,10 @@ One record of uint32 per 4-byte word of shared memory:
     [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
      warps of the CTA that have read it, 0]
 
+Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
+one record stands for all of them until somebody touches a single word (`apart`). In memory: the records of all words,
+those of all blocks, and a byte for each block: 0 while its own record counts.
+
 `writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
 `epoch`.
 `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses, which do not
@@ -31,7 +35,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks.clocks import WORDS
-from softsm.engine.lanes import i8, load8, load16, load32, load64, store32, store64, u4
+from softsm.engine.lanes import i8, load8, load16, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import (
     S_ALLOC,
     S_CLOCK,
@@ -70,6 +74,8 @@ READ_LANE = 25  # first bit of the reading lane
 READ_SEVERAL = 1 << 31
 PC = (1 << READ_BYTES) - 1
 RECORD = 12  # fields of a word of shared memory
+BLOCK_BITS = 3
+BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, which a product reads of a row
 GLOBAL_RECORD = 12
 OPS = 32 * WORDS  # asynchronous operations told apart; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
@@ -213,11 +219,28 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
         report(races, WAR, 0, word * 4, pc, reader, i8(load32(at + 28)), i8(load32(at + 32)), lane)
 
 
+@compiled("void(i8, i8, i8)")
+def apart(shadow, blocks, word):
+    """Each word of the block of `word` has a record of its own from now on."""
+    block = word >> BLOCK_BITS
+    flag = shadow + (BLOCK + 1) * blocks * 4 * RECORD + block
+    if load8(flag):
+        return
+    store8(flag, np.uint8(1))
+    of, to = shadow + (BLOCK * blocks + block) * 4 * RECORD, shadow + BLOCK * block * 4 * RECORD
+    for field in range(0, 4 * RECORD, 8):  # warps have not read it
+        value = load64(of + field)
+        for k in range(BLOCK):
+            store64(to + k * 4 * RECORD + field, value)
+
+
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def shared_word(S, word, touched, write, pc, lane, clock, known):
     """One warp touches some bytes of one word of its own shared memory."""
     index = sget(S, S_INDEX)
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
+    words = (sget(S, S_SHARED_SIZE) + 3) >> 2
+    apart(sget(S, S_SHADOW), (words + BLOCK - 1) >> BLOCK_BITS, word)
     at = sget(S, S_SHADOW) + word * 4 * RECORD
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now = i8(load32(clock + 4 * (me - 1)))
@@ -232,7 +255,6 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     else:
         if unordered(at, touched, 36, pc, me, clock, known, newest):
             report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
-    words = (sget(S, S_SHARED_SIZE) + 3) >> 2
     reads = sget(S, S_READS) + word * 8
     if not write:
         mine = reads + index * words * 8

@@ -13,6 +13,8 @@ from softsm.checks import shadow
 from softsm.checks.clocks import WORDS
 from softsm.checks.shadow import (
     ASYNC,
+    BLOCK,
+    BLOCK_BITS,
     CLUSTERS,
     FRESH,
     GENERIC_COPY,
@@ -33,7 +35,7 @@ from softsm.checks.shadow import (
     WHOLE_WARP,
     WRITTEN,
 )
-from softsm.engine.lanes import i8, load32, load64, store8, store32, store64, u4
+from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import (
     CLOCKS,
     S_CLOCK,
@@ -64,39 +66,29 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
                 records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
 
 
-@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def asynchronous_word(
-    at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me, lane
-):
-    """One word of what `asynchronous` does."""
-    newest = number
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, lane):
+    """Is the operation `number` ordered behind the last writer of a word? 1 when it is behind all that this one wrote
+    in its epoch; 0 when it is not, which has been reported, or when another word of that epoch may be another case."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     kind, place = WAW if write else RAW, i8(load32(at + 8))
     if agent == 0:
-        if not write:
-            records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+        if write:
+            return 1
+        records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
     elif agent >= ASYNC:
-        if epoch != number and not records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest):
-            records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
+        if epoch == number or records.complete(fenced if agent == GENERIC_COPY else known, epoch, number):
+            return 1
+        records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
     elif i8(load32(clock + 4 * (agent - 1))) < epoch:
         records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
-    elif agent == me:
+    elif agent != me:
+        return 1
+    else:
         other = records.lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
         if other >= 0:
             records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.both(lane, other))
-    if not write:
-        if i8(load32(at + 16)) != number:
-            store32(at + 20, load32(at + 16))
-            store32(at + 16, u4(number))
-        return
-    if theirs & LIVE:
-        records.report(races, OVER_BARRIER, 0, word * 4, pc, 0, 0, slot0, -1)
-    readers_of(at, reads, words, warps, slot0, word, i8(15), clock, pc, races, i8(-1))
-    records.other_readers(at, word, pc, 0, clock, known, newest, races, -1)
-    store32(at, u4(agent_kind))
-    store32(at + 4, u4(number))
-    store32(at + 8, u4(pc))
-    store32(at + 12, u4(15 | 15 << FRESH | NOBODY << LANE))
+    return 0
 
 
 @inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -127,6 +119,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
     now = i8(load32(clock + 4 * (me - 1)))
     for word in range(low >> 2, (high + 3) >> 2):
+        records.apart(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
         at = shadow + word * 4 * RECORD
         touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -149,16 +142,33 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
         records.written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
 
 
+@inner("i8(i8, i8, i8)")
+def together(words, block, flag):
+    """The records of a block's words are at `words`. Does one record, at `block`, do for all of them?"""
+    for k in range(BLOCK):
+        at = words + k * 4 * RECORD
+        if load32(at + 40):  # warps have read it
+            return 0
+        for field in range(0, 40, 8):
+            if load64(at + field) != load64(words + field):
+                return 0
+    for field in range(0, 40, 8):
+        store64(block + field, load64(words + field))
+    store8(flag, np.uint8(0))
+    return 1
+
+
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane):
     """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory,
     whose `site` is described in CtaView. layout: see checks/clocks.py. at_clock, slot: of the issuer; told: in place of
     what its clock says of other warps, or 0. generic: the operation is of the generic proxy.
 
-    Neighbours are mostly alike: a word whose record was that of the word before becomes what that one has become, and
-    there is nothing to be said that has not been said of it. Fields by pairs: the writer's two, readers, peer's two."""
+    Many words have one writer: it is judged once, as long as nothing else decides. Fields by pairs."""
     shadow, reads, words = i8(load64(site)), i8(load64(site + 8)), i8(load64(site + 16))
     warps, slot0 = i8(load64(site + 24)), i8(load64(site + 32))
+    blocks = (words + BLOCK - 1) >> BLOCK_BITS
+    flags = shadow + (BLOCK + 1) * blocks * 4 * RECORD
     slots = i8(load64(layout + 8 * CLOCKS)) >> 1
     known = at_clock + 8 * slots
     # Which cp.async are complete, and visible to the operation's proxy.
@@ -170,27 +180,37 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
     me, agent_kind = slot + 1 if current else i8(0), i8(GENERIC_COPY) if generic else i8(ASYNC)
     if told:
         clock = told
-    last = i8(0)
-    w0 = w1 = r0 = p0 = p1 = np.uint64(0)
+    behind = w0 = w1 = ~np.uint64(0)  # a writer that is over; what was judged last
+    new0, new1 = np.uint64(agent_kind | number << 32), np.uint64(pc | (15 | 15 << FRESH | NOBODY << LANE) << 32)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
-        for word in range(low >> 2, (high + 3) >> 2):
-            at = shadow + word * 4 * RECORD
-            if last and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0:
-                if not write:
-                    store64(at + 16, load64(last + 16))
-                    continue
-                if load64(at + 24) == p0 and load64(at + 32) == p1 and load32(at + 40) == u4(0):
-                    store64(at, load64(last))
-                    store64(at + 8, load64(last + 8))
-                    continue
-            last, w0, w1, r0, p0, p1 = (
-                at, load64(at), load64(at + 8), load64(at + 16), load64(at + 24), load64(at + 32)
-            )  # fmt: skip
-            asynchronous_word(
-                at, reads, words, warps, slot0, word, write, number, agent_kind, clock, known, fenced, races, pc, me,
-                lane,
-            )  # fmt: skip
+        word, end = low >> 2, (high + 3) >> 2
+        while word < end:
+            block, here = word >> BLOCK_BITS, word
+            flag, at, word = flags + block, shadow + word * 4 * RECORD, word + 1
+            if here & (BLOCK - 1) == 0 and here + BLOCK <= end:
+                whole = shadow + (BLOCK * blocks + block) * 4 * RECORD
+                if load8(flag) == 0 or write and together(at, whole, flag):
+                    at, word = whole, here + BLOCK
+            elif load8(flag) == 0:
+                records.apart(shadow, blocks, here)
+            writer, what = load64(at), load64(at + 8)
+            if writer != behind and (writer != w0 or what != w1):
+                w0, w1 = writer, what
+                if behind_writer(at, here, write, number, clock, known, fenced, races, pc, me, lane):
+                    behind = writer
+            readers = load64(at + 16)
+            if not write:
+                if readers & np.uint64(0xFFFFFFFF) != np.uint64(number):
+                    store64(at + 16, np.uint64(number) | readers << np.uint64(32))
+                continue
+            if i8(what >> np.uint64(32)) & LIVE:
+                records.report(races, OVER_BARRIER, 0, here * 4, pc, 0, 0, slot0, -1)
+            readers_of(at, reads, words, warps, slot0, here, i8(15), clock, pc, races, i8(-1))
+            if readers != np.uint64(0) or load32(at + 24):
+                records.other_readers(at, here, pc, 0, clock, known, number, races, -1)
+            store64(at, new0)
+            store64(at + 8, new1)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")

@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from softsm.checks import shadow as sh
 from softsm.checks.clocks import FIELDS, PUBLISHED, WORDS
 from softsm.engine.asynchrony import AsyncOp
 
 RECORDS = 16  # made at once
+
+
+def zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """uint32, in pages of its own: of what is never touched nothing is ever cleared."""
+    size = 4 * math.prod(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint32).reshape(shape)
+
+
+class SharedShadow:
+    """Of the shared memory of a CTA (checks/shadow.py): records of words and of blocks of words, which of the two
+    count, and the reads of each warp."""
+
+    __slots__ = ("address", "apart", "of_blocks", "of_words", "reads", "reads_address", "size")
+
+    def __init__(self, words: int, warps: int):
+        blocks = -(-words // sh.BLOCK)
+        rows = zeros(((sh.BLOCK + 1) * blocks + -(-blocks // (4 * sh.RECORD)), sh.RECORD))
+        self.size = words, warps
+        self.address = rows.__array_interface__["data"][0]
+        self.of_words, self.of_blocks, apart = np.split(rows, [sh.BLOCK * blocks, (sh.BLOCK + 1) * blocks])
+        self.apart = apart.view(np.uint8).reshape(-1)
+        self.reads = zeros((warps, words, 2))
+        self.reads_address = self.reads.__array_interface__["data"][0]
+
+    def word(self, word: int) -> np.ndarray:
+        """The record of one word, which has its own from now on."""
+        block = word // sh.BLOCK
+        if not self.apart[block]:
+            self.apart[block] = 1
+            self.of_words[sh.BLOCK * block : sh.BLOCK * (block + 1)] = self.of_blocks[block]
+        return self.of_words[word]
+
+
+class SpareShadows:
+    """Shadows of CTAs that are over, for the next ones: fresh pages cost more than what is cleared here. Only what
+    blocks lead to is ever looked at; a word's reads, only where its record says so."""
+
+    def __init__(self, most: int):
+        self.most, self.spare, self.lock = most, [], threading.Lock()
+
+    def take(self, words: int, warps: int) -> SharedShadow:
+        with self.lock:
+            found = self.spare.pop() if self.spare and self.spare[0].size == (words, warps) else None
+        if found is None:
+            return SharedShadow(words, warps)
+        found.of_blocks.fill(0)
+        found.apart.fill(0)
+        return found
+
+    def give_back(self, shadow: SharedShadow) -> None:
+        with self.lock:
+            if self.spare and self.spare[0].size != shadow.size:
+                self.spare.clear()
+            if len(self.spare) < self.most:
+                self.spare.append(shadow)
+
+
+shadows = SpareShadows(8)
 
 
 class Issued(NamedTuple):
@@ -52,10 +115,7 @@ class WarpView:
 @dataclass(slots=True, eq=False)
 class CtaView:
     slot0: int  # of its first warp
-    shadow: np.ndarray | None  # of its shared memory, see checks/shadow.py
-    reads: np.ndarray | None  # of its warps
-    address: int  # of the shadow
-    reads_address: int
+    shadow: SharedShadow | None
     site: int  # address of both, and of how many words and warps there are and the first slot, for compiled code
     kept: np.ndarray  # what the site leads to
     waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0

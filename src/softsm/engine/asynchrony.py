@@ -84,8 +84,10 @@ class AsyncEngine:
         self.completed = 0
         self.checker = None
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
+        self.growing = None  # the products that were issued last, when the next may go with them
 
     def issue(self, op: AsyncOp) -> AsyncOp:
+        self.growing = None
         if op.touches is not None:
             self.checker.operations.product_issued(op)
         elif self.checker is not None:

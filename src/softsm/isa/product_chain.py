@@ -13,6 +13,7 @@ import threading
 import numpy as np
 
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncOp
 from softsm.isa import tensor_kernels
 from softsm.isa.instruction_descriptor import K_OF_KIND
 from softsm.isa.tcgen05_product import Plan, Product, multiply
@@ -95,6 +96,34 @@ def add(engine, product: Product, plan: Plan, ctas: list) -> None:
             return
         engine.settle()
     engine.postponed = Chain(product, plan, ctas)
+
+
+class Together:
+    """Products in flight that a thread issued one behind the other for one accumulator, as one operation: they complete
+    in this order, and as late as possible nothing comes between them. To be called when they complete."""
+
+    def __init__(self, engine, product: Product, plan: Plan, ctas: list):
+        self.engine, self.chain = engine, Chain(product, plan, ctas)
+        self.op: AsyncOp | None = None
+
+    def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
+        """Nothing has been issued since. May the next product go with them, without other operations before it?"""
+        op, in_flight = self.op, w.in_flight
+        return (
+            plan is not None
+            and not op.done
+            and op.warp is w
+            and op.lane == thread
+            and in_flight.products == len(in_flight.tensor_ops)
+            and footprint.accumulator == op.footprint.accumulator
+            and bool(footprint.reads) == bool(op.footprint.reads)
+            and self.chain.takes(product, plan, ctas)
+        )
+
+    def __call__(self) -> None:
+        self.engine.settle()
+        self.engine.postponed = self.chain
+        self.engine.completed += len(self.chain.parts) - 1
 
 
 def mark(program: pg.Program, products: dict) -> None:

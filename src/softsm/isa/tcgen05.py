@@ -138,24 +138,12 @@ def start(w, thread: int, ctas: list, o) -> None:
     if plan is not None and machine.unwatched and engine.order == "eager":
         engine.completed += 1  # issued and performed, and nobody looks
         product_chain.add(engine, product, plan, ctas)
+    elif engine.growing is not None and engine.growing.takes(w, thread, work.footprint, product, plan, ctas):
+        if checker is not None:
+            checker.operations.product_joined(w, thread, work.footprint, touches(w, work, ctas))
+        engine.growing.chain.parts.append((product, plan))
     else:
-        if plan is not None and (checker is None or checker.products is None):
-            effects = functools.partial(product_chain.add, engine, product, plan, ctas)
-        else:
-            effects = functools.partial(perform, product, ctas)
-        if checker is None:
-            reads, writes = regions(work, ctas)
-            touches = None
-        else:
-            found = functools.partial(checked_regions, work, ctas)
-            # Others than the checker look at the regions of peers, and where somebody follows each event.
-            reads, writes = ((), ()) if len(w.cta.cluster) == 1 and machine.divisible else found()
-            if work.touched is None:
-                work.touched = checker.tensor.work(work.footprint.accumulator, ctas, *found())
-            touches = work.touched[1], checker.tensor.places(ctas), found
-            if checker.products is not None:
-                effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
-        tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touches)
+        issue(w, thread, work, ctas)
     if o.ashift:
         engine.settle()
         tensor_copy.start_shift(w, thread, ctas, (0, 32, 64, 96), product.a_column)
@@ -164,6 +152,40 @@ def start(w, thread: int, ctas: list, o) -> None:
             engine.settle()
         else:
             engine.postponed.following = o.following
+
+
+def issue(w, thread: int, work: Work, ctas: list) -> None:
+    """Start the product as an asynchronous operation."""
+    product, plan, machine = work.product, work.plan, w.cta.machine
+    engine, checker = machine.engine, machine.checker
+    # Others than the checker look at the regions of peers, and where somebody follows each event.
+    alone = len(w.cta.cluster) == 1 and machine.divisible
+    together, touched = None, None
+    if plan is not None and (checker is None or checker.products is None):
+        if alone and engine.order == "latest":
+            effects = together = product_chain.Together(engine, product, plan, ctas)
+        else:
+            effects = functools.partial(product_chain.add, engine, product, plan, ctas)
+    else:
+        effects = functools.partial(perform, product, ctas)
+    if checker is None:
+        reads, writes = regions(work, ctas)
+    else:
+        reads, writes = ((), ()) if alone else checked_regions(work, ctas)
+        touched = touches(w, work, ctas)
+        if checker.products is not None:
+            effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
+    op = tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touched)
+    if together is not None:
+        together.op, engine.growing = op, together
+
+
+def touches(w, work: Work, ctas: list) -> tuple:
+    """See AsyncOp."""
+    tensor = w.cta.machine.checker.tensor
+    if work.touched is None:
+        work.touched = tensor.work(work.footprint.accumulator, ctas, *checked_regions(work, ctas))
+    return work.touched[1], tensor.places(ctas), functools.partial(checked_regions, work, ctas)
 
 
 def rare_operands(w, thread: int, o) -> tuple:

@@ -66,7 +66,7 @@ def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[A
 
 def issue(
     w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), touches=None
-) -> None:
+) -> AsyncOp:
     """Start an asynchronous operation of one thread. touches: see AsyncOp."""
     machine, in_flight, after = w.cta.machine, w.in_flight, ()
     pending = in_flight.tensor_ops
@@ -80,6 +80,7 @@ def issue(
     if not op.done:
         pending.append((op, lane, footprint))
         in_flight.products += footprint.what == "mma"
+    return op
 
 
 # ---- cp, shift, commit --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import tensor_kernels as tk
 from layouts import SW128
 
+import softsm
 from softsm.engine.launch import load
 from softsm.isa import instruction_descriptor as idesc
 from softsm.isa import product_chain, tcgen05
@@ -93,6 +94,18 @@ def test_what_is_stored_behind_a_product_comes_too_late_for_it():
     assert between.tobytes() != behind.tobytes(), "the second product reads what was stored"
     before = launched(kernel(store + product(0, False) + product(1, True), setup))
     assert before.tobytes() != between.tobytes(), "the first did not"
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_race_names_the_product_that_it_is_about(step):
+    """Four products in flight complete as one operation; which of them reads what is overwritten has to be said."""
+    text = kernel(FOUR + f"mov.u32 %r30, 0;\nst.shared.u32 [%r1+{32 * step}], %r30;\n")
+    with softsm.checking() as report:
+        launched(text, "latest")
+    (found,) = [d for d in report if "st.shared.u32" in d.parties[0].instruction]
+    lines = [at for at, line in enumerate(text.splitlines(), 1) if MMA in line]
+    assert found.code == "race" and found.parties[1].ptx_line == lines[step]
+    assert "tcgen05.mma issued by warp 0" in found.parties[1].who
 
 
 def test_a_product_waits_only_where_the_next_is_certain():
