@@ -17,7 +17,7 @@ SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
 GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 LOOKS = 400  # at the addresses of one instruction
-L1_BYTES = 200 << 10
+L1_BYTES, SECTOR = 200 << 10, 32
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 
 
@@ -127,7 +127,7 @@ class Looks:
             warps = rows[:, noting.WARP]
             cta = np.array(ctas)[warps[those]]
             units[those], missed[those], asked_lines[those] = sectors_of(
-                addresses[those] >> 5, store, cta, turns_of(warps)[those]
+                addresses[those], store, cta, turns_of(warps)[those]
             )
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 2 + store) * len(traces) + cta
@@ -165,48 +165,65 @@ def turns_of(warps: np.ndarray) -> np.ndarray:
     return out
 
 
-def sectors_of(sectors: np.ndarray, store: np.ndarray, cta: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, ...]:
+def sectors_of(addresses: np.ndarray, store: np.ndarray, cta: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, ...]:
     """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
     The warps of a CTA run in step on a GPU, while the emulator takes one after the other: the first of every warp come
     first, then the second."""
-    same = sectors[:, 1:] == sectors[:, :-1]
-    if (sectors[:, 1:] < sectors[:, :-1]).any():
-        sectors.sort()
-        same = sectors[:, 1:] == sectors[:, :-1]
-    fresh = np.ones(sectors.shape, bool)
-    np.logical_not(same, out=fresh[:, 1:])
-    units = fresh.sum(1)
+    steps = addresses[:, 1:] - addresses[:, :-1]
+    fresh = None
+    if (steps == steps[:, :1]).all() and 0 <= steps[:, 0].min() and steps[:, 0].max() <= SECTOR:
+        sectors = addresses[:, :: len(steps[0])] >> 5  # lanes side by side: all from the first to the last
+        units, lines = sectors[:, 1] - sectors[:, 0] + 1, (sectors[:, 1] >> 2) - (sectors[:, 0] >> 2) + 1
+    else:
+        sectors, fresh = apart(addresses)
+        of_line = sectors >> 2
+        units, lines = fresh.sum(1), 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
     missed = units.copy()
     for k in set(cta.tolist()):
         mine = (~store & (cta == k)).nonzero()[0]
         mine = mine[turn[mine].argsort(kind="stable")]
-        missed[mine] = first_asked(sectors[mine], fresh[mine])
-    of_line = sectors >> 2
-    return units, missed, 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
+        found = ranges_first_asked(sectors[mine], units[mine])
+        if found is None:
+            if fresh is None:
+                sectors, fresh = apart(addresses)
+            found = first_asked(sectors[mine], fresh[mine])
+        missed[mine] = found
+    return units, missed, lines
+
+
+def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sectors of each access in order, whether each is another than the one before it)"""
+    sectors = np.sort(addresses >> 5)
+    fresh = np.ones(sectors.shape, bool)
+    np.not_equal(sectors[:, 1:], sectors[:, :-1], out=fresh[:, 1:])
+    return sectors, fresh
+
+
+def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | None:
+    """As first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
+    first, last = sectors[:, 0], sectors[:, -1]
+    order = first.argsort(kind="stable")
+    begins, ends = first[order], last[order]
+    again = begins[1:] == begins[:-1]
+    if (last - first >= units).any() or not np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
+        return None
+    found = units.copy()
+    found[order[1:][again]] = 0
+    return found if SECTOR * found.sum() <= L1_BYTES else None
 
 
 def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
     """How many of the sectors of each load [n, 32] the loads before it had not asked for. L1 begins anew when it is
     full."""
     new = fresh.sum(1)
-    # Mostly a load asks for neighbours, and loads ask for the same ones or for others: then the first of each counts.
-    first, last = sectors[:, 0], sectors[:, -1]
-    order = first.argsort(kind="stable")
-    begins, ends = first[order], last[order]
-    again = begins[1:] == begins[:-1]
-    if (last - first < new).all() and np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
-        only = new.copy()
-        only[order[1:][again]] = 0
-        if only.sum() * 32 <= L1_BYTES:
-            return only
     begin = 0
     while begin < len(sectors):
         there = fresh[begin:]
         of = np.arange(len(there)).repeat(new[begin:])
         found = np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
         end = len(sectors)
-        if found.sum() * 32 > L1_BYTES:
-            end = begin + int((found.cumsum() * 32 > L1_BYTES).argmax()) + 1
+        if found.sum() * SECTOR > L1_BYTES:
+            end = begin + int((found.cumsum() * SECTOR > L1_BYTES).argmax()) + 1
         new[begin:end] = found[: end - begin]
         begin = end
     return new

@@ -15,7 +15,7 @@ from softsm.clock.follow import CannotFollow, branch_on_atomic
 from softsm.clock.lower import Lowering, Streams, lowering_of
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
-from softsm.clock.trace import STORE, ClusterTrace, LaunchTrace
+from softsm.clock.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
 from softsm.clock.work import ENGINES, work_of
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
@@ -148,6 +148,7 @@ class Model:
         self.turns = self._turns()
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
+        self._unknown_tensors()
         self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         for a in trace.access.values():
@@ -157,6 +158,18 @@ class Model:
                     s, more = self.sources[tensor], 32 * (a.units - a.missed) * a.times * again
                     s.device *= s.asked / max(s.asked + more, 1.0)
                     s.asked += more
+
+    def _unknown_tensors(self) -> None:
+        """Loads that no tensor is known for get the number behind the last."""
+        tensors = len(self.sources)
+        for streams in self.streams:
+            events = streams.table
+            loads = (events[:, 0] == LOAD) | (events[:, 0] == GATHER)
+            events[loads & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors)), 3] = tensors
+            copies = events[:, 0] == CP_ASYNC
+            events[copies & ((events[:, 1] < 0) | (events[:, 1] >= tensors)), 1] = tensors
+        known = self.costs.ints[:, machine.TENSOR]
+        known[(known < 0) | (known >= tensors)] = tensors
 
     def _follow(self) -> None:
         trace = self.trace
@@ -282,17 +295,7 @@ class Model:
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
             begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
-        # The tensor number of loads that none is known for: the last entry.
-        tensors = len(self.sources)
-        if len(events):
-            load = (events[:, 0] == 3) | (events[:, 0] == 16)
-            bad = load & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors))
-            events[bad, 3] = tensors
-            copies = (events[:, 0] == 8) & ((events[:, 1] < 0) | (events[:, 1] >= tensors))
-            events[copies, 1] = tensors
         ints = self.costs.ints
-        known = ints[:, machine.TENSOR]
-        known[(known < 0) | (known >= tensors)] = tensors
         flat = (np.concatenate(x) for x in (s_ins, s_ev, s_cnt))
         barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
         state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),

@@ -38,12 +38,28 @@ def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
 
 def test_warps_of_a_cta_ask_in_step() -> None:
     """The emulator runs warp after warp. On a GPU the first loads of all warps come before their second ones."""
-    sectors = np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
+    addresses = 32 * np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
     turn = accesses.turns_of(np.array([0, 0, 1, 1]))
     assert turn.tolist() == [0, 1, 0, 1]
-    units, missed, _ = accesses.sectors_of(sectors, np.zeros(4, bool), np.zeros(4, int), turn)
+    units, missed, _ = accesses.sectors_of(addresses, np.zeros(4, bool), np.zeros(4, int), turn)
     assert units.tolist() == [1, 1, 1, 1]
     assert missed.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("step", [0, 4, 16, 32, 64, -16, None])
+def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
+    """Counted one by one. Two warps ask for the same rows; a step of None is no step at all."""
+    random = np.random.default_rng(3)
+    starts = 4096 + 512 * random.integers(0, 6, 12)
+    offsets = LANES * step if step is not None else 4 * random.integers(0, 400, (12, 32))
+    addresses, turn = starts[:, None] + offsets, accesses.turns_of(np.arange(12) // 6)
+    units, missed, lines = accesses.sectors_of(addresses.copy(), np.arange(12) == 5, np.zeros(12, int), turn)
+    asked: set[int] = set()
+    for n in sorted(range(12), key=lambda n: int(turn[n])):
+        mine = set((addresses[n] >> 5).tolist())
+        assert (units[n], lines[n]) == (len(mine), len({s >> 2 for s in mine}))
+        assert missed[n] == (len(mine) if n == 5 else len(mine - asked))  # 5 is a store
+        asked |= mine if n != 5 else set()
 
 
 @pytest.mark.parametrize("pages", [1, 5, 1000])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.clock import parameters, report
+from softsm.clock import costs, lower, model, parameters, report, sass, trace
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -96,3 +96,28 @@ def test_warps_of_small_ctas_are_spread_over_the_schedulers() -> None:
             softsm.load(text).launch(grid, 32, [np.zeros(1024, np.float32), 50])
         cycles[grid] = timer.predictions[0].cycles
     assert cycles[4 * 132] < 1.1 * cycles[132]
+
+
+def test_what_does_not_change_between_launches_is_made_once(monkeypatch) -> None:
+    """Counted, since seconds depend on the machine: disassembly, blocks, costs and ways of the second launch are those
+    of the first, and a CTA that leaves device memory idle is replayed once."""
+    made: list[str] = []
+
+    def counted(place, name: str) -> None:
+        plain = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, **k: made.append(name) or plain(*a, **k))
+
+    for place, name in ((sass, "disassemble"), (trace, "blocks_of"), (trace, "Instructions"), (costs, "fixed_costs"),
+                        (lower.Lowering, "_path"), (model.Model, "replay")):  # fmt: skip
+        counted(place, name)
+    kernel = softsm.load(STREAM.replace("%BODY%", "  ex2.approx.ftz.f32 %f1, %f1;\n" * 7))
+    sass.code_of.cache_clear()
+    kernel.__dict__.pop("_timed", None)
+    for launch in range(2):
+        with softsm.timing("h200"):
+            kernel.launch(1, 256, [np.zeros(1024, np.float32), 50])
+        if launch == 0:
+            assert sorted(set(made)) == ["Instructions", "_path", "blocks_of", "disassemble", "fixed_costs", "replay"]
+            assert made.count("_path") == 1  # eight warps go one way
+            made.clear()
+    assert made == ["replay"]
