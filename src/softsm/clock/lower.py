@@ -83,6 +83,7 @@ class Lowering:
                 homes[home].append(number)
                 for b, n in votes.items():
                     part_of[b][home] += n
+        self.again = self._second_tries()
         self.once = self._unrolled(homes, part_of)
         self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
         self.variants: dict[tuple, Path] = {}
@@ -104,14 +105,24 @@ class Lowering:
                 out[b] = home
         return out
 
+    def _second_tries(self) -> set[int]:
+        """Short blocks behind an EXIT that ask what code before them has asked."""
+        asked: set[str] = set()
+        out: set[int] = set()
+        behind = False
+        for number, block in enumerate(self.code.blocks):
+            instructions = [self.code.instructions[i] for i in block]
+            first = instructions[0]
+            if behind and len(block) <= 3 and first.opcode.startswith("SYNCS.PHASECHK") and first.text in asked:
+                out.add(number)
+            asked |= {ins.text for ins in instructions if ins.opcode.startswith("SYNCS.PHASECHK")}
+            behind |= instructions[-1].opcode == "EXIT"
+        return out
+
     def _tried_again(self, numbers: list[int]) -> set[int]:
         """Blocks that only try a wait again, behind all other code. They have the line of the try_wait, the first try
         often a neighbour's; the wait belongs to the first try, or it would come after what follows it."""
-        again = set()
-        for number in numbers:
-            opcodes = [self.code.instructions[i].opcode for i in self.code.blocks[number]]
-            if len(opcodes) <= 3 and opcodes[0].startswith("SYNCS.PHASECHK"):
-                again.add(number)
+        again = self.again & set(numbers)
         tries = sum(
             self.code.instructions[i].opcode.startswith("SYNCS.PHASECHK")
             for number in numbers

@@ -2,7 +2,7 @@
 
 from softsm.clock import sass
 from softsm.clock.lower import Lowering
-from softsm.clock.trace import BAR, Blocks
+from softsm.clock.trace import ARRIVE, BAR, WAIT, Blocks
 
 PTX_LINES = {1: 0, 2: 1, 3: 1, 4: 2}  # a loop of one block (1) between two others
 BLOCKS = Blocks([0, 1, 3], PTX_LINES, [1, 2, 3, 4], [], loops=[0, 1, 0])
@@ -36,3 +36,17 @@ def test_a_loop_of_the_machine_code_is_issued_turn_by_turn() -> None:
     lowering = Lowering(sass.read(text, ""), BLOCKS)
     path = lowering._path([0, 1, 1, 1, 2], [0] * 5, [])
     assert len(path.instructions) == 1 + 3 * 21 + 1
+
+
+def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code() -> None:
+    """The first try has a neighbour's line. Another wait's first try is a short block too, but asks something else."""
+    rows = [
+        (1, "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR25], R71"), (1, "@!P2 BRA `(.L_x_5)"),
+        (3, "SYNCS.ARRIVE.TRANS64 RZ, [UR25+0x8], R2"), (3, "@!P1 BRA `(.L_x_6)"),
+        (3, "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR25+0x10], R71"), (3, "@!P4 BRA `(.L_x_7)"), (3, "EXIT"),
+        (2, "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR25], R71"), (2, "@!P2 BRA `(.L_x_5)"), (2, "EXIT"),
+    ]  # fmt: skip
+    lowering = Lowering(code(rows), Blocks([0], {1: 0, 2: 0, 3: 0}, [1, 2, 3], [], loops=[0]))
+    path = lowering._path([0], [0], [(2, WAIT), (3, ARRIVE)])
+    placed = [path.instructions[n] for n, e in enumerate(path.events.tolist()) if e >= 0]
+    assert placed == [0, 2]
