@@ -231,6 +231,49 @@ def test_inline_assembly(sm):
     assert torch.equal(out, (x + 5) ** 2)
 
 
+@triton.jit
+def sparse_product_kernel(given, codes, b, out, K: tl.constexpr):
+    """[16, K] by [8, K] for each program: two of every four int8 of A are given, 4 bits of `codes` say which."""
+    t = tl.arange(0, 32)
+    g, q = t // 4, t % 4
+    d0, d1, d2, d3 = g * 0, g * 0, g * 0, g * 0
+    b += tl.program_id(0) * 2 * K
+    for k in range(K // 32):
+        a0 = tl.load(given + g * (K // 8) + 4 * k + q)
+        a1 = tl.load(given + (g + 8) * (K // 8) + 4 * k + q)
+        b0 = tl.load(b + g * (K // 4) + 8 * k + q)
+        b1 = tl.load(b + g * (K // 4) + 8 * k + 4 + q)
+        e = tl.load(codes + (g + 8 * (q % 2)) * (K // 32) + k)  # threads 0 and 1 of each four
+        d0, d1, d2, d3 = tl.inline_asm_elementwise(
+            "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {$4, $5}, "
+            "{$6, $7}, {$8, $9, $10, $11}, $12, 0;",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, b0, b1, d0, d1, d2, d3, e],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    out += tl.program_id(0) * 8 + 2 * q + g * 8 * tl.num_programs(0)
+    tl.store(out, d0)
+    tl.store(out + 1, d1)
+    tl.store(out + 64 * tl.num_programs(0), d2)
+    tl.store(out + 64 * tl.num_programs(0) + 1, d3)
+
+
+def test_sparse_product_by_inline_assembly(sm):
+    K, N = 96, 24
+    a = torch.randint(-128, 128, (16, K), dtype=torch.int8)
+    b = torch.randint(-128, 128, (N, K), dtype=torch.int8)
+    kept = torch.rand(16, K // 4, 4).argsort(-1)[..., :2].sort(-1).values  # two positions of every four
+    given = a.view(16, K // 4, 4).gather(-1, kept).reshape(16, K // 2)
+    pruned = torch.zeros(16, K // 4, 4, dtype=torch.int8).scatter_(-1, kept, given.view(16, -1, 2)).view(16, K)
+    nibbles = (kept[..., 0] | kept[..., 1] << 2).view(16, K // 32, 8)
+    codes = (nibbles << 4 * torch.arange(8)).sum(-1).to(torch.uint32).view(torch.int32)
+    out = torch.full((16, N), -99, dtype=torch.int32)
+    sparse_product_kernel[(N // 8,)](given.view(torch.int32), codes, b.view(torch.int32), out, K, num_warps=1)
+    assert torch.equal(out, pruned.int() @ b.int().T)
+
+
 def test_print(sm, capfd):
     @triton.jit
     def kernel(x):
