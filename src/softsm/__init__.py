@@ -19,6 +19,7 @@ _HOME = {
     "active_arch": "softsm.triton_driver.in_use",
     "load": "softsm.engine.launch",
     "gpus": "softsm.engine.gpus",
+    "multicast": "softsm.memory.multicast",
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
@@ -26,7 +27,7 @@ _HOME = {
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "timing", "use"]
+__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "multicast", "timing", "use"]
 
 
 def __getattr__(name: str):

@@ -9,6 +9,7 @@ import triton.language as tl
 from bounds import within
 from triton.language.extra import libdevice
 
+import softsm
 from softsm.errors import Fault, SoftsmError
 
 
@@ -272,6 +273,44 @@ def test_sparse_product_by_inline_assembly(sm):
     out = torch.full((16, N), -99, dtype=torch.int32)
     sparse_product_kernel[(N // 8,)](given.view(torch.int32), codes, b.view(torch.int32), out, K, num_warps=1)
     assert torch.equal(out, pruned.int() @ b.int().T)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def multicast_sum_kernel(data, flag, all_data, all_flags, out, rank, N: tl.constexpr):
+    """Each GPU fills its buffer, tells all, waits for all, and adds up all buffers: eight bf16 of every thread."""
+    at = tl.arange(0, N)
+    tl.store(data + at, (at % 64 + rank).to(tl.bfloat16))
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        "@p multimem.red.release.sys.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [all_flags + tl.arange(0, 32) * 0], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 2:
+        pass
+    tl.debug_barrier()
+    place = all_data + 16 * tl.arange(0, N // 8)
+    words = tl.inline_asm_elementwise(
+        "multimem.ld_reduce.weak.global.add.acc::f32.v4.bf16x2 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l", [place], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    for i in tl.static_range(4):
+        tl.store(out + 4 * tl.arange(0, N // 8) + i, words[i])
+
+
+def test_sum_over_gpus_by_multicast(sm):
+    data, flags = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.int32)
+    out = torch.zeros(2, 256, dtype=torch.bfloat16)
+    all_data, all_flags = softsm.multicast(list(data)), softsm.multicast(list(flags))
+    with softsm.checking() as report, softsm.gpus(2) as gpu:
+        for rank in range(2):
+            with gpu(rank):
+                multicast_sum_kernel[(1,)](
+                    data[rank], flags[rank], all_data.multicast_ptr, all_flags.multicast_ptr,
+                    out[rank].view(torch.int32), rank, 256, num_warps=1,
+                )  # fmt: skip
+    assert not report, str(report)
+    assert torch.equal(out, (2 * (torch.arange(256) % 64) + 1).to(torch.bfloat16).expand(2, -1))
 
 
 def test_print(sm, capfd):

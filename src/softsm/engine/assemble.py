@@ -34,7 +34,8 @@ from softsm.ptx.ast import (
 )
 
 CHAPTERS = ("control", "memory", "cache_policy", "warp", "integer", "floating", "half", "compare", "convert", "moves",
-            "logic", "barriers", "copies", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves")
+            "logic", "barriers", "copies", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves",
+            "multimem")
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
          "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
          "f32x2": 64, "b128": 128, "e4m3x2": 16, "e5m2x2": 16}

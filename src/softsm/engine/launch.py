@@ -26,6 +26,7 @@ from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
+from softsm.memory import multicast
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.ast import Function, Module, Symbol
 from softsm.report.diagnostics import Diagnostic
@@ -186,6 +187,7 @@ class Kernel:
         for other in memories[1:]:  # GPUs reach each other's memory
             for a in other.allocations if other is not None else ():
                 memory.add(a.start, a.size, a.name, a)
+        multicast.add_members(memory)
         parameters = [self.pack(values, memory) for values in args]
         for name, raw in self.variables.items():
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)

@@ -27,7 +27,7 @@ PARTS = {
     "fence": "proxy mbarrier_init",
     "tensormap": "replace cp_fenceproxy",
     "tcgen05": "alloc dealloc relinquish_alloc_permit ld st cp shift mma ws sp commit fence wait",
-    "mma": "sp sp::ordered_metadata",
+    "mma": "sp sp::ordered_metadata", "multimem": "ld_reduce st red",
     "wgmma": "mma_async sp fence commit_group wait_group",
     "clusterlaunchcontrol": "try_cancel query_cancel is_canceled get_first_ctaid",
     "griddepcontrol": "launch_dependents wait",
@@ -126,9 +126,10 @@ def page() -> str:
 # What PTX has for these targets and softsm refuses by name, and what rests on other sources than its text.
 REFUSED = [
     "Not implemented: `.ashift` of `tcgen05.mma.sp`, of which the PTX ISA does not say whether metadata are shifted "
-    "too. `tcgen05.ld.red` is not part of sm_100a. Where the PTX ISA has a figure alone, or leaves open what comes "
-    "first, softsm follows CUTLASS and other public code: metadata of `tcgen05.mma.sp`; rows of the halo of "
-    "`.im2col::w::128`; `.ashift` shifts A after the product.",
+    "too; `multimem` of 8-bit floats, of whose sums it does not say what they do when they overflow, and "
+    "`multimem.cp`. `tcgen05.ld.red` is not part of sm_100a. Where the PTX ISA has a figure alone, or leaves open what comes first, softsm follows "
+    "CUTLASS and other public code: metadata of `tcgen05.mma.sp`; rows of the halo of `.im2col::w::128`; `.ashift` "
+    "shifts A after the product.",
 ]
 
 
