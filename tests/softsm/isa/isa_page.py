@@ -126,10 +126,10 @@ def page() -> str:
 # What PTX has for these targets and softsm refuses by name, and what rests on other sources than its text.
 REFUSED = [
     "Not implemented: `.ashift` of `tcgen05.mma.sp`, of which the PTX ISA does not say whether metadata are shifted "
-    "too; `multimem` of 8-bit floats, of whose sums it does not say what they do when they overflow, and "
-    "`multimem.cp`. `tcgen05.ld.red` is not part of sm_100a. Where the PTX ISA has a figure alone, or leaves open what comes first, softsm follows "
-    "CUTLASS and other public code: metadata of `tcgen05.mma.sp`; rows of the halo of `.im2col::w::128`; `.ashift` "
-    "shifts A after the product.",
+    "too; `multimem` of 8-bit floats, of whose sums it does not say what they do when they overflow; `multimem.cp`. "
+    "`tcgen05.ld.red` is not part of sm_100a. Where the PTX ISA has a figure alone, or leaves open what comes first, "
+    "softsm follows CUTLASS and other public code: metadata of `tcgen05.mma.sp`; rows of the halo of "
+    "`.im2col::w::128`; `.ashift` shifts A after the product.",
 ]
 
 
