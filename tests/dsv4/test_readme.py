@@ -2,8 +2,6 @@
 
 import re
 import runpy
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -51,12 +49,12 @@ def test_example_runs(number: int, tmp_path: Path) -> None:
     runpy.run_path(str(file))
 
 
-def test_softsm_check_prints_the_report_of_the_readme(tmp_path: Path) -> None:
+def test_softsm_check_prints_the_report_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line but the addresses, which differ from run to run."""
     (tmp_path / "count.py").write_text(next(code for _, code in BLOCKS if code.startswith(CHECKED)))
-    command = [sys.executable, "-m", "softsm", "check", "--arch", "sm_90a", "count.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(softsm_app, ["check", "--arch", "sm_90a", "count.py"])
+    assert done.exit_code == 1, done.output
 
     def lines(text: str) -> list[str]:
         return re.sub(r"0x[0-9a-f]+", "ADDRESS", text).splitlines()

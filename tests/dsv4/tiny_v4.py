@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek-V4 of transformers: 2 SWA + 2 CSA + 2 HCA layers, real code."""
+"""A tiny random DeepSeek-V4 of transformers: layers of each kind, two of CSA, real code."""
 
 import torch
 import transformers
@@ -10,10 +10,11 @@ def build(head_dim=64, dtype=torch.float32, rope=16, **changes):
     """Sizes in proportion to V4; 16 index heads, because with few of them ReLU makes ties and ties have no order."""
     torch.manual_seed(0)
     options = dict(
-        vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=6,
+        vocab_size=512, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=4, head_dim=head_dim, q_lora_rank=32, qk_rope_head_dim=rope,
         num_experts_per_tok=2, n_routed_experts=4, max_position_embeddings=4096,
-        layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+        layer_types=["compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention",
+                     "heavily_compressed_attention"],
         compress_rates={"compressed_sparse_attention": CSA, "heavily_compressed_attention": HCA},
         sliding_window=WINDOW, o_groups=2, o_lora_rank=32, index_n_heads=16,
         index_head_dim=max(32, rope), index_topk=TOPK,

@@ -1,4 +1,4 @@
-"""attn_implementation="dsv4" against "eager": a tiny random DeepSeek-V4, 2 SWA + 2 CSA + 2 HCA layers, real code."""
+"""attn_implementation="dsv4" against "eager": a tiny random DeepSeek-V4 with layers of every kind, real code."""
 
 from functools import cache
 
