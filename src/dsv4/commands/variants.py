@@ -125,20 +125,22 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         yield v4_small(rows, named, wide=wide, queries=64)  # Hopper: FP8 rows unpacked first, plain ones in L2
         if rows == "fp8":
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
-            yield from v4_few(named, wide)
+        if rows in ("fp8", "bf16", "odd pages"):
+            yield from v4_few(rows, named, wide)
 
 
-def v4_few(named: str, wide: bool) -> Iterator[V4Problem]:
-    """FP8 rows on Hopper: few items of 16 heads, not split, and split so that each variant of the combine kernel merges
-    them; of 32 heads, blocks of 64 and of 128 rows; few heads of many queries; and items that are not few. (queries,
-    heads, splits, blocks of 64 rows)"""
+def v4_few(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
+    """On Hopper: few items of 16 heads, not split, and split so that each variant of the combine kernel merges them; of
+    32 heads, blocks of 64 and of 128 rows; few heads of many queries; and items that are not few. (queries, heads,
+    splits, blocks of 64 rows)"""
     of_16 = ((1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
+    not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 16, 128))
     few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (40, 64, 1, 3), (32, 32, 4, 10))
-    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, (132, 64, 1, 2), (132, 64, 2, 2)):
+    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few):
         width = 64 * (blocks if named == "window only" else blocks - 1)
         if width > 0:
-            yield v4_small("fp8", named, splits, heads, wide, queries, width)
+            yield v4_small(rows, named, splits, heads, wide, queries, width)
 
 
 def v4_small(
@@ -154,7 +156,7 @@ def v4_small(
     def pool(fp8: bool) -> Any:
         if fp8:
             return Fp8Cache.empty(room if width else 2, 64)
-        count = 512 if queries == 1 else 4  # many queries list every row often
+        count = 4 if queries == 64 else 512  # 4: every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 

@@ -27,6 +27,15 @@ def numbers(*shape: int, of: int) -> torch.Tensor:
     return torch.randint(-1, of, shape, dtype=torch.int32)
 
 
+@pytest.fixture(autouse=True)
+def not_few(monkeypatch):
+    """Few items take this kernel too, as many do; test_v4_narrow.py has the one that they would take."""
+    monkeypatch.setattr(entry, "narrow", lambda p, target: None)
+    calls.forget()
+    yield
+    calls.forget()
+
+
 def run(order: str = "eager", sms: int | None = None, **arguments):
     """(out, lse) of the kernel, races checked, and what the definition is asked."""
     out = torch.full_like(arguments["q"], NAN)
@@ -70,16 +79,7 @@ def test_fp16_rows_in_pages_by_block_table(order):
     compare(*compared)
 
 
-@pytest.fixture
-def not_few(monkeypatch):
-    """Few items of FP8 rows take this kernel too, as many do; test_v4_narrow.py has the one that they would take."""
-    monkeypatch.setattr(entry, "narrow", lambda p, target: None)
-    calls.forget()
-    yield
-    calls.forget()
-
-
-def test_fp8_rows_by_block_table_and_requests(not_few):
+def test_fp8_rows_by_block_table_and_requests():
     """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
     window = dsv4.Fp8Cache.pack(rows(64), rows_per_page=64)
     compressed = dsv4.Fp8Cache.empty(80, 2)

@@ -107,13 +107,28 @@ def test_32_heads_in_a_cta(queries, rows, keys, order, check):
 
 def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
-    options = next(options for options, *_ in entry.NARROW if options["KEYS"] == 128)
-    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, options, 2))
+    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, entry.OF_32_LONG, 2))
     calls.forget()
     check(
         q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
         compressed=pool(90, 2), compressed_indices=numbers(1, 150, of=90), sink=torch.randn(40),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
+    )  # fmt: skip
+    calls.forget()
+
+
+@pytest.mark.parametrize("order", ["latest", pytest.param("eager", marks=pytest.mark.slow)])
+def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, check, monkeypatch):
+    """Two blocks of window rows and three of compressed ones, in two CTAs for each tile of heads; rows apart, NaN
+    between them and where no list leads."""
+    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, entry.OF_16, 2))
+    calls.forget()
+    window, compressed = torch.full((90, 576), NAN).bfloat16(), torch.full((40, 2, 520), NAN).bfloat16()
+    window[:60, :512] = torch.randn(60, 512)
+    compressed[:30, :, :512] = torch.randn(30, 2, 512)
+    check(
+        order, q=torch.randn(1, 20, 512).bfloat16(), window=window[:, :512], window_indices=numbers(1, 100, of=60),
+        compressed=compressed[:, :, :512], compressed_indices=numbers(1, 150, of=60), sink=torch.randn(20),
     )  # fmt: skip
     calls.forget()
 
@@ -151,3 +166,15 @@ def test_few_items_take_it():
     assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_few", 16, None, (1, 128, 1))
     assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 16)[0] == "v4_listed"
     assert launch(1, 64, deterministic=True)[0] == "v4_listed"
+
+
+def test_few_items_of_plain_rows_take_it():
+    def launch(queries: int, heads: int, rows: int = 640, dtype=torch.bfloat16):
+        lists = torch.zeros(queries, rows, dtype=torch.int32)
+        q, window = torch.empty(queries, heads, 512, dtype=dtype), torch.empty(9999, 512, dtype=dtype)
+        found = launch_of(q=q, window=window, window_indices=lists)
+        return found.kernel.__name__, found.constants.get("HEADS"), found.constants.get("KEYS"), found.grid
+
+    assert launch(1, 64) == ("v4_narrow", 16, 64, (4, 1, 10))
+    assert launch(8, 64) == ("v4_narrow", 32, 128, (2, 8, 5))
+    assert launch(32, 64)[0] == launch(4096, 64)[0] == launch(1, 64, dtype=torch.float16)[0] == "v4_listed"

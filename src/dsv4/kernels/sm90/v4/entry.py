@@ -1,6 +1,8 @@
 """V4 attention on sm_90a: which kernel takes a problem, listed.py, narrow.py or few.py, and what the host tells it."""
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
@@ -21,19 +23,34 @@ STEP = 128  # rows per step: two blocks of 64
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False)
-# Where items are few, latency counts. Options of v4_narrow, and us of a CTA: of its first block of rows, of another.
+
+
+class Cost(NamedTuple):
+    """Microseconds on an H200, as measured: in all, for every CTA, of each block or step of a CTA."""
+
+    start: float
+    cta: float
+    step: float
+
+    def of(self, ctas: int, steps: int) -> float:
+        return self.start + self.cta * ctas + self.step * steps
+
+
+# Where items are few, latency counts. Options of v4_narrow and its cost, with FP8 rows and with plain ones.
+OF_16 = dict(HEADS=NARROW_HEADS, KEYS=NARROW_KEYS, num_warps=8, maxnreg=128, EARLY=True)
+OF_32 = dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True)
+OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True)
 NARROW = (
-    (dict(HEADS=NARROW_HEADS, KEYS=NARROW_KEYS, num_warps=8, maxnreg=128, EARLY=True), 13.5, 3.0),
-    (dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True), 16.5, 3.7),
-    (dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True), 19.6, 6.5),
+    ((OF_16, Cost(10.5, 0, 3.0)), (OF_32, Cost(12.8, 0, 3.7)), (OF_32_LONG, Cost(13.1, 0, 6.5))),
+    ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
 )
 # Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
-# faster, and us: in all, of each block.
+# faster, and its cost.
 FEW = (
-    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), 18, 13.2, 2.2),
-    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), 3, 14.6, 2.5),
+    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), 18, Cost(13.2, 0, 2.2)),
+    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), 3, Cost(14.6, 0, 2.5)),
 )
-LISTED = 16.0, 0.04, 3.6  # us of v4_listed: in all, for every multiprocessor in use, of each step of a CTA
+LISTED = Cost(16.0, 0.04, 3.6), Cost(14.6, 0.05, 2.2)  # of v4_listed, with FP8 rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
@@ -52,35 +69,37 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
-    """By shapes alone: (v4_narrow or v4_few, its options, splits) where it is faster than v4_listed: for FP8 rows that
-    are few, or of few heads."""
+    """By shapes alone: (v4_narrow or v4_few, its options, splits) where it is faster than v4_listed: for rows that are
+    few, or FP8 rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
-    if p.deterministic or not all(isinstance(pool, Fp8Cache) for pool in pools):
+    fp8 = {isinstance(pool, Fp8Cache) for pool in pools}
+    if p.deterministic or len(fp8) > 1 or p.q.dtype != torch.bfloat16:
         return None
+    plain = int(False in fp8)
     places = target.multiprocessors
-    start, each, step = LISTED
     tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
     splits = p.num_splits or choose_splits(tiles, places, steps * STEP)
     rounds = -(-tiles * splits // places)
-    best = start + each * min(tiles * splits, places) + step * rounds * -(-steps // splits)
+    best = LISTED[plain].of(min(tiles * splits, places), rounds * -(-steps // splits))
     found = None
-    for options, start, another in NARROW:
-        blocks = _blocks(p, options["KEYS"])
-        splits = _room(p, narrow_splits(p.batch * -(-p.q_heads // options["HEADS"]), places, blocks))
+    for options, cost in NARROW[plain]:
+        blocks, tiles = _blocks(p, options["KEYS"]), p.batch * -(-p.q_heads // options["HEADS"])
+        splits = _room(p, narrow_splits(tiles, places, blocks))
         if splits == 0:
             continue
         longest = max(1, -(-blocks // splits))
-        us = start + another * (longest - 1)
+        splits = max(1, -(-blocks // longest))  # no more than the blocks need
+        us = cost.of(tiles * splits, longest)
         if us < best:
-            found, best = (v4_narrow, options, max(1, -(-blocks // longest))), us  # no more splits than the blocks need
+            found, best = (v4_narrow, options, splits), us
     blocks = _blocks(p, NARROW_KEYS)
-    for options, most, start, each in FEW:
+    for options, most, cost in () if plain else FEW:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
         if tiles > places or p.block_table is not None:  # by table nothing brings rows into the L2 early
             continue
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))
-        us = start + each * longest
+        us = cost.of(tiles * splits, longest)
         if longest <= most and us < best:
             found, best = (v4_few, options, max(1, -(-blocks // longest))), us
     return found

@@ -1,4 +1,4 @@
-"""What narrow.py and few.py share: attention of some heads to blocks of FP8 rows, with the products transposed.
+"""What narrow.py and few.py share: attention of some heads to blocks of rows, with the products transposed.
 
 Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; heads are the columns, 16 or 32, where
 listed.py pads them to the 64 rows of a wgmma.
@@ -17,7 +17,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.items import LIST, lists_of
-from dsv4.kernels.sm90.v4.gather import fp8_load, fp8_rows, fp8_to_bf16, quotient, words_of
+from dsv4.kernels.sm90.v4.gather import fp8_load, fp8_rows, fp8_to_bf16, lanes, plain_rows, quotient, words_of
 
 
 @aggregate
@@ -151,6 +151,22 @@ def ask(pool, number, UNIT: gl.constexpr):
     x3 = fp8_load(ptr, data, there, 6, 1, UNIT)
     rest = words_of(ptr, data, there, 112, 32, UNIT)
     return Rows(x0, x1, x2, x3, rest, scales, there)
+
+
+@gluon.jit
+def copy_block(pool, number, memory, slot):
+    """The rows of a block of a plain tensor by cp.async -> kv, and the bias; rows that are not there become zeros."""
+    L: gl.constexpr = lanes(gl.num_warps())
+    offset, there = plain_rows(pool, number)
+    memory.bias.index(slot).store(gl.where(there, 0.0, -float("inf")))
+    offset = gl.convert_layout(offset, gl.SliceLayout(1, L))
+    there = gl.convert_layout(there, gl.SliceLayout(1, L))[:, None]
+    pointers = pool.ptr + offset[:, None] * 8 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
+    cp_async(memory.kv0.index(slot), pointers, mask=there)
+    cp_async(memory.kv1.index(slot), pointers + 128, mask=there)
+    cp_async(memory.kv2.index(slot), pointers + 256, mask=there)
+    cp_async(memory.kv3.index(slot), pointers + 384, mask=there)
+    async_copy.commit_group()
 
 
 @gluon.jit
