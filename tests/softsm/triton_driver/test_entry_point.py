@@ -37,7 +37,8 @@ def run(tmp_path):
     return run
 
 
-def test_asleep_it_imports_nothing_heavy_and_patches_nothing_until_it_is_used(run):
+def test_asleep_it_imports_nothing_heavy_and_patches_nothing(run):
+    """test_use.py: in use it is Triton's compiler and driver, and all of that goes away again."""
     done = run("""
 import sys, triton
 from triton.backends import backends
@@ -46,15 +47,6 @@ from triton.compiler import make_backend
 assert "softsm" in backends and not backends["softsm"].driver.is_active()
 assert type(make_backend(GPUTarget("cuda", 90, 32))).__module__ == "triton.backends.nvidia.compiler"
 print(sorted(m for m in sys.modules if m == "torch" or m == "numba" or m.startswith("softsm")))
-
-# and then in use
-import softsm
-before = dict(triton.backends.backends)
-with softsm.use("sm_100a"):
-    assert type(make_backend(GPUTarget("cuda", 100, 32))).__name__ == "SoftsmBackend"
-    assert triton.runtime.driver.active.get_current_target().arch == 100
-assert triton.backends.backends == before
-assert type(make_backend(GPUTarget("cuda", 100, 32))).__name__ == "CUDABackend"
 """)
     assert done.stdout.strip() == "['softsm', 'softsm.triton_driver', 'softsm.triton_driver.compiler', " \
                                   "'softsm.triton_driver.driver']"  # fmt: skip
