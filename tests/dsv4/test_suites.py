@@ -101,7 +101,8 @@ def test_several_processes_give_the_same_results() -> None:
     assert not one
 
 
-# ---- A suite that cannot fail proves nothing: each mutant is a mistake that a kernel could make.
+# ---- A suite that cannot fail proves nothing: each mutant is a mistake that a kernel could make. Without it the case
+# passes, with these inputs: the first test above.
 
 
 def causal_off_by_one(real, q, k, v, **options):
@@ -197,7 +198,6 @@ def test_a_mistake_is_noticed(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, match = MUTANTS[mutant]
     (case, *_) = suites.select(suite, match)
     real = dsv4.fmha
-    assert run_case(case, CPU, SEED).ok
     monkeypatch.setattr(dsv4, "fmha", lambda **a: mutant(real, a.pop("q"), a.pop("k"), a.pop("v"), **a))
     result = run_case(case, CPU, SEED)
     assert not result.ok and result.why()
@@ -278,7 +278,6 @@ GRADIENT_MUTANTS = {
 @pytest.mark.parametrize("mutant", GRADIENT_MUTANTS, ids=lambda f: f.__name__)
 def test_a_mistake_in_a_gradient_is_noticed(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     (case, *_) = suites.select("backward", GRADIENT_MUTANTS[mutant])
-    assert run_case(case, CPU, SEED).ok
     for module in (fmha_backward, v4_backward):
 
         def wrong(b, real=module.backward):

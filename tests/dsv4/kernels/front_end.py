@@ -8,6 +8,11 @@ type of every argument once, not every combination; of sizes (head dims, keys of
 most MOST of each kernel, those first that differ most.
 """
 
+# ruff: noqa: E402
+import gc
+
+gc.disable()  # a tenth of the time: nothing here is garbage for long, and the process ends soon
+
 import json
 import math
 import sys
