@@ -65,7 +65,7 @@ def simulate(
                 w = active[k]
             elif x < second:
                 second = x
-        # ---- the tensor core: warpgroups in turn, product by product ----
+        # ---- the tensor core: a warpgroup goes on as long as it has products, then comes the next ----
         if soon < t:
             soon = INF
             sm = 0
@@ -77,11 +77,10 @@ def simulate(
                         sm = g_home[2 * g]
             if soon < t:
                 g = turn[sm]
-                while True:
+                r = g * RING + g_made[g] % RING
+                while g_home[2 * g] != sm or g_made[g] >= g_asked[g] or g_at[r] > soon:
                     g = (g + 1) % len(g_made)
                     r = g * RING + g_made[g] % RING
-                    if g_home[2 * g] == sm and g_made[g] < g_asked[g] and g_at[r] <= soon:
-                        break
                 turn[sm] = g
                 i = s_ins[g_pos[r]]
                 en = 11 * sm
