@@ -24,7 +24,7 @@ PRODUCTS = {
     "shfl beside N=128 SS": "shuffles take nothing of the shared-memory port",
     "imad beside N=64 SS": "instructions at half rate do not hold products up",
     "iadd3 beside N=64 SS": "two of them in turn, on two pipes, do",
-    "8 products N=64, softmax x 6, 4 products N=128, 2 warpgroups": "a warpgroup goes on at the tensor core while it has products",
+    "8 products N=64, softmax x 6, 4 products N=128, 2 warpgroups": "products of a warpgroup stay together",
 }
 
 
