@@ -15,6 +15,7 @@ q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 2 x 16384       [64, 128] each: columns of a block, by slot; at the end, of O
 p               128 HEADS           [64, HEADS]: P^T
 bias            2 x 256             fp32 per key: what is added to its scores, by slot
+tops            16 HEADS            fp32 per computing warp and head: maximum of its keys' scores
 barriers        8 each
 
 barrier         arrives     count   waits       means
@@ -108,18 +109,18 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
         keys_at = slot + zero(block)
         mbarrier.wait(ready.index(2 * slot), phase)
         fence_async_shared()
+        bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = left_scores(memory, keys_at, zero(block), HEADS)
         mbarrier.wait(ready.index(2 * slot + 1), phase)
         fence_async_shared()
         s = right_scores(s, memory, keys_at, zero(block))
-        bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         here = slot
         slot += 1
         if slot == GROUPS:
             slot = 0
             phase = phase ^ 1
-        p, m, factor = over_keys(masked(s, bias, SIGN), m, scale)
+        p, m, factor = over_keys(masked(s, bias, SIGN), m, scale, memory.tops)
         l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(p)
         memory.p.index(0).store(p.to(memory.p.dtype))
         fence_async_shared()

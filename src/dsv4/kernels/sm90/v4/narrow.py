@@ -18,6 +18,7 @@ q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 256 KEYS        [KEYS, 128] each: columns of a block; at the end, of O
 p               2 KEYS HEADS        [KEYS, HEADS]: P^T
 bias            4 KEYS              fp32 per key: what is added to its scores
+tops            HEADS KEYS / 4      fp32 per 16 keys and head: maximum of their scores
 
 Rows are asked for after the last fence of a block: the assembler makes a fence wait for loads under way.
 """
@@ -94,7 +95,7 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
             s = right_scores(left_scores(memory, at, at, HEADS), memory, at, at)
             bias = memory.bias.index(0).load(gl.SliceLayout(1, LS))
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            p, m, factor = over_keys(masked(s, bias, SIGN), m, scale)
+            p, m, factor = over_keys(masked(s, bias, SIGN), m, scale, memory.tops)
             l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(p)
             memory.p.index(0).store(p.to(memory.p.dtype))
             fence_async_shared()

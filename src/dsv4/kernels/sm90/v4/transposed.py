@@ -30,6 +30,7 @@ class Memory:
     kv3: Value
     p: Value
     bias: Value
+    tops: Value
 
 
 @aggregate
@@ -99,6 +100,20 @@ def scores_layout(warps, heads, keys):
 
 
 @gluon.constexpr_function
+def tops_layout(warps, heads, keys):
+    """[keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
+    down = min(warps, keys // 16)
+    wide = heads * down // warps  # columns of a warp
+    columns = [[0, 8 << i] for i in range((wide // 8).bit_length() - 1)]
+    rows = [[1 << i, 0] for i in range((keys // 16).bit_length() - 1)]
+    across = [[0, wide << i] for i in range((warps // down).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *columns, *rows], lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0]] * (down.bit_length() - 1) + across, block_bases=[], shape=[keys // 16, heads],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
 def output_layout(warps, heads):
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads, 16])
 
@@ -122,7 +137,8 @@ def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr = 1
     kv3 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
     p = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, HEADS], P)
     bias = gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Memory(q, kv0, kv1, kv2, kv3, p, bias)
+    tops = gl.allocate_shared_memory(gl.float32, [KEYS // 16, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return Memory(q, kv0, kv1, kv2, kv3, p, bias, tops)
 
 
 @gluon.jit
@@ -219,9 +235,17 @@ def partial_sums(p):
 
 
 @gluon.jit
-def over_keys(s, m, scale):
-    """softmax.step with keys as rows: m per column."""
-    m_new = gl.maximum(m, gl.max(s, 0) * scale)
+def over_keys(s, m, scale, tops):
+    """softmax.step with keys as rows: m per column.
+
+    The maxima of 16 keys each, those of a warp, go through tops, and every thread takes the maximum of its columns: one
+    exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
+    """
+    KEYS: gl.constexpr = s.shape[0]
+    HEADS: gl.constexpr = s.shape[1]
+    tops.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
+    top = gl.max(tops.load(tops_layout(gl.num_warps(), HEADS, KEYS)), 0)
+    m_new = gl.maximum(m, gl.convert_layout(top, m.type.layout) * scale)
     safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
 
