@@ -12,6 +12,30 @@ import numpy as np
 
 from softsm.checks import shadow, spans
 from softsm.checks.clocks import WORDS
+from softsm.checks.joined import (
+    E_A,
+    E_ADD,
+    E_B,
+    E_CHAIN,
+    E_COLUMN,
+    E_D,
+    E_IDESC,
+    E_PAST_COLUMN,
+    E_PAST_SHARED,
+    E_SHARED,
+    E_WORK,
+    G_CHAIN,
+    G_COUNT,
+    G_FIELDS,
+    G_FIRST,
+    G_ISSUED,
+    G_LANE,
+    G_OWNER,
+    G_PLACES,
+    G_ROOM,
+    TABLE,
+)
+from softsm.checks.joined import ENTRY as ENTRY_FIELDS
 from softsm.checks.shadow import OPS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import (
@@ -19,9 +43,11 @@ from softsm.engine.program import (
     DISTANCE,
     FIRST_USE,
     FOUND,
+    GROWING,
     LOG,
     MACRO,
     NEWEST,
+    PRODUCTS,
     S_ALIVE,
     S_CELLS,
     S_CLOCK,
@@ -31,15 +57,19 @@ from softsm.engine.program import (
     S_LOADS,
     S_NEXT_OP,
     S_OWED,
+    S_P,
     S_PHASES,
+    S_Q,
     S_R,
     S_RACES,
+    S_SHARED_SIZE,
     S_SLOT,
     S_STORES,
     S_TENSOR,
     S_TENSOR_LANE,
     S_WRITES,
     SECTIONS,
+    SHARED_START,
     UNWAITED,
     WAIT_LOADS,
     WAIT_STORES,
@@ -178,6 +208,44 @@ def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
     return n
 
 
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def compare(S, work, places, me, pc, lane, issued, silent):
+    """What `operation` does. silent: where something is wrong it has changed nothing that doing it again would not, and
+    reported nothing."""
+    layout, slot, races = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT)), i8(load64(S + 8 * S_RACES))
+    note(S, me, pc, i8(load64(work)))
+    regions, count = work + 16, i8(load64(work + 8))
+    wrong = i8(0)
+    for k in range(count):
+        r = regions + 8 * REGION * k
+        table = i8(load64(places + 16 * i8(load64(r))))
+        groups, low, high, write = i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24)), i8(load64(r + 32))
+        if look(S, table, groups, low, high, write, me, i8(load64(r + 48))) >= 0:
+            wrong = i8(1)
+            break
+    if wrong and silent:
+        return wrong
+    at = issued + 4 * ((me & (OPS - 1)) >> 5)
+    store32(at, load32(at) | u4(1) << u4(me & 31))
+    shared = regions + 8 * REGION * count
+    for k in range(i8(load64(shared))):
+        read = shared + 8 + 24 * k
+        asynchronous(
+            i8(load64(places + 16 * i8(load64(read)) + 8)), layout, races, i8(load64(read + 8)),
+            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane,
+        )  # fmt: skip
+    if silent and load64(races) != np.uint64(0):
+        store64(races, np.uint64(0))
+        return i8(1)
+    if wrong == 0:  # all regions have been compared before one is marked
+        for k in range(count):
+            r = regions + 8 * REGION * k
+            table = i8(load64(places + 16 * i8(load64(r))))
+            groups, low, high, write = i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24)), i8(load64(r + 32))
+            mark(table, groups, low, high, write, me, i8(load64(r + 40)))
+    return wrong
+
+
 @compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
 def operation(S, work, places, me, pc, lane, issued):
     """A matrix product, issued by one lane of the warp of S. Returns 1 when Python has to compare the regions of tensor
@@ -187,28 +255,63 @@ def operation(S, work, places, me, pc, lane, issued):
     write, what it leaves behind, what is wrong there), and they; how often it reads shared memory (in which CTA, spans,
     how many), and where. places: of each CTA the table of its tensor memory and the site of its shared memory. issued:
     a set of operations that it becomes one of."""
-    layout, slot = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT))
-    note(S, me, pc, i8(load64(work)))
-    at = issued + 4 * ((me & (OPS - 1)) >> 5)
-    store32(at, load32(at) | u4(1) << u4(me & 31))
-    regions, count = work + 16, i8(load64(work + 8))
-    shared = regions + 8 * REGION * count
-    for k in range(i8(load64(shared))):
-        read = shared + 8 + 24 * k
-        asynchronous(
-            i8(load64(places + 16 * i8(load64(read)) + 8)), layout, i8(load64(S + 8 * S_RACES)), i8(load64(read + 8)),
-            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane,
-        )  # fmt: skip
-    for k in range(2 * count):  # all of them are compared before one is marked
-        r = regions + 8 * REGION * (k % count)
-        table, groups, low, high = (
-            i8(load64(places + 16 * i8(load64(r)))), i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24))
-        )  # fmt: skip
-        write = i8(load64(r + 32))
-        if k >= count:
-            mark(table, groups, low, high, write, me, i8(load64(r + 40)))
-        elif look(S, table, groups, low, high, write, me, i8(load64(r + 48))) >= 0:
-            return i8(1)
+    return compare(S, work, places, me, pc, lane, issued, 0)
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8)")
+def known_product(S, rows, table, a_tensor, lane, chain):
+    """The entry of the product whose operands the registers `rows` of a lane have, or 0: see checks/joined.py."""
+    R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
+    idesc = i8(load32(R + (i8(load32(rows)) * 32 + lane) * 4))
+    d = i8(load32(R + (i8(load32(rows + 4)) * 32 + lane) * 4))
+    if a_tensor:
+        a = i8(load32(R + (i8(load32(rows + 8)) * 32 + lane) * 4))
+    else:
+        a = i8(load64(Q + (i8(load32(rows + 8)) * 32 + lane) * 8))
+    b = i8(load64(Q + (i8(load32(rows + 12)) * 32 + lane) * 8))
+    add = i8((load32(P + 4 * i8(load32(rows + 16))) >> u4(lane)) & u4(1))
+    for k in range(i8(load64(table))):
+        e = table + 8 + 8 * ENTRY_FIELDS * k
+        if (
+            i8(load64(e + 8 * E_D)) == d and i8(load64(e + 8 * E_A)) == a and i8(load64(e + 8 * E_B)) == b
+            and i8(load64(e + 8 * E_IDESC)) == idesc and i8(load64(e + 8 * E_ADD)) == add
+        ):  # fmt: skip
+            return e if i8(load64(e + 8 * E_CHAIN)) == chain else i8(0)
+    return i8(0)
+
+
+@inner("i8(i8, i8, i8, i8, u4, i8)")
+def product(S, rows, which, a_tensor, m, pc):
+    """A matrix product, instruction `which` of them, that goes with the one before it: 0 when nothing is out of the
+    ordinary and it has been compared, marked, numbered and noted in checks/joined.py; else MACRO, and nothing has
+    changed that issuing it in Python would not."""
+    layout, columns = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_COLUMNS))
+    growing, number = i8(load64(layout + 8 * GROWING)), i8(load64(layout + 8 * NEWEST))
+    if load64(S + 8 * S_PHASES) == np.uint64(0) or i8(load64(growing + 8 * G_OWNER)) != S or columns == 0:
+        return i8(MACRO)
+    lane, count = i8(load64(growing + 8 * G_LANE)), i8(load64(growing + 8 * G_COUNT))
+    if m != u4(1) << u4(lane) or count >= i8(load64(growing + 8 * G_ROOM)) or number & 31 == 0:
+        return i8(MACRO)
+    if load64(i8(load64(S + 8 * S_RACES))) != np.uint64(0):
+        return i8(MACRO)
+    table = i8(load64(layout + 8 * PRODUCTS)) + 8 * TABLE * which
+    e = known_product(S, rows, table, a_tensor, lane, i8(load64(growing + 8 * G_CHAIN)))
+    if e == 0:
+        return i8(MACRO)
+    low, high = i8(load64(e + 8 * E_COLUMN)), i8(load64(e + 8 * E_PAST_COLUMN))
+    if low < i8(load64(columns)) or high > i8(load64(columns + 8)):
+        return i8(MACRO)
+    low, high = i8(load64(e + 8 * E_SHARED)), i8(load64(e + 8 * E_PAST_SHARED))
+    if low < SHARED_START or high > i8(load64(S + 8 * S_SHARED_SIZE)):
+        return i8(MACRO)
+    places, issued = i8(load64(growing + 8 * G_PLACES)), i8(load64(growing + 8 * G_ISSUED))
+    if compare(S, i8(load64(e + 8 * E_WORK)), places, number, pc, lane, issued, 1):
+        return i8(MACRO)
+    store64(layout + 8 * NEWEST, np.uint64(number + 1))
+    at = growing + 8 * (G_FIRST + G_FIELDS * count)
+    store64(at, np.uint64(which << 32 | (e - table) // (8 * ENTRY_FIELDS)))
+    store64(at + 8, np.uint64(number))
+    store64(growing + 8 * G_COUNT, np.uint64(count + 1))
     return i8(0)
 
 

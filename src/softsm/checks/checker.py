@@ -4,6 +4,7 @@
     operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
     memory       accesses of shared and global memory against their shadow
     tensor       accesses of tensor memory
+    growing      products that others may join
     barriers     mbarriers and the cluster barrier
     boxes        TMA boxes outside their tensor
     maps         tensor maps that the kernel writes itself
@@ -22,6 +23,7 @@ from softsm.checks.boxes import BoxChecks
 from softsm.checks.clocks import WORDS
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
+from softsm.checks.joined import Growing
 from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
@@ -30,6 +32,7 @@ from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import program as pg
 from softsm.engine.interpreter import clocks_module
+from softsm.isa import product_chain
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 
@@ -49,6 +52,7 @@ class Checker:
         self.memory = MemoryAccesses(self)
         self.operations.races = self.memory.races
         self.tensor = TensorChecks(self)
+        self.growing = Growing(self.order, machine.kernel.products, product_chain.LONGEST)
         self.barriers = BarrierChecks(self)
         self.boxes = BoxChecks(self)
         self.maps = MapChecks(self)

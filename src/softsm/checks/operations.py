@@ -184,6 +184,7 @@ class Operations:
 
     def unfinished(self, cta) -> None:
         """The CTA ends: operations whose completion none of its cluster's warps has seen."""
+        self.checker.growing.flush()
         if not cta.view.outstanding:
             return
         known = np.zeros(WORDS, np.uint32)

@@ -87,7 +87,8 @@ class AsyncEngine:
         self.growing = None  # the products that were issued last, when the next may go with them
 
     def issue(self, op: AsyncOp) -> AsyncOp:
-        self.growing = None
+        if self.growing is not None:
+            self.growing.end()
         if op.touches is not None:
             self.checker.operations.product_issued(op)
         elif self.checker is not None:

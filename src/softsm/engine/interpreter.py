@@ -140,6 +140,9 @@ _WAIT = '''    elif op == u4({OP_CHECKED_WAIT}):
         return access(S, pool + 4 * i8(rd), i8(rb), i8(rc), i8(op == u4({OP_CHECKED_ST})), i8(rx), pc)
     elif op == u4({OP_TENSOR_WAIT}):
         return wait(S, i8(rc), m)
+    elif op == u4({OP_CHECKED_MMA}):
+        # rd: rows of its operands in the pool, rb: which instruction, rc: is A in tensor memory?
+        return product(S, pool + 4 * i8(rd), i8(rb), i8(rc), m, pc)
 '''
 
 
@@ -198,7 +201,7 @@ def cells_module():
     """checks/cells.py, compiled."""
     path = _HERE.parent / "checks" / "cells.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"),
-               path.with_name("spans.py"))  # fmt: skip
+               path.with_name("spans.py"), path.with_name("joined.py"))  # fmt: skip
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
              "asynchronous": spans_module().asynchronous}  # fmt: skip
     return build.load("cells", path.read_text(), depends, **names)
@@ -214,7 +217,7 @@ def lane_by_lane(checking: bool):
     if checking:
         names |= {n: getattr(checking_module(), n) for n in ("note", "quiet", "collide")} | {"locate": lanes.locate}
         names |= {n: getattr(clocks_module(), n) for n in ("answer_wait", "members", "tick")}
-        names |= {n: getattr(cells_module(), n) for n in ("access", "wait")}
+        names |= {n: getattr(cells_module(), n) for n in ("access", "wait", "product")}
         names |= {n: getattr(spans_module(), n) for n in ("keep_lines", "register_lines")}
         depends += tuple(_HERE.parent / "checks" / f"{name}.py" for name in ("shadow", "clocks", "cells", "spans"))
     name = "checked_lane_operation" if checking else "lane_operation"

@@ -106,6 +106,7 @@ class Kernel:
     executed: int = 0  # warp instructions of all launches of this process so far
 
     def __init__(self, module: Module, function: Function, checking: bool = False):
+        from softsm.checks.joined import Tables
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
         from softsm.isa import product_chain, tcgen05
@@ -115,12 +116,14 @@ class Kernel:
         self.program = Assembler(module, function, micro_numbers(), checking).assemble()
         if checking:
             tensor_waits.mark(self.program)
-        self.interpreter = interpreter(self.program, checking)
-        self.blocks = Blocks(self.program, checking)
-        self.macro_at = {i: self.program.macros[int(r[2])] for i, r in enumerate(self.program.code)
-                         if r[0] in pg.MACROS}
+        calls = ((i, self.program.macros[int(r[2])]) for i, r in enumerate(self.program.code) if r[0] in pg.MACROS)
+        self.macro_at = dict(calls)
         products = {i: m.operands for i, m in self.macro_at.items() if m.function is tcgen05.do_mma}
         product_chain.mark(self.program, products)
+        if checking:
+            self.products = Tables(self.program, products)
+        self.interpreter = interpreter(self.program, checking)
+        self.blocks = Blocks(self.program, checking)
         self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
                                  if m.instruction.name.startswith("tcgen05.alloc")
                                  and hasattr(m.instruction.operands[1], "value")), default=0)

@@ -23,11 +23,11 @@ from softsm.ptx.ast import Function, Instruction, Variable
 (OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
  OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST,
  OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST,
- OP_TENSOR_WAIT) = range(30)
+ OP_TENSOR_WAIT, OP_CHECKED_MMA) = range(31)
 FIRST_MICRO = 32
 # Macro-operations; all but the first where compiled code cannot do it.
 MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX,
-          OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT)
+          OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT, OP_CHECKED_MMA)
 
 # OP_CHECKED_LD and ST, the last operand: what a store leaves in its cells, and from this bit on the number of records
 # up to where the result is due, 0 if something else may happen before (engine/tensor_waits.py). OP_TENSOR_WAIT: kinds.
@@ -62,8 +62,9 @@ S_NOTES = 69  # when a launch is timed: the control words of clock/noting.py
 S_NOTED = 70  # ... and the number of the warp there
 S_FIELDS = 88
 # What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
-# down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py).
-NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, LAYOUT = range(8)
+# down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py), and what is known of
+# products (checks/joined.py).
+NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, GROWING, PRODUCTS, LAYOUT = range(10)
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57

@@ -105,9 +105,12 @@ class Together:
     def __init__(self, engine, product: Product, plan: Plan, ctas: list):
         self.engine, self.chain = engine, Chain(product, plan, ctas)
         self.op: AsyncOp | None = None
+        self.joined = None  # when races are checked: what compiled code may do (checks/joined.py)
 
     def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
         """Nothing has been issued since. May the next product go with them, without other operations before it?"""
+        if self.joined is not None:
+            self.joined.flush()
         op, in_flight = self.op, w.in_flight
         return (
             plan is not None
@@ -120,7 +123,20 @@ class Together:
             and self.chain.takes(product, plan, ctas)
         )
 
+    def add(self, product: Product, plan: Plan) -> None:
+        self.chain.parts.append((product, plan))
+        if self.joined is not None:
+            self.joined.used()
+
+    def end(self) -> None:
+        """Nothing joins them any more."""
+        self.engine.growing = None
+        if self.joined is not None:
+            self.joined.end()
+            self.joined = None
+
     def __call__(self) -> None:
+        self.end()
         self.engine.settle()
         self.engine.postponed = self.chain
         self.engine.completed += len(self.chain.parts) - 1

@@ -106,7 +106,10 @@ def lower_mma(asm, ins, modifiers) -> None:
         raise asm.error("too many operands")
     isa.settle(asm)
     rare = block or ws or sparse or o["scale_input"] is not None or bool(o["skipped"])
-    asm.macro(do_mma, ins, rare=rare, known={}, following=-1, **o)
+    asm.macro(do_mma, ins, rare=rare, known={}, following=-1, learned=None, which=0, **o)
+    if asm.checking and not (rare or ashift or group > 1):  # compiled code may join it to the product before it
+        rows = asm.pooled([o["idesc"], o["d"], o["a"], o["b"], o["add"]])
+        asm.answered(pg.OP_CHECKED_MMA, rows, 0, int(o["a_tensor"]))
 
 
 def do_mma(w, mask, o):
@@ -130,6 +133,8 @@ def start(w, thread: int, ctas: list, o) -> None:
     if work is None:
         if len(o.known) > KNOWN_PRODUCTS:
             o.known.clear()
+            if o.learned is not None:
+                o.learned.forget(o.which)
         work = o.known[key] = prepare(o, *key)
     check_places(work, ctas)
     product, plan = work.product, work.plan
@@ -141,9 +146,11 @@ def start(w, thread: int, ctas: list, o) -> None:
     elif engine.growing is not None and engine.growing.takes(w, thread, work.footprint, product, plan, ctas):
         if checker is not None:
             checker.operations.product_joined(w, thread, work.footprint, touches(w, work, ctas))
-        engine.growing.chain.parts.append((product, plan))
+        engine.growing.add(product, plan)
     else:
         issue(w, thread, work, ctas)
+    if o.learned is not None and not work.learned and work.touched is not None and plan is not None and plan.adds:
+        o.learned.learn(o.which, key, work)
     if o.ashift:
         engine.settle()
         tensor_copy.start_shift(w, thread, ctas, (0, 32, 64, 96), product.a_column)
@@ -178,6 +185,9 @@ def issue(w, thread: int, work: Work, ctas: list) -> None:
     op = tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touched)
     if together is not None:
         together.op, engine.growing = op, together
+        if checker is not None and w.in_flight.products == len(w.in_flight.tensor_ops):
+            together.joined = checker.growing
+            checker.growing.begin(together, w, thread, work, touched[1], product_chain.LONGEST - 1)
 
 
 def touches(w, work: Work, ctas: list) -> tuple:
@@ -214,6 +224,8 @@ class Work:
     shared: tuple[int, int]  # and in shared memory
     spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
     touched: tuple[np.ndarray, int] | None = None  # and all that it touches, for compiled code of the checker
+    chain: int = 0  # see checks/joined.py
+    learned: bool = False
 
 
 def prepare(
