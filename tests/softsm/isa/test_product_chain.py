@@ -7,6 +7,7 @@ import tensor_kernels as tk
 from layouts import SW128
 
 import softsm
+from softsm.checks import joined
 from softsm.engine.launch import load
 from softsm.isa import instruction_descriptor as idesc
 from softsm.isa import product_chain, tcgen05
@@ -96,16 +97,65 @@ def test_what_is_stored_behind_a_product_comes_too_late_for_it():
     assert before.tobytes() != between.tobytes(), "the first did not"
 
 
-@pytest.mark.parametrize("step", range(4))
-def test_a_race_names_the_product_that_it_is_about(step):
-    """Four products in flight complete as one operation; which of them reads what is overwritten has to be said."""
-    text = kernel(FOUR + f"mov.u32 %r30, 0;\nst.shared.u32 [%r1+{32 * step}], %r30;\n")
+@pytest.fixture
+def in_python(monkeypatch):
+    """The place of each product that Python issued."""
+    seen, start = [], tcgen05.start
+    monkeypatch.setattr(tcgen05, "start", lambda w, *args: seen.append(w.pc) or start(w, *args))
+    return seen
+
+
+def checked(k):
+    out = np.full((128, N), np.nan, np.float32)
     with softsm.checking() as report:
-        launched(text, "latest")
+        k.launch(1, 128, [image(), out])
+    return [str(d) for d in report], out.tobytes(), report
+
+
+STORE = "mov.u32 %r30, 0;\nst.shared.u32 [%r1+{}], %r30;\n"
+NEVER_WRITTEN = product(0, True) + product(1, True) + product(2, True)
+
+
+@pytest.mark.parametrize("products, again", [
+    (FOUR, 1), (OTHER_D, 3), (FRESH, 2), (BARRIER, 1), (GUARDED, 1), (NEVER_WRITTEN, 1), (FOUR + STORE.format(32), 1),
+    (product(0, False) + STORE.format(32) + product(1, True) + product(2, True), 2),
+], ids=["four", "another D between", "begun again", "a barrier between", "guards", "nothing to add to",
+        "a store behind", "a store before the second"])  # fmt: skip
+def test_products_of_compiled_code_are_compared_like_those_of_python(products, again, in_python, monkeypatch):
+    """`again`: products that Python issues when the kernel runs once more; the others join the one before them."""
+    k = load(kernel(products))
+    first = checked(k)
+    assert len(in_python) == products.count(MMA) - ("@!" in products)
+    in_python.clear()
+    second = checked(k)
+    assert len(in_python) == again
+    assert second[:2] == first[:2]
+    monkeypatch.setattr(joined.Growing, "begin", lambda *args: None)
+    assert checked(k)[:2] == first[:2]
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("launches", [1, 2])
+def test_a_race_names_the_product_that_it_is_about(step, launches):
+    """Four products in flight complete as one operation; which of them reads what is overwritten has to be said."""
+    text = kernel(FOUR + STORE.format(32 * step))
+    k = load(text)
+    for _ in range(launches):  # the second one's products are issued by compiled code
+        _, _, report = checked(k)
     (found,) = [d for d in report if "st.shared.u32" in d.parties[0].instruction]
     lines = [at for at, line in enumerate(text.splitlines(), 1) if MMA in line]
     assert found.code == "race" and found.parties[1].ptx_line == lines[step]
     assert "tcgen05.mma issued by warp 0" in found.parties[1].who
+
+
+def test_products_of_compiled_code_that_nobody_waits_for_are_reported():
+    text = kernel(FOUR).replace(tk.COMMIT, "")
+    text = text.replace(tk.WAIT.format(n=0, parity=0), "")
+    k = load(text)
+    first, second = checked(k), checked(k)
+    assert second[0] == first[0]
+    flying = [d for d in second[2] if "nobody waited" in d.message]
+    assert {d.parties[0].ptx_line for d in flying} == {at for at, x in enumerate(text.splitlines(), 1) if MMA in x}
 
 
 def test_a_product_waits_only_where_the_next_is_certain():
