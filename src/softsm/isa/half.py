@@ -9,6 +9,7 @@ from __future__ import annotations
 from softsm.isa.floating import ROUNDINGS, store
 from softsm.isa.registry import micro
 from softsm.isa.typed import Modifiers, lowers_typed, needs_target, operands, src16, unary
+from softsm.memory.box_copy import OOB_NAN
 
 micro("cvt.f32.f16", "f=u", "canonical(half_to_float(a))", hot=True)
 micro("cvt.f32.bf16", "f=u", "bf16_to_float(a)", hot=True)
@@ -127,8 +128,7 @@ def fused(asm, ins):
         return mixed(asm, ins)
     rounding, ftz, sat = m.one_of("rn"), m.flag("ftz"), m.flag("sat")
     relu = m.flag("relu")
-    if m.flag("oob"):
-        asm.refuse(ins, "which NaN counts as out of bounds is not known")
+    oob = m.flag("oob")
     m.done()
     if rounding is None:
         asm.refuse(ins, "fma of halves needs .rn")
@@ -136,13 +136,29 @@ def fused(asm, ins):
         asm.refuse(ins, ".ftz and .sat are for f16")
     if sat and relu:
         asm.refuse(ins, ".sat excludes .relu")
+    if oob and (ftz or sat):
+        asm.refuse(ins, ".oob excludes .ftz and .sat")
     d, *sources = operands(asm, ins, 4)
     rows = [source(asm, x, t) for x in sources]
     if ftz:
         rows = [unary(asm, "ftz.f16x2", "u", r) for r in rows]
     columns = zip(*(parts(asm, r, t) for r in rows))
     row = joined(asm, [unary(asm, "fma.odd.f32", "f", *column) for column in columns], t)
+    if oob:
+        row = unary(asm, "and.b32", "u", row, unary(asm, "not.b32", "u", out_of_bounds(asm, rows[:2])))
     finish(asm, d, t, row, ftz=ftz, sat=sat, relu=relu)
+
+
+def out_of_bounds(asm, factors: list[int]) -> int:
+    """0xffff in the halves where a factor is the NaN, of either sign, with which TMA fills boxes outside a tensor."""
+    top, found = asm.const(0x80008000, "u"), []
+    for row in factors:
+        other = unary(asm, "and.b32", "u", row, asm.const(0x7FFF7FFF, "u"))
+        other = unary(asm, "xor.b32", "u", other, asm.const(0x10001 * OOB_NAN, "u"))  # 0 in those halves
+        found.append(unary(asm, "and.b32", "u", unary(asm, "sub.u32", "u", top, other), top))
+    bits = unary(asm, "or.b32", "u", *found)
+    low = unary(asm, "shr.b32", "u", bits, asm.const(15, "u"))
+    return unary(asm, "or.b32", "u", bits, unary(asm, "sub.u32", "u", bits, low))
 
 
 @lowers_typed("neg", *HALVES)

@@ -145,14 +145,7 @@ def short(text: str) -> str:
 
 
 # What became of a disagreement after the run of the record. Delete an entry when a new record no longer has it.
-NOTES = {
-    "test_convert.py::test_nans_between_floats": "a NaN narrowed from f64 to f32 keeps its sign and upper payload; "
-    "test and softsm follow. f16 from f64 does too on the GPU (0x7e00, 0xfe00), softsm makes 0x7fff",
-    "test_half.py::test_out_of_bounds_nan": "the out-of-bounds NaN of f16 is 0x7ff7 or 0xfff7; the test follows, "
-    "softsm refuses .oob",
-    "test_tma.py::test_loads_that_change_values": "the FTZ types do not flush, tf32 rounds ties to even and makes NaN "
-    "0x7fffe000; test and softsm follow",
-}
+NOTES: dict[str, str] = {}
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """f16 and bf16 arithmetic, single and packed, against rational numbers."""
 
+import functools
 import math
 
 import exact
 import numpy as np
 from exact import BF16, F16, F32, flush, is_inf, is_nan
-from silicon import Case, check, have_softsm, kernel, rename_tid, run_ptx
+from silicon import Case, check
 from values import floats
 
 FORMATS = {"f16": F16, "bf16": BF16}
@@ -70,19 +71,25 @@ def test_flush_saturate_and_relu():
 
 
 def test_out_of_bounds_nan():
-    """fma.oob: one NaN, of either sign, is the out-of-bounds one of f16 and makes 0; softsm refuses the instruction."""
-    if have_softsm():
-        from softsm.errors import Unsupported
+    """fma.oob: the NaN with which TMA fills what lies outside a tensor, of either sign, is a factor that makes 0."""
+    for t, f in FORMATS.items():
+        nans = [x for x in range(0x10000) if is_nan(f, x)]
+        one = {"f16": 0x3C00, "bf16": 0x3F80}[t]
+        text = f"{{{{ .reg .b16 one; mov.b16 one, {one}; fma.rn.oob.{t} {{d}}, {{a}}, one, one; }}}}"
+        wanted = {x: 0 if x & 0x7FFF == 0x7FF7 else f.nan for x in nans}
+        check({"a": ("b16", nans)}, [Case(text, "b16", wanted.__getitem__)], version="8.1")
 
-        text = kernel({"a": ("b16", np.zeros(32))}, [Case("fma.rn.oob.f16 {d}, {a}, {a}, {a};", "b16", int)], "8.1")
-        try:
-            run_ptx(rename_tid(text), [np.zeros(32, np.uint16)], [np.zeros(32, np.uint64)])
-        except Unsupported:
-            return
-        raise AssertionError("fma.oob was accepted")
-    nans = [x for x in range(0x10000) if x & 0x7FFF > 0x7C00]
-    text = "{{ .reg .b16 one; mov.b16 one, 0x3c00; fma.rn.oob.f16 {d}, {a}, one, one; }}"
-    check({"a": ("b16", nans)}, [Case(text, "b16", lambda a: 0 if a & 0x7FFF == 0x7FF7 else 0x7FFF)], version="8.1")
+        def product(a, b, c, f=f, after=lambda f, x: x):
+            return 0 if 0x7FF7 in (a & 0x7FFF, b & 0x7FFF) else after(f, exact.fma(f, a, b, c))
+
+        rows = [[x if i % 5 else 0x7FF7 | i % 2 << 15 for i, x in enumerate(row.tolist(), shift)]
+                for shift, row in enumerate(floats(t, 3))]  # fmt: skip
+        lines = [("fma.rn.oob.{t} {d}, {a}, {b}, {c};", product),
+                 ("fma.rn.oob.relu.{t} {d}, {a}, {b}, {c};", functools.partial(product, after=relu))]  # fmt: skip
+        singles = {name: ("b16", row) for name, row in zip("abc", rows)}
+        pairs = {k: ("b32", [x | y << 16 for x, y in zip(row, row[1:] + row[:1])]) for k, (_, row) in singles.items()}
+        check(singles, [Case(line.replace("{t}", t), "b16", f) for line, f in lines], version="8.1")
+        check(pairs, [Case(line.replace("{t}", t + "x2"), "b32", halves(f)) for line, f in lines], version="8.1")
 
 
 def test_signs():
