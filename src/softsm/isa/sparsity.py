@@ -12,7 +12,7 @@ which. Of the j-th of these, with g = t/4 of thread t:
     8 and 4 bits    chunks 8*(j/2) to 8*(j/2) + 7 of row g + 8*(j%2)
 
 tcgen05 takes them from tensor memory, from the lanes that hold the rows of D. Elements of B that meet no given element
-do not take part: a NaN there is not seen. Sparse products of wgmma and tcgen05 have not been compared with a GPU.
+do not take part: a NaN there is not seen. Sparse products of tcgen05 have not been compared with a GPU.
 """
 
 from __future__ import annotations
