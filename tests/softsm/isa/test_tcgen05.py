@@ -129,8 +129,8 @@ def test_a_dense_product_with_a_sparse_descriptor():
 
 
 def shifting_kernel(first, m=128, early=False):
-    """A in columns 64 to 71, `first` its product to columns 0 to 31, then a plain product of A to columns 32 to 63. A
-    is read when all is complete, or early."""
+    """A in columns 64 to 71, `first` its product to columns 0 to 31, then plain products of A, to columns 32 to 63 and
+    added to columns 0 to 31. A is read when all is complete, or early."""
     b_desc = layouts.descriptor(0, 0, 1024, SW128, True)
     body = f"mul.wide.u32 %rd5, %r0, 32;\nadd.s64 %rd5, %rd1, %rd5;\nadd.s64 %rd5, %rd5, {B_AT};\n"
     body += "".join(f"ld.global.u32 %r{100 + i}, [%rd5+{4 * i}];\n" for i in range(8))
@@ -138,7 +138,8 @@ def shifting_kernel(first, m=128, early=False):
     body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\n@!%p1 bra STARTED;\ntcgen05.fence::after_thread_sync;\n"
     body += f"add.s64 %rd12, %rd3, {b_desc};\nsetp.ne.u32 %p5, 0, 0;\nadd.u32 %r20, %r8, 64;\nadd.u32 %r22, %r8, 32;\n"
     body += f"mov.u32 %r21, {idesc.encode('f16', m, N, 'bf16', 'bf16')};\n{first} [%r8], [%r20], %rd12, %r21, %p5;\n"
-    body += f"tcgen05.mma.cta_group::1.kind::f16 [%r22], [%r20], %rd12, %r21, %p5;\n{tk.COMMIT}STARTED:\n"
+    body += "tcgen05.mma.cta_group::1.kind::f16 [%r22], [%r20], %rd12, %r21, %p5;\nsetp.eq.u32 %p6, 0, 0;\n"
+    body += f"tcgen05.mma.cta_group::1.kind::f16 [%r8], [%r20], %rd12, %r21, %p6;\n{tk.COMMIT}STARTED:\n"
     wait = tk.WAIT.format(n=0, parity=0)
     load_a = f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {tk.names(200 + 2 * N, 8)}, [%r9+64];\n"
     body += load_a + wait if early else wait + load_a
@@ -154,7 +155,7 @@ def shifting_operands():
     layouts.place(image, b, "bf16", SW128, True, 0)
     image[B_AT:] = layouts.bits(a, "bf16").reshape(-1)
     shifted = np.concatenate([np.concatenate([a[i + 1 : i + 32], a[i + 31 : i + 32]]) for i in range(0, 128, 32)])
-    return image.view(np.uint32), np.concatenate([a @ b.T, shifted @ b.T], 1), shifted
+    return image.view(np.uint32), np.concatenate([(a + shifted) @ b.T, shifted @ b.T], 1), shifted
 
 
 def test_a_product_with_ashift_shifts_a_for_those_that_follow():

@@ -33,7 +33,7 @@ REFUSED = [
     "cvt.rz.satfinite.e4m3x2.f32 %h1, %r1, %r2;", "cvt.rn.bf16x2.e4m3x2 %r1, %h1;", "cvt.rzi.s8.bf16 %h1, %h2;",
     "cvt.pack.u16.s32 %r1, %r2, %r3;", "mov.u8 %h1, %h2;", "mov.v2.b32 %r1, %r2;", "mov.u32 {%h1, %h2}, %r1;",
     "cvta.texture.u64 %rd1, %rd2;", "add.ftz.bf16 %h1, %h2, %h3;", "ex2.approx.bf16 %h1, %h2;",
-    "fma.f16 %h1, %h2, %h3, %h1;", "fma.rn.oob.f16 %h1, %h2, %h3, %h1;", "neg.ftz.bf16x2 %r1, %r2;",
+    "fma.f16 %h1, %h2, %h3, %h1;", "fma.rn.oob.sat.f16 %h1, %h2, %h3, %h1;", "neg.ftz.bf16x2 %r1, %r2;",
     "testp.zero.f32 %p1, %r1;", "copysign.f16 %h1, %h2, %h3;", "dp4a.u32 %r1, %r2, %r3, %r1;",
     "bmsk.b32 %r1, %r2, %r3;", "addc.u16 %h1, %h2, %h3;", "mul24.wide.u32 %rd1, %r1, %r2;",
     "rcp.approx.f64 %rd1, %rd2;",
