@@ -59,7 +59,8 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "dependencies.pth").write_text("\n".join(homes) + "\n")
     wheels = built.glob("*.whl")
     python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels, cwd=folder)
+    options = "--no-deps --no-index --no-compile".split()
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, cwd=folder)
     return folder
 
 
