@@ -31,10 +31,10 @@ def attend(
     v = torch.where(seen.any(0)[:, None], v, 0)
 
     s = torch.where(seen, over_groups(q, k.mT) * scale, NEG_INF)  # [Hq, T, S]
-    lse = s.logsumexp(-1)  # -inf where nothing is seen
-    top = s.amax(-1) if s.shape[-1] else torch.full_like(lse, NEG_INF)
+    top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     p = (s - torch.where(top == NEG_INF, 0, top)[..., None]).exp()
     p_sum = p.sum(-1)
+    lse = top + p_sum.log()  # -inf where nothing is seen
     if p_dtype is not None:
         p = p.to(p_dtype).to(compute)
     out = over_groups(p, v) / torch.where(p_sum == 0, 1, p_sum)[..., None]
