@@ -23,8 +23,10 @@ class BarrierChecks:
         barrier.origin = [slot, epoch, w.pc, w, 0]
         barrier.watched = cta.view.watch(offset, [barrier.clock.published.at, slot, epoch, 0, -1])
         w.view.initialised.append(barrier)
-        self.checker.memory.access(w, cta, offset, offset + 8, True)
-        self.mark_live(cta, offset, True)
+        memory = self.checker.memory
+        memory.spans.barrier_word(w.state, offset, w.pc)
+        if memory.races.item(0):
+            self.checker.findings.collect(w)
         threads = cta.threads * len(cta.cluster)
         if count > threads:
             self.report.add(
@@ -37,14 +39,9 @@ class BarrierChecks:
             )
 
     def invalidated(self, cta, offset: int) -> None:
-        self.mark_live(cta, offset, False)
-        cta.view.waits[offset // 8] = 0
-
-    def mark_live(self, cta, offset: int, live: bool) -> None:
-        """The word is an mbarrier from now on, or no longer."""
         for word in (offset // 4, offset // 4 + 1):
-            record = cta.view.shadow.word(word)
-            record[3] = record.item(3) & ~sh.LIVE | (sh.LIVE if live else 0)
+            cta.view.shadow.word(word)[3] &= ~np.uint32(sh.LIVE)
+        cta.view.waits[offset // 8] = 0
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
         """Something else is written over an mbarrier. That counts when the mbarrier is used again: a program may be

@@ -41,6 +41,7 @@ from softsm.engine.program import (
     S_CLOCK,
     S_KNOWN,
     S_R,
+    S_SHADOW,
     S_SHARED,
     S_SHARED_BASE,
     S_SHARED_SIZE,
@@ -255,6 +256,15 @@ def span(S, low, high, write, pc):
     """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
     for word in range(low >> 2, (high + 3) >> 2):
         records.shared_word(S, word, 15, write, pc, -1, records.sget(S, S_CLOCK), records.sget(S, S_KNOWN))
+
+
+@compiled("void(i8, i8, i8)")
+def barrier_word(S, low, pc):
+    """The warp of S initialises the mbarrier at `low`: 8 bytes, which are one from now on."""
+    span(S, low, low + 8, 1, pc)
+    for word in range(low >> 2, (low >> 2) + 2):
+        at = records.sget(S, S_SHADOW) + word * 4 * RECORD + 12
+        store32(at, load32(at) | u4(LIVE))
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8)")

@@ -11,17 +11,19 @@ import importlib.util
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 from softsm.engine.native import cache_folder, compiling, fingerprint
 
 
-def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names) -> ModuleType:
+def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), effort: int = 3, **names) -> ModuleType:
     """Import generated text as a module, compiling it if this machine has not done so before.
 
     Numba's cache looks only at the file it compiles, so the file name carries a hash of all that goes in: the text,
     `depends` (further source files), the versions and the CPU. `names` are put into the module before it runs
-    (functions of other generated modules, or such modules; the names of these are hashed in)."""
+    (functions of other generated modules, or such modules; the names of these are hashed in). `effort` is LLVM's level
+    of optimisation: code that only branches and moves is as quick with 2, and compiled in two thirds of the time."""
     import numba
 
     used = "".join(f"# {key} from {_home(value)}\n" for key, value in sorted(names.items()))
@@ -30,7 +32,7 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.py"
     ready = any((folder / "__pycache__").glob(f"{stem}*.nbi"))
-    with contextlib.nullcontext() if ready else compiling(name):
+    with contextlib.nullcontext() if ready else compiling(name), optimised(effort):
         if not path.exists():
             scratch = path.with_suffix(f".{os.getpid()}.tmp")
             scratch.write_text(source)
@@ -41,6 +43,18 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), **names
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def optimised(effort: int) -> Iterator[None]:
+    from numba import config
+
+    before = config.OPT
+    config.OPT = type(before)(min(effort, before))
+    try:
+        yield
+    finally:
+        config.OPT = before
 
 
 def compiler(signature: str, called: bool = True):

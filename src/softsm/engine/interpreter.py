@@ -176,7 +176,8 @@ def lanes_module():
 def clocks_module():
     """checks/clocks.py, compiled."""
     path = _HERE.parent / "checks" / "clocks.py"
-    return build.load("clocks", path.read_text(), (_HERE / "program.py", _HERE / "lanes.py"), compiled=build.compiler)
+    depends = (_HERE / "program.py", _HERE / "lanes.py")
+    return build.load("clocks", path.read_text(), depends, 2, compiled=build.compiler)
 
 
 @functools.cache
@@ -184,7 +185,7 @@ def checking_module():
     """checks/shadow.py, compiled."""
     path = _HERE.parent / "checks" / "shadow.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
-    return build.load("shadow", path.read_text(), depends, compiled=_inner_compiler, called=build.compiler)
+    return build.load("shadow", path.read_text(), depends, 2, compiled=_inner_compiler, called=build.compiler)
 
 
 @functools.cache
@@ -193,7 +194,7 @@ def spans_module():
     path = _HERE.parent / "checks" / "spans.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
-    return build.load("spans", path.read_text(), depends, **names)
+    return build.load("spans", path.read_text(), depends, 2, **names)
 
 
 @functools.cache
@@ -204,7 +205,7 @@ def cells_module():
                path.with_name("spans.py"), path.with_name("joined.py"))  # fmt: skip
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
              "asynchronous": spans_module().asynchronous}  # fmt: skip
-    return build.load("cells", path.read_text(), depends, **names)
+    return build.load("cells", path.read_text(), depends, 2, **names)
 
 
 @functools.cache
@@ -221,7 +222,7 @@ def lane_by_lane(checking: bool):
         names |= {n: getattr(spans_module(), n) for n in ("keep_lines", "register_lines")}
         depends += tuple(_HERE.parent / "checks" / f"{name}.py" for name in ("shadow", "clocks", "cells", "spans"))
     name = "checked_lane_operation" if checking else "lane_operation"
-    return build.load(name, lane_operation_source(checking), depends, **names).lane_operation
+    return build.load(name, lane_operation_source(checking), depends, 2 if checking else 3, **names).lane_operation
 
 
 @functools.cache

@@ -45,3 +45,12 @@ def test_a_module_that_another_one_uses_decides_its_name(tmp_path, monkeypatch):
     first = build.load("user", USER, tiny=build.load("tiny", SOURCE))
     second = build.load("user", USER, tiny=build.load("tiny", SOURCE.replace("x + 1", "x + 2")))
     assert (first.g(1), second.g(1)) == (20, 30)
+
+
+def test_less_effort_is_for_one_module_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path))
+    monkeypatch.setattr(numba.config, "OPT", type(numba.config.OPT)(3))
+    assert build.load("tiny", "from numba import config\nlevel = int(config.OPT)", effort=2).level == 2
+    assert numba.config.OPT == 3
+    monkeypatch.setattr(numba.config, "OPT", type(numba.config.OPT)(0))  # somebody looks for a bug
+    assert build.load("tiny", "from numba import config\nlevel = int(config.OPT)  #", effort=2).level == 0
