@@ -9,6 +9,9 @@ that wrote each cell last and the last two that read it, and behind that a byte 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from softsm.checks import shadow, spans
 from softsm.checks.clocks import WORDS
@@ -91,6 +94,48 @@ SUMS = 8  # first bit of the number of a product's accumulator, in its kind
 REGION = 7  # fields of a region
 
 
+FOUR = ir.VectorType(ir.IntType(64), 4)  # cells at once; Numba does not see that it could
+
+
+def _splat(builder, value):
+    one = builder.insert_element(ir.Constant(FOUR, ir.Undefined), value, ir.IntType(32)(0))
+    first = ir.Constant(ir.VectorType(ir.IntType(32), 4), [0] * 4)
+    return builder.shuffle_vector(one, ir.Constant(FOUR, ir.Undefined), first)
+
+
+def _cells(builder, at):
+    return builder.inttoptr(at, FOUR.as_pointer())
+
+
+@intrinsic
+def four_are(typingctx, at, value):
+    """Do four cells hold this value?"""
+
+    def codegen(context, builder, signature, args):
+        same = builder.icmp_unsigned("==", builder.load(_cells(builder, args[0]), align=8), _splat(builder, args[1]))
+        return builder.icmp_unsigned("==", builder.bitcast(same, ir.IntType(4)), ir.IntType(4)(15))
+
+    return types.boolean(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_four(typingctx, at, value):
+    def codegen(context, builder, signature, args):
+        builder.store(_splat(builder, args[1]), _cells(builder, args[0]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_four(typingctx, to, of):
+    def codegen(context, builder, signature, args):
+        builder.store(builder.load(_cells(builder, args[1]), align=8), _cells(builder, args[0]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @inner("void(i8, i8, i8, i8)")
 def note(S, number, pc, kind):
     """Operation `number` is issued by the warp of S."""
@@ -138,9 +183,13 @@ def unordered(S, number, reader, me, write, out):
 def users(S, table, low, high, reader, me, write, known, out):
     """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
     order. Returns 1 when there is a cell that nobody used."""
-    empty, last = i8(0), i8(-1)
-    for at in range(low, high):
+    empty, last, at = i8(0), i8(-1), low
+    while at < high:
+        if at + 4 <= high and four_are(table + 8 * at, last):
+            at += 4
+            continue
         number = i8(load64(table + 8 * at))
+        at += 1
         if number == last:
             continue
         last = number
@@ -188,13 +237,23 @@ def mark(table, groups, low, high, write, me, kind):
     for g in range(LANE_GROUPS):
         if (groups >> g) & 1 == 0:
             continue
-        for at in range(g * COLUMNS + low, g * COLUMNS + high):
+        at, end = g * COLUMNS + low, g * COLUMNS + high
+        while at < end:
+            four = at + 4 <= end
             if write:
-                store64(table + 8 * at, np.uint64(me))
-                store8(table + HELD_AT + at, np.uint8(kind))
+                if four:
+                    store_four(table + 8 * at, me)
+                    store32(table + HELD_AT + at, u4(0x01010101 * kind))
+                else:
+                    store64(table + 8 * at, np.uint64(me))
+                    store8(table + HELD_AT + at, np.uint8(kind))
+            elif four:
+                copy_four(table + 8 * (at + 2 * CELLS), table + 8 * (at + CELLS))
+                store_four(table + 8 * (at + CELLS), me)
             else:
                 store64(table + 8 * (at + 2 * CELLS), load64(table + 8 * (at + CELLS)))
                 store64(table + 8 * (at + CELLS), np.uint64(me))
+            at += 4 if four else 1
 
 
 @compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
