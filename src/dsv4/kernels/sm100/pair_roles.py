@@ -8,10 +8,11 @@ columns). Role chart of one item of three blocks, the same in both CTAs; product
     load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next item, as Q is free
     scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next item
     values   1 warp   |      |               |         | O = P0 V0 | O += P1 V1 | O += P2 V2
-    softmax  4 warps  |      |               | P0      | P1        | P2         |            | O / l -> out
+    softmax  4 warps  |      |               | P0      | P1        | P2         | P0 of the next item ...
+    store    4 warps  |      |               |         |           |            |            | O / l -> out
 
-Load and softmax are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a place,
-which takes K or V of a block. An item of n blocks fills the two places in this order::
+Load, softmax and store are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a
+place, which takes K or V of a block. An item of n blocks fills the two places in this order::
 
     place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next item
     place 1        | K1    | K2    | ... K(n-1)        | V(n-1)     |
@@ -25,19 +26,20 @@ o               2 x 128     O, fp32 [128, 256] each: of each half, the second 12
 shared memory   bytes       holds, in each CTA
 q               2 x 32768   [64 rows, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768   slots: K [64 keys, 256] or V [128 keys, 128]
-p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2; the output rows leave through it
-stat            256         factors of the 64 rows, to see whether any is not 1
-job             4           the number of blocks of the item
+p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2
+stat            128         of the two halves of 64 rows, whether the reference has to move
+rows            2 x 256     references and sums of the 64 rows of an item whose scores are done
+job             4           the number of blocks of the item (V4: and three words more)
 barriers        8 each
 
 A barrier of the pair is the first CTA's: both arrive there, and it alone waits. The others are each CTA's own.
 
 barrier        arrives            count   waits             means
-job_ready      load               1       all others        the number of blocks of the next item is in job
-job_free       all others         3       load              job has been read
+job_ready      load (V4: plan)    1       all others        the number of blocks of the next item is in job
+job_free       all others         4 or 5  load, plan        job has been read
 q_ready        bytes or load,     1       scores            Q of the item is in q
                of the pair
-q_free         commit of scores   1       load              the item's scores are complete
+q_free         commit of scores   1       load, plan        the item's scores are complete
 k_ready[i]     bytes or load,     1       scores            slot i holds K
                of the pair
 v_ready[i]     the same           1       values            slot i holds V
@@ -46,12 +48,20 @@ free[i]        commit of scores   1       load              the product has used
 s_ready[s]     commit of scores   1       softmax           S is complete
 p_ready[s]     softmax, of the    1       values, scores    P is stored, S is read, O is rescaled for this P V
                pair
-pv_done[s]     commit of values   1       softmax           P V is complete: P may be overwritten, O touched
+pv_done[s]     commit of values   1       softmax, store    P V is complete: P may be overwritten, O touched
+rows_ready     softmax            1       store             references and sums of an item's rows are in rows
+rows_free      store              1       softmax           rows has been read
+o_free[h]      store, of the      1       values            half h of the columns of an item's O has been read
+               pair
 
 A commit arrives in both CTAs. No wait lags two phases behind, K and V having barriers of their own: a slot is filled
 with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] comes again after softmax has waited
-for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. The
-first P V of an item overwrites O: its p_ready comes after softmax has written the output of the item before.
+for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. Store waits for the last
+pv_done of an item after softmax has waited for the phase before; the phase after is of a product behind the next item's
+first, which overwrites O and waits for o_free.
+
+What a thread of softmax holds of a row is half of its scores. Its warps exchange no maxima, only whether some row has
+to move (`softmax_block`): loads from shared memory come after those of products, and every exchange costs two barriers.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -78,7 +88,8 @@ PIECE = gl.constexpr(
 PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
 OWN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[0]]))  # each CTA has its own values
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1]]))  # each CTA has half of the values
-OUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], cga_layout=[[1, 0]]))  # 16 bytes per thread
+FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1, 0]]))  # each CTA has half of the rows
+ALL = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0], cga_layout=[[0]]))  # every warp has all 128 values
 GAP = gl.constexpr(96)  # a piece of O is 32 columns and, as many columns further, 32 more
 
 
@@ -90,6 +101,7 @@ class Memory:
     kv: Value
     p: Value
     stat: Value
+    rows: Value
     job: Value
 
 
@@ -105,6 +117,9 @@ class Barriers:
     s_ready: Value
     p_ready: Value
     pv_done: Value
+    rows_ready: Value
+    rows_free: Value
+    o_free: Value
 
 
 @aggregate
@@ -117,21 +132,22 @@ class Target:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr):
     S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
     kv = gl.allocate_shared_memory(DTYPE, [4, 128, 256], SLOT_K)
     p = gl.allocate_shared_memory(DTYPE, [2, 128, 128], PANEL)
-    stat = gl.allocate_shared_memory(gl.float32, [128], HALVES)
-    job = gl.allocate_shared_memory(gl.int32, [1], OWN)
+    stat = gl.allocate_shared_memory(gl.int8, [128, 2], FLAGS)
+    rows = gl.allocate_shared_memory(gl.float32, [2, 128], HALVES)
+    job = gl.allocate_shared_memory(gl.int32, [WORDS, 1], OWN)
     s = allocate_tensor_memory(gl.float32, [2, 128, 128], S)
     o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
-    return Memory(s, o, q, kv, p, stat, job)
+    return Memory(s, o, q, kv, p, stat, rows, job)
 
 
 @gluon.jit
-def make_barriers():
+def make_barriers(READERS: gl.constexpr):
     job_ready = mbarrier.allocate_mbarrier()
     job_free = mbarrier.allocate_mbarrier()
     q_ready = mbarrier.allocate_mbarrier(two_ctas=True)
@@ -142,8 +158,11 @@ def make_barriers():
     s_ready = mbarrier.allocate_mbarrier(batch=2)
     p_ready = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
     pv_done = mbarrier.allocate_mbarrier(batch=2)
+    rows_ready = mbarrier.allocate_mbarrier()
+    rows_free = mbarrier.allocate_mbarrier()
+    o_free = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
     mbarrier.init(job_ready, count=1)
-    mbarrier.init(job_free, count=3)
+    mbarrier.init(job_free, count=READERS)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=1)
     for i in gl.static_range(4):
@@ -154,7 +173,11 @@ def make_barriers():
         mbarrier.init(s_ready.index(i), count=1)
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(pv_done.index(i), count=1)
-    return Barriers(job_ready, job_free, q_ready, q_free, k_ready, v_ready, free, s_ready, p_ready, pv_done)
+        mbarrier.init(o_free.index(i), count=1)
+    mbarrier.init(rows_ready, count=1)
+    mbarrier.init(rows_free, count=1)
+    return Barriers(job_ready, job_free, q_ready, q_free, k_ready, v_ready, free, s_ready, p_ready, pv_done, rows_ready,
+                    rows_free, o_free)  # fmt: skip
 
 
 @gluon.jit
@@ -169,27 +192,44 @@ def place_of_v(i, n):
 
 
 @gluon.jit
-def tell(n, turn, memory, barriers):
-    """The loading warps tell the others the number of blocks of the next item."""
+def tell(words, turn, memory, barriers):
+    """The number of blocks of the next item, and what else is known of it."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
     mbarrier.wait(barriers.job_free, (turn + 1) % 2)
-    memory.job.store(gl.full([1], n, gl.int32, gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[0]])))
+    for i in gl.static_range(len(words)):
+        memory.job.index(i).store(gl.full([1], words[i], gl.int32, L))
     mbarrier.arrive(barriers.job_ready, count=1)
+
+
+@gluon.jit
+def job_of(turn, WORDS: gl.constexpr, memory, barriers):
+    """What was told of the next item."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
+    mbarrier.wait(barriers.job_ready, turn % 2)
+    words = ()
+    for i in gl.static_range(WORDS):
+        words = words + (gl.max(memory.job.index(i).load(L), 0),)
+    mbarrier.arrive(barriers.job_free, count=1)
+    return words
 
 
 @gluon.jit
 def begin(turn, memory, barriers):
     """The number of blocks of the next item."""
-    mbarrier.wait(barriers.job_ready, turn % 2)
-    n = gl.max(memory.job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])), 0)
-    mbarrier.arrive(barriers.job_free, count=1)
-    return n
+    return job_of(turn, 1, memory, barriers)[0]
 
 
 @gluon.jit
-def last_commits(at, full, barriers):
-    """The last commits arrive in both CTAs: neither may be gone before. At the end of the loading warps."""
+def last_scores(full, barriers):
+    """The last commits arrive in both CTAs: neither may be gone before. At the end of the warp that loads Q."""
     if full > 0:
         mbarrier.wait(barriers.q_free, (full - 1) % 2)
+
+
+@gluon.jit
+def last_slots(at, barriers):
+    """The same at the end of the warps that load K and V."""
+    if at > 0:
         for slot in gl.static_range(4):
             mbarrier.wait(barriers.free.index(slot), (at - 1) % 2)
 
@@ -248,6 +288,8 @@ def values_role(memory, barriers, items):
             for h in gl.static_range(2):
                 slot = 2 * place + h
                 mbarrier.wait(barriers.v_ready.index(slot), phase)
+                if i == 0:
+                    mbarrier.wait(barriers.o_free.index(h), (full + 1) % 2)
                 v = reinterpret(memory.kv.index(slot), [128, 256], SLOT_V)
                 tcgen05_mma(memory.p.index(stage), v, memory.o.index(h), use_acc=i > 0)
                 tcgen05_commit(barriers.free.index(slot))
@@ -255,53 +297,84 @@ def values_role(memory, barriers, items):
         at += n
         full += gl.minimum(n, 1)
         turn += 1
+    if full > 0:  # both CTAs arrive at the first one's barrier, which may not be gone before
+        for h in gl.static_range(2):
+            mbarrier.wait(barriers.o_free.index(h), (full - 1) % 2)
+
+
+@gluon.jit
+def by_halves(x):
+    """Scores [rows, keys] as [rows, 2, keys / 2]: what a thread holds of a row is its first half or its second."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2])
 
 
 @gluon.jit
 def softmax_block(x, m, l, at, first, memory, barriers):
-    """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
+    """P of block `at` from its scores in base 2 (by halves) -> (reference of each row, sum of each half).
+
+    The warps ask each other only whether some row has to move: what a thread holds says whether its half does. Then the
+    halves exchange their maxima, and O is rescaled.
+    """
     p, o, stat, pv_done = memory.p, memory.o, memory.stat, barriers.pv_done
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     stage = at % 2
-    grown = gl.max(x, 1)
-    moves = grown - m > softmax.RESCALE_ABOVE
-    m_new = gl.where(moves, grown, m)
-    alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
-    if at > first:
-        stat.store(alpha)
-        own = reinterpret(stat, [64], OWN).load(gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[0]]))
-        if gl.min(own, 0) < 1.0:
+    grown = gl.max(x, 2)
+    stat.store((grown - m[:, None] > softmax.RESCALE_ABOVE).to(gl.int8))  # -inf - -inf is NaN, not above anything
+    if gl.max(reinterpret(stat, [128], OWN).load(ALL).to(gl.int32), 0) > 0:
+        top = gl.max(grown, 1)
+        moves = top - m > softmax.RESCALE_ABOVE
+        alpha = gl.where(moves, gl.exp2(m - top), 1.0)
+        m = gl.where(moves, top, m)
+        l *= alpha[:, None]
+        if at > first:
             mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
             factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
             for h in gl.static_range(2):
                 pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
                 for c in range(0, 4):
                     pieces.index(c).store(pieces.index(c).load() * factor)
-    y = gl.exp2(x - gl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
+    y = gl.exp2(x - gl.where(m == -float("inf"), 0.0, m)[:, None, None])
     if at >= 2:
         mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
-    p.index(stage).store(y.to(p.dtype))
+    p.index(stage).store(y.to(p.dtype).reshape([128, 128]))
     fence_async_shared()  # P is read by the tensor core
     mbarrier.arrive(barriers.p_ready.index(stage), count=1)
-    return m_new, l * alpha + gl.sum(y, 1)
+    return m, l + gl.sum(y, 2)
 
 
 @gluon.jit
-def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = True):
-    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0).
+def hand_over(m, l, turn, memory, barriers):
+    """References and sums of an item's rows, from softmax to store."""
+    mbarrier.wait(barriers.rows_free, (turn + 1) % 2)
+    memory.rows.index(0).store(m)
+    memory.rows.index(1).store(gl.sum(l, 1))
+    mbarrier.arrive(barriers.rows_ready, count=1)
 
-    out: Target in layout OUT; part: Target as O comes from tensor memory.
+
+@gluon.jit
+def take_over(turn, memory, barriers):
+    """-> (reference, sum) of each row, as O comes from tensor memory."""
+    L: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    mbarrier.wait(barriers.rows_ready, turn % 2)
+    m = memory.rows.index(0).load(gl.SliceLayout(1, L))
+    l = memory.rows.index(1).load(gl.SliceLayout(1, L))
+    mbarrier.arrive(barriers.rows_free, count=1)
+    return m, l
+
+
+@gluon.jit
+def write(factor, there, out, part, memory, barriers, rope, split, TURN: gl.constexpr = True):
+    """O times a factor per row -> out, or fp32 -> part; zeros where nobody wrote O (`there` is 0). A thread has 32
+    columns of a row and stores them as they are: shared memory has no room to turn them in.
+
+    Rows of all are as O comes from tensor memory.
     """
-    o, p = memory.o, memory.p
+    o, o_free = memory.o, barriers.o_free
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, LO))[:, None]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, OUT))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
     column += column // 32 * GAP
     offset = out.row[:, None] + column[None, :]
-    part_column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
-    part_column += part_column // 32 * GAP
-    part_offset = part.row[:, None] + part_column[None, :]
-    staged = reinterpret(p, [4, 128, 64], PANEL)
+    part_offset = part.row[:, None] + column[None, :]
     for h in gl.static_range(2):
         pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
         for c in range(0, 4):
@@ -309,11 +382,12 @@ def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = Tr
             y = gl.zeros([128, 64], gl.float32, LO)
             if there > 0:
                 y = pieces.index(c).load()
+                if c == 3:
+                    mbarrier.arrive(o_free.index(h), count=1)
                 if TURN:
                     y = softmax.turn_back(y, rope, first, 512, GAP)
-                y = y * factor
+                y = y * factor[:, None]
             if split != 0:
                 gl.store(part.ptr + part_offset + first, y, mask=part.here[:, None])
             else:
-                staged.index(c % 2).store(y.to(p.dtype))
-                gl.store(out.ptr + offset + first, staged.index(c % 2).load(OUT), mask=out.here[:, None])
+                gl.store(out.ptr + offset + first, y.to(memory.p.dtype), mask=out.here[:, None])

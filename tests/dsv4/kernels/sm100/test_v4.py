@@ -145,9 +145,14 @@ def test_fp8_pages_at_any_address(more):
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kind", "named"), kernels.V4_VARIANTS)
 def test_no_role_spills_and_the_page_of_figures_says_so(heads, kind, named):
+    """A pair has 16 warps, whose threads have 80 registers until their roles part: what they know of their place is
+    stored there, once, and read again by the roles."""
     line = kernels.v4_line(heads, kind, named)
-    # A pair's thread number is stored once and read once per item: the assembler's choice, with registers to spare.
-    assert (" | 0 / 0 | 0 | " in line) or (heads == 128 and " | 4 / 8 | 0 | " in line), line
+    shared, spills, in_loops = (line.split(" | ")[i] for i in (6, 9, 10))
+    stored = int(spills.split(" / ")[0])
+    assert int(shared) <= 232_448, line
+    assert stored <= (112 if heads == 128 else 0), line
+    assert int(in_loops) <= (12 if heads == 128 else 0), line
     assert line in PAGE.read_text(), f"run dsv4 kernels --write docs/kernels.md: {line}"
 
 

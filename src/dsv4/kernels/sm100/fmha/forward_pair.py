@@ -20,12 +20,14 @@ from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.sm100.pair_roles import (
     KEYS,
-    OUT,
     PIECE,
     SLOT_BYTES,
     Target,
     begin,
-    last_commits,
+    by_halves,
+    hand_over,
+    last_scores,
+    last_slots,
     last_values,
     make_barriers,
     make_memory,
@@ -33,6 +35,7 @@ from dsv4.kernels.sm100.pair_roles import (
     place_of_v,
     scores_role,
     softmax_block,
+    take_over,
     tell,
     values_role,
     write,
@@ -104,7 +107,7 @@ def load_role(source, memory, barriers, items, sizes):
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         seq, head, row, first, n = item_of(item, sizes)
-        tell(n, turn, memory, barriers)
+        tell((n,), turn, memory, barriers)
         if n > 0:
             mbarrier.wait(barriers.q_free, (full + 1) % 2)
             for h in gl.static_range(2):
@@ -133,21 +136,22 @@ def load_role(source, memory, barriers, items, sizes):
                              reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout))  # fmt: skip
         at += n
         turn += 1
-    last_commits(at, full, barriers)
+    last_scores(full, barriers)
+    last_slots(at, barriers)
 
 
 @gluon.jit
-def softmax_role(memory, barriers, output, items, sizes, scale):
-    """P = exp2(S - m) block by block, and in the end of an item O / l -> out, lse."""
-    s, o, pv_done = memory.s, memory.o, barriers.pv_done
+def softmax_role(memory, barriers, items, sizes, scale):
+    """P = exp2(S - m) block by block."""
+    s = memory.s
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
-    LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, first_row, first, _n = item_of(item, sizes)
+        _seq, _head, first_row, first, _n = item_of(item, sizes)
         n = begin(turn, memory, barriers)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
@@ -157,34 +161,49 @@ def softmax_role(memory, barriers, output, items, sizes, scale):
         token_last = gl.minimum((first_row + ROWS - 1) // group, tokens - 1)
         full_first = first_key(token_last, tokens, keys, left)
         full_end = end_key(first_row // group, tokens, keys, right)
-        m = gl.full([ROWS], -float("inf"), gl.float32, RS)
-        l = gl.full([ROWS], 0.0, gl.float32, RS)
+        m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
+        l = gl.full([ROWS, 2], 0.0, gl.float32, HALF)
         for j in range(at, at + n):
             column = first + (j - at) * KEYS
             mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
             x = s.index(j % 2).load() * scale
             if (column < full_first) | (column + KEYS > full_end):
                 x = softmax.see(x, column, row_first, row_end, LS)
-            m, l = softmax_block(x, m, l, j, at, memory, barriers)
+            m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
+        hand_over(m, l, turn, memory, barriers)
         at += n
         turn += 1
+    last_values(at, barriers)
 
+
+@gluon.jit
+def store_role(memory, barriers, output, items, sizes):
+    """O / l -> out, lse of item after item."""
+    LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    tokens, group = sizes.tokens, sizes.group
+    at = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        seq, head, first_row, _first, _n = item_of(item, sizes)
+        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
+        token = row // group
         here = row < tokens * group
         q_head = head * group + row - token * group
         sink = softmax.sink_of(output.sink_ptr, q_head, here)
+        n = begin(turn, memory, barriers)
+        m, l = take_over(turn, memory, barriers)
         factor, lse = softmax.finish(m, l, sink)
         lse_row = seq.to(gl.int64) * output.stride_lb + token.to(gl.int64) * output.stride_lt
         lse_row = lse_row + q_head.to(gl.int64) * output.stride_lh
         gl.store(output.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (output.want_lse != 0))
+        at += n
+        turn += 1
         if n > 0:
-            mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
-        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+            mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
         offset = loads.row_offsets(row, head, group, output.stride_ot, output.stride_oh)
-        out = Target(output.out_ptr + seq.to(gl.int64) * output.stride_ob * 8, offset, row < tokens * group)
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
+        out = Target(output.out_ptr + seq.to(gl.int64) * output.stride_ob * 8, offset, here)
         nowhere = Target(output.lse_ptr, row, row < 0)
-        write(factor, n, out, nowhere, memory, (output.lse_ptr, 0), 0, False)
-    last_values(at, barriers)
+        write(factor, n, out, nowhere, memory, barriers, (output.lse_ptr, 0), 0, False)
 
 
 @gluon.jit(
@@ -202,17 +221,19 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
               table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob,
               stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh, stride_vb,
-              stride_vt, stride_vh, sign, LOAD_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+              stride_vt, stride_vh, sign, LOAD_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
+              WARP_REGS: gl.constexpr):  # fmt: skip
     source = Input(q_ptr, k_desc, v_desc, stride_qb, stride_qt, stride_qh)
     sizes = Sizes(tokens, keys, kv_heads, group, left, right)
     output = Output(out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
                     want_lse)  # fmt: skip
     items = (tokens * group + ROWS - 1) // ROWS * kv_heads * (total_q // gl.maximum(tokens, 1))
-    memory = make_memory(k_desc.dtype)
-    barriers = make_barriers()
+    memory = make_memory(k_desc.dtype, 1)
+    barriers = make_barriers(4)
     gl.warp_specialize([
-        (softmax_role, (memory, barriers, output, items, sizes, scale * sign.to(gl.float32))),
+        (softmax_role, (memory, barriers, items, sizes, scale * sign.to(gl.float32))),
         (load_role, (source, memory, barriers, items, sizes)),
+        (store_role, (memory, barriers, output, items, sizes)),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),
-    ], [4, 1, 1], [LOAD_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+    ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -12,7 +12,7 @@ __all__ = ["prepare", "supports"]
 STEP = 64  # rows per step: one block
 PAIR_STEP = 128
 REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
-PAIR_REGISTERS = dict(GATHER_REGS=136, WARP_REGS=112)
+PAIR_REGISTERS = dict(GATHER_REGS=136, STORE_REGS=112, WARP_REGS=96)
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:

@@ -1,4 +1,5 @@
-"""The gathering role of listed_pair.py: for each item Q, then rows picked by number, for two CTAs that share products.
+"""The loading roles of listed_pair.py, for two CTAs that share products: plan finds out how many rows each item has and
+loads its Q, gather loads rows picked by number.
 
 K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
 tensor come by TMA, four at a time; rows of an Fp8Cache come through registers, where they become bf16. A row that is
@@ -9,13 +10,16 @@ from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
 
 from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared.fmha.tiles import split_range
-from dsv4.kernels.shared.v4.items import NONE, TMA, lists_of, place_of
+from dsv4.kernels.shared.v4.arguments import Lists
+from dsv4.kernels.shared.v4.items import NONE, TMA, place_of, share
 from dsv4.kernels.sm100.pair_roles import (
     KEYS,
     SLOT_BYTES,
     SLOT_K,
     SLOT_V,
-    last_commits,
+    job_of,
+    last_scores,
+    last_slots,
     place_of_k,
     place_of_v,
     tell,
@@ -185,56 +189,108 @@ def gather_v(pool, number, memory, barriers, place, use, WAY: gl.constexpr, UNIT
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, bias, barriers, bias_ready, items, sizes,
-                HOW: gl.constexpr, WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
-    """The items of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
+def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr,
+            UNITS: gl.constexpr):  # fmt: skip
+    """V of block i of an item of n, whose first is block `begin` of the lists."""
+    place, use = place_of_v(i, n)
+    if HOW == NONE:
+        gather_v(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
+    elif begin + i < lists.window_blocks:
+        gather_v(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
+    else:
+        gather_v(pools.compressed, number, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+
+
+@gluon.jit
+def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW: gl.constexpr):
+    """What each item has to do, while the others are at the one before; Q, as soon as the scores of that are complete.
+    A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3, cga_layout=[[0, 1, 0]])
-    at = 0  # blocks so far
     full = 0  # items so far that have blocks
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         query, first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
-        lists = lists_of(query, window, compressed, requests, HOW, KEYS)
-        blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
-        begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
-        n = end - begin
-        number = numbers_at(lists, begin, end, pools.compressed, HOW, KEYS, ONE)
-        tell(n, turn, memory, barriers)
-        if n > 0:
+        count, more, line = share(query, window, compressed, requests, HOW)
+        begin, end = blocks_of(count, more, split, sizes)
+        tell((end - begin, count, more, line.to(gl.int32)), turn, memory, barriers)
+        if end > begin:
             mbarrier.wait(barriers.q_free, (full + 1) % 2)
             mbarrier.expect(barriers.q_ready, 2 * SLOT_BYTES)
             for h in gl.static_range(2):
                 tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
                          reinterpret(memory.q.index(h), [1, 128, 256], BOX))  # fmt: skip
             full += 1
+        turn += 1
+    last_scores(full, barriers)
+
+
+@gluon.jit
+def blocks_of(count, more, split, sizes):
+    """(first, end) of the blocks of an item with so many rows of the window and so many compressed ones."""
+    blocks = (count + KEYS - 1) // KEYS + (more + KEYS - 1) // KEYS
+    return split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
+
+
+@gluon.jit
+def lists_at(item, turn, window, compressed, memory, barriers, sizes):
+    """What plan_role found for an item -> (its lists, first block, end)."""
+    query, _first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
+    _n, count, more, line = job_of(turn, 4, memory, barriers)
+    begin, end = blocks_of(count, more, split, sizes)
+    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
+    line_ptr = compressed.list_ptr + line.to(gl.int64) * compressed.line
+    return Lists(window_ptr, count, (count + KEYS - 1) // KEYS, line_ptr, more), begin, end
+
+
+@gluon.jit
+def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW: gl.constexpr,
+                WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """The items of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
+    ahead, the next item's first before the last V of this one: there is no pause between items."""
+    at = 0  # blocks so far
+    turn = 0
+    lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, barriers, sizes)
+    number = numbers_at(lists, begin, end, pools.compressed, HOW, KEYS, ONE)
+    following = numbers_at(lists, begin + 1, end, pools.compressed, HOW, KEYS, ONE)
+    later = numbers_at(lists, begin + 2, end, pools.compressed, HOW, KEYS, ONE)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = end - begin
         # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
         before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
-        for i in range(0, gl.where(n > 0, n + 1, 0)):
-            following = numbers_at(lists, begin + i + 1, end, pools.compressed, HOW, KEYS, ONE)
-            if i < n:
-                rows = pools.window.rows
-                if HOW != NONE:
-                    rows = gl.where(begin + i < lists.window_blocks, rows, pools.compressed.rows)
-                there = (number >= 0) & (number < rows)
-                bias.index((at + i) % 4).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
-                mbarrier.arrive(bias_ready.index((at + i) % 4), count=1)
-                place, use = place_of_k(i)
-                if HOW == NONE:
-                    gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-                elif begin + i < lists.window_blocks:
-                    gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-                else:
-                    gather_k(pools.compressed, number, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+        for i in range(0, n):
+            rows = pools.window.rows
+            if HOW != NONE:
+                rows = gl.where(begin + i < lists.window_blocks, rows, pools.compressed.rows)
+            there = (number >= 0) & (number < rows)
+            bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
+            mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
+            place, use = place_of_k(i)
+            if HOW == NONE:
+                gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
+            elif begin + i < lists.window_blocks:
+                gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
+            else:
+                gather_k(pools.compressed, number, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+            # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
             if i > 0:
-                place, use = place_of_v(i - 1, n)
-                if HOW == NONE:
-                    gather_v(pools.window, before, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-                elif begin + i - 1 < lists.window_blocks:
-                    gather_v(pools.window, before, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-                else:
-                    gather_v(pools.compressed, before, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+                later = numbers_at(lists, begin + i + 2, end, pools.compressed, HOW, KEYS, ONE)
+            if i > 0:
+                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
             before = number
             number = following
-        at += n
+            following = later
         turn += 1
-    last_commits(at, full, barriers)
+        next_lists, next_begin, next_end = lists, begin, begin
+        if item + gl.num_programs(0) < items:
+            next_lists, next_begin, next_end = lists_at(item + gl.num_programs(0), turn, window, compressed, memory,
+                                                        barriers, sizes)  # fmt: skip
+        number = numbers_at(next_lists, next_begin, next_end, pools.compressed, HOW, KEYS, ONE)
+        following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, HOW, KEYS, ONE)
+        later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, HOW, KEYS, ONE)
+        if n > 0:
+            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
+        at += n
+        lists = next_lists
+        begin = next_begin
+        end = next_end
+    last_slots(at, barriers)
