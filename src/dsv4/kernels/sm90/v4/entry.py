@@ -45,10 +45,10 @@ NARROW = (
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
 )
 # Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
-# faster, and its cost.
+# faster, with splits and for all heads and rows of a query in one CTA, and its cost.
 FEW = (
-    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), 18, Cost(13.2, 0, 2.2)),
-    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), 3, Cost(14.6, 0, 2.5)),
+    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), (18, 18), Cost(13.2, 0, 2.2)),
+    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), (3, 10), Cost(14.9, 0, 2.4)),
 )
 LISTED = Cost(16.0, 0.04, 3.6), Cost(14.6, 0.05, 2.2)  # of v4_listed, with FP8 rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
@@ -100,7 +100,7 @@ def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))
         us = cost.of(tiles * splits, longest)
-        if longest <= most and us < best:
+        if longest <= most[tiles * splits == p.batch] and us < best:
             found, best = (v4_few, options, max(1, -(-blocks // longest))), us
     return found
 
