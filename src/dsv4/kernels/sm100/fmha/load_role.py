@@ -62,8 +62,7 @@ def load_role(source, memory, barriers, tiles, k_is_v, D: gl.constexpr, TILES: g
     state = Filling(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     if tiles.begin < tiles.end:
         state = load_k(state, source, memory, barriers, tiles.first + tiles.begin * BN, D, HOW)
-        # Q first: nothing starts without it. At head dim 128 the second tile's Q and the next keys come together.
-        mbarrier.wait(barriers.q_ready.index(0 if D == 128 else TILES - 1), 0)
+        mbarrier.wait(barriers.q_ready.index(TILES - 1), 0)  # Q first: nothing starts without it
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + tile * BN
         if tile + 1 < tiles.end:

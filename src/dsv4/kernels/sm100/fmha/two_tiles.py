@@ -102,11 +102,10 @@ def step(memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.conste
         for c in range(0, BN // C):
             top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, seen, LS, HOW), 1))
     top = top * scale
-    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
-    some = gl.max(moves.to(gl.int32), 0)  # the warps ask each other while P V is under way
     if j > 0:
         mbarrier.wait(barriers.pv_done.index(TILE), (j - 1) % 2)  # O and P of the keys before are not in use any more
-    if some > 0:
+    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
+    if gl.max(moves.to(gl.int32), 0) > 0:
         alpha = gl.where(moves, gl.exp2(m - top), 1.0)
         m = gl.where(moves, top, m)
         l *= alpha

@@ -53,7 +53,7 @@ from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import place_of
 from dsv4.kernels.sm100.v4.gather import Pool, Pools, gather_role
-from dsv4.kernels.sm100.v4.results import finish_rows, place_rows
+from dsv4.kernels.sm100.v4.results import angles_of, finish_rows, place_rows
 
 
 @aggregate
@@ -197,12 +197,12 @@ def softmax_block(x, m, l, at, first, memory, barriers):
 
 
 @gluon.jit
-def write(place, factor, there, memory, output, split):
+def write(place, factor, angles_ptr, there, memory, output, split):
     """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0)."""
     o, p, heads, first_head = memory.o, memory.p, output.heads, place.first_head
     out_ptr = output.out_ptr + place.query.to(gl.int64) * output.stride_on * 8
     part_ptr = output.part_ptr + place.part_row * 512
-    rope = (place.angles_ptr, output.rope.width)
+    rope = (angles_ptr, output.rope.width)
     LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
     PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -251,9 +251,10 @@ def softmax_role(memory, barriers, output, items, scale, split):
         turn += 1
         place = place_rows(query, first_head, part, output, split, 64, RS)
         factor = finish_rows(m, l, place, output, split)
+        angles_ptr = angles_of(query, output.rope)
         if n > 0:
             mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
-        write(place, factor, n, memory, output, split)
+        write(place, factor, angles_ptr, n, memory, output, split)
 
 
 @gluon.jit(do_not_specialize=[

@@ -35,7 +35,7 @@ from dsv4.kernels.sm100.pair_roles import (
 )
 from dsv4.kernels.sm100.v4.gather import Pool, Pools
 from dsv4.kernels.sm100.v4.gather_pair import gather_role, plan_role
-from dsv4.kernels.sm100.v4.results import finish_rows, place_rows
+from dsv4.kernels.sm100.v4.results import angles_of, finish_rows, place_rows
 
 
 @gluon.jit
@@ -71,6 +71,7 @@ def store_role(memory, barriers, output, items, split):
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         query, first_head, part = place_of(item, output.queries, output.heads, 128)
         place = place_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
+        angles_ptr = angles_of(query, output.rope)
         n = begin(turn, memory, barriers)
         m, l = take_over(turn, memory, barriers)
         factor = finish_rows(m, l, place, output, split)
@@ -81,7 +82,7 @@ def store_role(memory, barriers, output, items, split):
         out = Target(output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
                      place.head.to(gl.int64) * output.stride_oh * 8, place.here)  # fmt: skip
         partial = Target(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
-        write(factor, n, out, partial, memory, barriers, (place.angles_ptr, output.rope.width), split)
+        write(factor, n, out, partial, memory, barriers, (angles_ptr, output.rope.width), split)
 
 
 @gluon.jit(do_not_specialize=[

@@ -14,19 +14,22 @@ class Place:
     here: Value  # whether it is one
     sink: Value
     part_row: Value  # of the item's query in the partial results
-    angles_ptr: Value  # its line of cos_sin
 
 
 @gluon.jit
 def place_rows(query, first_head, part, output, split, ROWS: gl.constexpr, L: gl.constexpr):
-    rope = output.rope
     head = first_head + gl.arange(0, ROWS, layout=L)
     here = head < output.heads
     sink = softmax.sink_of(output.sink_ptr, head, here & (split == 0))
     part_row = (part.to(gl.int64) * output.queries + query) * output.heads
+    return Place(query, first_head, head, here, sink, part_row)
+
+
+@gluon.jit
+def angles_of(query, rope):
+    """The query's line of cos_sin."""
     position = gl.load(rope.positions_ptr + query, mask=rope.width > 0, other=0).to(gl.int64)
-    angles_ptr = rope.cos_sin_ptr + gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
-    return Place(query, first_head, head, here, sink, part_row, angles_ptr)
+    return rope.cos_sin_ptr + gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
 
 
 @gluon.jit
