@@ -19,7 +19,7 @@ from dsv4.kernels.compat import (
     reinterpret,
     reinterpret_as,
 )
-from dsv4.kernels.shared import dependent
+from dsv4.kernels.shared import cluster, dependent
 from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 
@@ -28,9 +28,9 @@ STEPS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.co
 
 
 @gluon.constexpr_function
-def lanes(warps):
+def lanes(warps, ctas=1):
     """16 bytes of bf16 per thread, 8 threads for 64 values of a row."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0], cluster.split(ctas, 2))
 
 
 @gluon.constexpr_function
@@ -126,14 +126,16 @@ def entries(L: gl.constexpr, KEYS: gl.constexpr = 64):
 
 @gluon.jit
 def panels_of(tile):
-    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return reinterpret(tile, [4, 64, 64], PANEL)
+    """Panels of 64 columns of a tile [rows, 256]."""
+    ROWS: gl.constexpr = tile.shape[0]
+    L: gl.constexpr = tile.layout
+    return reinterpret(tile, [4, ROWS, 64], L)
 
 
 @gluon.jit
 def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
-    """256 columns of 64 rows by cp.async -> tile; rows that are not there become zeros. offset: in units of 8."""
-    L: gl.constexpr = lanes(gl.num_warps())
+    """256 columns of the rows of a tile by cp.async; rows that are not there become zeros. offset: in units of 8."""
+    L: gl.constexpr = lanes(gl.num_warps(), gl.num_ctas())
     panels = panels_of(tile)
     pointers = ptr + offset[:, None] * 8 + (COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
     for panel in gl.static_range(4):
@@ -209,7 +211,12 @@ def pieces(warps, panels, words=4):
 @gluon.jit
 def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, WORDS: gl.constexpr = 4):
     """64 x PANELS of the 448 e4m3 values of each row, four to a word, WORDS a thread: int32 [rows, PANELS, 16]."""
-    L: gl.constexpr = pieces(gl.num_warps(), PANELS, WORDS)
+    return fp8_panels(ptr, data, there, FIRST, PANELS, UNIT, pieces(gl.num_warps(), PANELS, WORDS))
+
+
+@gluon.jit
+def fp8_panels(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, L: gl.constexpr):
+    """64 x PANELS of the 448 e4m3 values of each row, four to a word: int32 [rows, PANELS, 16] in layout L."""
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     data = gl.convert_layout(data, R)[:, None, None]
     there = gl.convert_layout(there, R)[:, None, None]
@@ -446,7 +453,7 @@ def mixed_blocks(lists, pools, memory, barriers, first, end, phase, HOW: gl.cons
 @gluon.jit
 def write_job(job, turn, steps, query, first_head, split):
     """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    L: gl.constexpr = cluster.one_value(gl.num_ctas(), gl.num_warps())
     job.index(turn * 4 + STEPS).store(gl.full([1], steps, gl.int32, L))
     job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
     job.index(turn * 4 + FIRST_HEAD).store(gl.full([1], first_head, gl.int32, L))

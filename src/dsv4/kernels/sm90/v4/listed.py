@@ -40,7 +40,7 @@ next item. Sums and jobs have two places: a turn later the other, or gather, may
 """
 
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
-from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared import cluster, dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
@@ -56,15 +56,14 @@ from dsv4.kernels.sm90.v4.gather import (
     gather_role,
 )
 from dsv4.kernels.sm90.v4.steps import (
-    SCORES,
     left_begin,
     left_resident,
     left_step,
+    nothing_scored,
     right_resident,
     right_step,
+    scores_layout,
 )
-
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @aggregate
@@ -94,40 +93,49 @@ class Barriers:
     sum_ready: Value
 
 
+@gluon.constexpr_function
+def columns_layout(ctas, n):
+    """Of columns of O, n of them per product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16], cluster.split(ctas, 2))
+
+
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr):
-    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
-    p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
-    p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
-    m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    a0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    m1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    a1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    CTAS: gl.constexpr = gl.num_ctas()
+    MINE: gl.constexpr = cluster.matrices(CTAS, True)
+    ALIKE: gl.constexpr = cluster.matrices(CTAS, False)
+    VECTOR: gl.constexpr = cluster.vectors(CTAS)
+    FLAT: gl.constexpr = cluster.flat(CTAS)
+    M: gl.constexpr = 64 * CTAS
+    q = gl.allocate_shared_memory(DTYPE, [2, M, 256], MINE)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], ALIKE)
+    p0 = gl.allocate_shared_memory(DTYPE, [M, 64], MINE)
+    p1 = gl.allocate_shared_memory(DTYPE, [M, 64], MINE)
+    m0 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
+    a0 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
+    m1 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
+    a1 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [4, M], VECTOR)
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
 
 
 @gluon.jit
-def make_barriers(GATHER_WARPS: gl.constexpr):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
+def make_barriers(Q_ARRIVALS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr):
+    """READY, FREE: arrivals that fill a slot, that free it."""
+    q_ready = cluster.own_barriers(1).index(0)
+    q_free = cluster.own_barriers(1).index(0)
+    ready = cluster.own_barriers(4)
+    free = cluster.own_barriers(4)
+    p_ready = cluster.own_barriers(2)
+    m_ready = cluster.own_barriers(2)
+    sum_ready = cluster.own_barriers(2)
+    mbarrier.init(q_ready, count=Q_ARRIVALS)
     mbarrier.init(q_free, count=2)
     for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(ready.index(i), count=READY)
+        mbarrier.init(free.index(i), count=FREE)
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(m_ready.index(i), count=1)
@@ -138,7 +146,7 @@ def make_barriers(GATHER_WARPS: gl.constexpr):
 @gluon.jit
 def read(job, turn, WHAT: gl.constexpr):
     """A number that the gathering warps wrote about the item of this turn."""
-    return gl.max(job.index(turn * 4 + WHAT).load(ONE), 0)
+    return gl.max(job.index(turn * 4 + WHAT).load(cluster.one_value(gl.num_ctas(), 4)), 0)
 
 
 @gluon.jit
@@ -151,15 +159,15 @@ def begin(q_ready, job, turn):
 
 @gluon.jit
 def halves(x, L: gl.constexpr):
-    """[64, 2 C] -> left and right [64, C] in layout L: registers change their names."""
-    a, b = gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
+    """[M, 2 C] -> left and right [M, C] in layout L: registers change their names."""
+    a, b = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
     return gl.convert_layout(a, L), gl.convert_layout(b, L)
 
 
 @gluon.jit
 def store_quarter(o, smem, pointers, there):
-    """O [64, 64] by way of smem, 16 bytes per thread."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """O [M, 64] by way of smem, 16 bytes per thread."""
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
     smem.store(o.to(smem.dtype))
     gl.store(pointers, smem.load(L), mask=there)
 
@@ -168,13 +176,14 @@ def store_quarter(o, smem, pointers, there):
 def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
+    M: gl.constexpr = m.shape[0]
     LO: gl.constexpr = o.type.layout
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
     query, first_head = read(memory.job, turn, QUERY), read(memory.job, turn, FIRST_HEAD)
     split = read(memory.job, turn, SPLIT_NUMBER)
-    head = first_head + gl.arange(0, 64, layout=RS)
-    sink = gl.full([64], -float("inf"), gl.float32, RS)
+    head = first_head + gl.arange(0, M, layout=RS)
+    sink = gl.full([M], -float("inf"), gl.float32, RS)
     if not SPLIT:
         sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
@@ -204,9 +213,10 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
             gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                      lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-        row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+        LH: gl.constexpr = columns_layout(gl.num_ctas(), 128)
+        SCORES: gl.constexpr = scores_layout(gl.num_ctas())
+        row = first_head + gl.arange(0, M, layout=gl.SliceLayout(1, L))
         column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
         offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
         pointers = output.out_ptr + offset[:, None] + column[None, :]
@@ -226,15 +236,17 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
 def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
               N: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
-    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
+    CTAS: gl.constexpr = gl.num_ctas()
+    M: gl.constexpr = 64 * CTAS
+    LO: gl.constexpr = columns_layout(CTAS, N)
+    LP: gl.constexpr = softmax.partial_sums(nothing_scored()).type.layout
     phase = 0
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):
         steps = begin(barriers.q_ready, memory.job, turn)
-        o = gl.zeros([64, 256], gl.float32, LO)
-        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([64, 4], 0.0, gl.float32, LP)
+        o = gl.zeros([M, 256], gl.float32, LO)
+        m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores_layout(CTAS)))
+        l = gl.full([M, 4], 0.0, gl.float32, LP)
         if RESIDENT and HALF == 0:
             s = left_begin(memory, barriers, phase, steps, SIGN)
             for step in range(0, steps):
@@ -274,7 +286,10 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False):  # fmt: skip
+              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gl.static_assert(not AFTER)  # the grid after the next would not wait for this one: see dependent.py
+        dependent.let_next_begin()
     # Two Fp8Caches are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     if WINDOW_FP8:
@@ -299,7 +314,7 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
 
     memory = make_memory(q_ptr.dtype.element_ty)
-    barriers = make_barriers(GATHER_WARPS)
+    barriers = make_barriers(arrivals(GATHER_WARPS), arrivals(GATHER_WARPS), 1)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
