@@ -111,7 +111,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     made = []
     for p in found:
         made += calls.launches_of(p, target)
-        if isinstance(p, FmhaProblem) and arch == "sm_90a" and version is not None and version >= (3, 9):
+        if isinstance(p, (FmhaProblem, V4Problem)) and arch == "sm_90a" and version is not None and version >= (3, 9):
             made += calls.launches_of(p, dispatch.compile_target(arch, pair=True))  # taken with DSV4_PAIR=1
     return made
 

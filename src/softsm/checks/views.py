@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,23 +53,23 @@ class SpareShadows:
     blocks lead to is ever looked at; a word's reads, only where its record says so."""
 
     def __init__(self, most: int):
-        self.most, self.spare, self.lock = most, [], threading.Lock()
+        self.most = most
+        self.spare: list[SharedShadow] = []
 
     def take(self, words: int, warps: int) -> SharedShadow:
-        with self.lock:
-            found = self.spare.pop() if self.spare and self.spare[0].size == (words, warps) else None
-        if found is None:
+        try:  # no lock, which a fork in another thread might find taken
+            found = self.spare.pop()
+        except IndexError:
+            found = None
+        if found is None or found.size != (words, warps):
             return SharedShadow(words, warps)
         found.of_blocks.fill(0)
         found.apart.fill(0)
         return found
 
     def give_back(self, shadow: SharedShadow) -> None:
-        with self.lock:
-            if self.spare and self.spare[0].size != shadow.size:
-                self.spare.clear()
-            if len(self.spare) < self.most:
-                self.spare.append(shadow)
+        if len(self.spare) < self.most:
+            self.spare.append(shadow)
 
 
 shadows = SpareShadows(8)

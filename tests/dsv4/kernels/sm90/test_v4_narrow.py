@@ -164,6 +164,8 @@ def test_few_items_take_it():
     assert launch(8, 64, 1152) == ("v4_few", 32, None, (2, 8, 6))
     assert launch(8, 128) == ("v4_few", 32, None, (4, 8, 4))
     assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_few", 16, None, (1, 128, 1))
+    assert launch(128, 32) == ("v4_few", 32, None, (1, 128, 1))
+    assert launch(32, 64)[0] == launch(128, 32, 704)[0] == "v4_listed"
     assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 16)[0] == "v4_listed"
     assert launch(1, 64, deterministic=True)[0] == "v4_listed"
 

@@ -13,6 +13,7 @@ from dsv4 import reference
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, dispatch
+from dsv4.runtime.settings import settings
 from dsv4.v4 import problem
 
 SEED = 13
@@ -41,6 +42,7 @@ def drawn(queries: int, window: int = 150, compressed: int = 300, heads: int = 1
 def alone(monkeypatch):
     """Few queries would take another kernel; two multiprocessors are one pair."""
     monkeypatch.setattr(entry, "narrow", lambda p, target: None)
+    monkeypatch.setattr(settings, "pair", True)
     calls.forget()
     yield
     calls.forget()
@@ -81,26 +83,16 @@ def test_splits_of_a_window_alone_and_heads_that_are_missing(alone, order, monke
     assert_agrees(got, reference.v4_attention, **arguments)
 
 
-def taken(monkeypatch, arguments: dict, version=(3, 9), aot=None, **changes) -> bool:
-    monkeypatch.setattr(entry, "TRITON_VERSION", version)
+def taken(arguments: dict, pair: bool = True, **changes) -> bool:
     p = dataclasses.replace(problem.build(**arguments), **changes)
-    return entry.pairs(p, dispatch.compile_target("sm_90a")._replace(aot=aot))
+    return entry.pairs(p, dispatch.compile_target("sm_90a", pair))
 
 
-def test_it_is_taken_for_lists_of_fp8_rows_that_fill_the_machine(monkeypatch, tmp_path):
+def test_it_is_taken_on_request_for_lists_of_fp8_rows_that_fill_the_machine():
     many = drawn(67)
-    assert taken(monkeypatch, many)
-    assert not taken(monkeypatch, drawn(66))  # 132 tiles: no multiprocessor has a second one
-    assert not taken(monkeypatch, drawn(200, heads=64))
-    assert not taken(monkeypatch, many, deterministic=True)
-    assert not taken(monkeypatch, many | dict(compressed=torch.randn(90, 512).bfloat16()))
-
-
-def test_an_older_triton_takes_it_where_its_cubins_are(monkeypatch, tmp_path):
-    many = drawn(67)
-    assert not taken(monkeypatch, many, version=(3, 6))
-    assert not taken(monkeypatch, many, version=(3, 6), aot=tmp_path)
-    with_it = tmp_path / "compiled by 3.9"
-    with_it.mkdir()
-    (with_it / "v4_listed_pair-0.json").touch()
-    assert taken(monkeypatch, many, version=(3, 6), aot=with_it)
+    assert taken(many)
+    assert not taken(many, pair=False)
+    assert not taken(drawn(66))  # 132 tiles: no multiprocessor has a second one
+    assert not taken(drawn(200, heads=64))
+    assert not taken(many, deterministic=True)
+    assert not taken(many | dict(compressed=torch.randn(90, 512).bfloat16()))

@@ -1,15 +1,12 @@
 """V4 attention on sm_90a: which kernel takes a problem, listed.py, listed_pair.py, narrow.py or few.py, and what the
 host tells it."""
 
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
-from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.few import v4_few
@@ -51,10 +48,10 @@ NARROW = (
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
 )
 # Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
-# faster, and its cost.
+# faster, with splits and for all heads and rows of a query in one CTA, and its cost.
 FEW = (
-    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), 18, Cost(13.2, 0, 2.2)),
-    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), 3, Cost(14.6, 0, 2.5)),
+    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), (18, 18), Cost(13.2, 0, 2.2)),
+    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), (3, 10), Cost(14.9, 0, 2.4)),
 )
 LISTED = Cost(16.0, 0.04, 3.6), Cost(14.6, 0.05, 2.2)  # of v4_listed, with FP8 rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
@@ -78,22 +75,14 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
 
 
 def pairs(p: V4Problem, target: Target) -> bool:
-    """Whether two CTAs share the rows of a query: lists of FP8 rows, an even number of head tiles, more of them than
-    multiprocessors. It takes longer to begin than v4_listed, and less time for each block. Clusters are compiled by
-    Triton 3.9, or come from its cubins. Deterministic: how many queries there are is no property of a query."""
+    """With DSV4_PAIR=1, whether two CTAs share the rows of a query: lists of FP8 rows, an even number of head tiles,
+    more of them than multiprocessors. It takes longer to begin than v4_listed, and less time for each block. Deterministic:
+    how many queries there are is no property of a query."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     if p.deterministic or p.block_table is not None or not all(isinstance(pool, Fp8Cache) for pool in pools):
         return False
     tiles = -(-p.q_heads // 64)
-    if tiles % 2 or p.batch * tiles <= target.multiprocessors:
-        return False
-    return TRITON_VERSION >= (3, 9) or has_pairs(target.aot)
-
-
-@cache
-def has_pairs(directory: Path | None) -> bool:
-    """Whether `dsv4 compile` with a Triton that compiles clusters wrote this directory."""
-    return directory is not None and next(directory.glob("v4_listed_pair-*.json"), None) is not None
+    return target.pair and tiles % 2 == 0 and p.batch * tiles > target.multiprocessors
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
@@ -128,7 +117,7 @@ def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))
         us = cost.of(tiles * splits, longest)
-        if longest <= most and us < best:
+        if longest <= most[tiles * splits == p.batch] and us < best:
             found, best = (v4_few, options, max(1, -(-blocks // longest))), us
     return found
 
