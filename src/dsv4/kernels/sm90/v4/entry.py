@@ -58,10 +58,11 @@ L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
-    after: dict = {}
     if unpack.pays(p):
         p = unpack.unpacked(p, program)
-        after = dict(AFTER=True, launch_pdl=True)
+        options = (RESIDENT if resident(p) else PLAIN) | dict(AFTER=True, launch_pdl=True)
+        prepare_listed(p, target, program, v4_listed, STEP, options)
+        return
     small = narrow(p, target)
     if small is not None:
         kernel, options, splits = small
@@ -71,13 +72,13 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         prepare_listed(p, target, program, v4_listed_pair, STEP, PAIR)
         return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
-    prepare_listed(p, target, program, v4_listed, STEP, (FP8 if fp8 else RESIDENT if resident(p) else PLAIN) | after)
+    prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else RESIDENT if resident(p) else PLAIN)
 
 
 def pairs(p: V4Problem, target: Target) -> bool:
     """With DSV4_PAIR=1, whether two CTAs share the rows of a query: lists of FP8 rows, an even number of head tiles,
-    more of them than multiprocessors. It takes longer to begin than v4_listed, and less time for each block. Deterministic:
-    how many queries there are is no property of a query."""
+    more of them than multiprocessors. It takes longer to begin than v4_listed, and less time for each block.
+    Deterministic: how many queries there are is no property of a query."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     if p.deterministic or p.block_table is not None or not all(isinstance(pool, Fp8Cache) for pool in pools):
         return False
