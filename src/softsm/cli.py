@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from softsm.accepted import ORDERS
+
 app = typer.Typer(
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
     no_args_is_help=True,
@@ -21,7 +23,6 @@ app = typer.Typer(
 )
 
 
-ORDERS = ("eager", "latest", "random")
 # Shared by `run`, `check` and `trace`. Options may come before or after the file; options unknown to softsm, and
 # everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
@@ -334,13 +335,14 @@ def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, se
     from rich.console import Console
     from rich.table import Table
 
+    from softsm.accepted import sides
     from softsm.arguments import parse_argument
-    from softsm.engine.launch import load, triple
+    from softsm.engine.launch import load
 
     values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
     targets = dict(_target(text, len(values)) for text in save)
     kernel = load(file.read_text(), entry)
-    required = triple(kernel.function.directives.get("reqntid", 32), "reqntid")
+    required = sides("reqntid", kernel.function.directives.get("reqntid", 32))
     before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
     kernel.launch(
         _dims(grid, "grid"), _dims(block, "block") if block else required, values, shared=shared,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from softsm import accepted
 from softsm.engine.launch import current_options, options
 from softsm.report.diagnostics import Report
 
@@ -38,6 +39,8 @@ def checking(
         strict: take PTX 9.4 to the letter, and report NaN in operands and boxes outside their tensors.
         tap: keep the operands and results of every matrix product in `report.tap.mma`.
     """
+    for name, value in (("races", races), ("strict", strict), ("tap", tap)):
+        accepted.flag(name, value)
     report = Report()
     if tap:
         from softsm.checks.products import Tap
@@ -61,19 +64,30 @@ def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
         column: only products whose accumulator starts this many columns into its allocation.
     """
     from softsm.checks.products import Expectation
+    from softsm.memory.tensor_memory import COLUMNS
 
     checks = current_options().checks
     if checks is None:
         raise ValueError("expect_mma: it belongs inside `with softsm.checking(...)`")
+    if not isinstance(name, str):
+        accepted.refuse("name", name, "is the product's name")
+    if a is None and b is None:
+        raise ValueError("a, b: got None, accepted are the expected operands, at least one")
+    if column is not None:
+        accepted.whole("column", column, 0, COLUMNS - 1)
     checks.expectations.append(Expectation(name, _array(a, "a"), _array(b, "b"), column))
 
 
 def _array(value, name: str) -> np.ndarray | None:
     if value is None:
         return None
-    if hasattr(value, "detach"):
-        value = value.detach().float().numpy()
-    array = np.asarray(value).astype(np.float32)
-    if array.ndim not in (2, 3, 4):
-        raise ValueError(f"{name}: got {array.ndim} dimensions, accepted are 2 to 4")
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().float().numpy()
+        array = np.asarray(value)
+        array = None if np.iscomplexobj(array) else array.astype(np.float32)
+    except (TypeError, ValueError, RuntimeError):  # no numbers; a tensor that is sparse or on another device
+        array = None
+    if array is None or array.ndim not in (2, 3, 4):
+        accepted.refuse(name, value, "are numbers in 2 to 4 dimensions, on the CPU")
     return array

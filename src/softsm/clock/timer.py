@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from softsm import accepted
 from softsm.clock.model import Model, Prediction
-from softsm.clock.parameters import gpu_for
+from softsm.clock.parameters import GPUS, gpu_for
 from softsm.clock.trace import LaunchTrace, TracingMachine
 from softsm.engine.launch import options
 
@@ -58,7 +59,20 @@ class Timer:
 def timing(
     gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False
 ) -> Iterator[Timer]:
-    """values: products are computed, for kernels whose path depends on them."""
+    """Time every launch inside.
+
+    Args:
+        gpu: "h200" or "b200"; default: the one of the program's architecture.
+        clock: GHz of the multiprocessors; default: what the model expects.
+        samples: how many clusters of a large grid run, up to three.
+        values: products are computed, for kernels whose path depends on them.
+    """
+    if gpu is not None:
+        accepted.one_of("gpu", gpu, tuple(GPUS))
+    if clock is not None:
+        accepted.positive("clock", clock)
+    accepted.whole("samples", samples, 1, 3)
+    accepted.flag("values", values)
     timer = Timer(gpu, clock, samples, values)
     with options(recorder=timer, machine=TracingMachine, order="eager"):
         yield timer

@@ -75,8 +75,6 @@ def nothing() -> None:
 
 class AsyncEngine:
     def __init__(self, order: str, seed: int):
-        if order not in ("eager", "latest", "random"):
-            raise ValueError(f"order: got {order!r}, accepted are 'eager', 'latest' and 'random'")
         self.order = order
         self.random = random.Random(seed)
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue

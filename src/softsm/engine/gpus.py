@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from softsm import accepted
 from softsm.engine.launch import Kernel, current_options, options
 from softsm.engine.scheduler import Machine
 
@@ -72,8 +73,7 @@ class Gathering:
 @contextlib.contextmanager
 def gpus(count: int) -> Iterator[Callable]:
     """Run launches of `count` GPUs at the same time, see above. Gives `gpu`: `with gpu(rank):` says whose they are."""
-    if not isinstance(count, int) or not 1 <= count <= MOST:
-        raise ValueError(f"count: got {count!r}, accepted are 1 to {MOST}")
+    accepted.whole("count", count, 1, MOST)
     now = current_options()
     if now.gathering is not None:
         raise ValueError("gpus: it cannot stand inside of itself")
@@ -83,9 +83,7 @@ def gpus(count: int) -> Iterator[Callable]:
 
     @contextlib.contextmanager
     def gpu(rank: int):
-        if not isinstance(rank, int) or not 0 <= rank < count:
-            raise ValueError(f"rank: got {rank!r}, accepted are 0 to {count - 1}")
-        gathering.rank = rank
+        gathering.rank = accepted.whole("rank", rank, 0, count - 1)
         try:
             yield
         finally:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import gc
-import os
+import math
 import struct
 import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from softsm import accepted
 from softsm.engine import division, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
@@ -36,6 +38,8 @@ CTA_SHARED = 232_448  # of them at most for one CTA
 SM_THREADS = 2048
 SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch
+BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
+CHANGES = ("order", "seed", "sms", "budget", "processes", "dependent")  # options of one launch
 LANE_IDS = np.arange(32, dtype=np.uint32)
 
 
@@ -46,7 +50,7 @@ class Options:
     order: str = "eager"
     seed: int = 0
     sms: int = 4
-    budget: int = int(os.environ.get("SOFTSM_BUDGET", 20_000_000_000))
+    budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
     arch: str = ""
     processes: int = 0  # at most so many share a launch; 0: as engine/division.py has it
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
@@ -54,6 +58,12 @@ class Options:
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
     machine: type[Machine] = Machine  # another one while they are
     gathering: object = None  # softsm.engine.gpus.Gathering while launches of several GPUs are collected
+
+    def __post_init__(self) -> None:
+        accepted.one_of("order", self.order, accepted.ORDERS)
+        accepted.whole("sms", self.sms, 1, accepted.MOST_SMS)
+        for name, least in (("seed", 0), ("budget", 1), ("processes", 0)):
+            accepted.whole(name, getattr(self, name), least)
 
 
 _DEFAULT = Options()
@@ -169,23 +179,33 @@ class Kernel:
 
     def launch_together(self, grid, block, args: list, memories: list, shared: int, cluster, changes: dict) -> Machine:
         """The same grid with the arguments of each GPU, all at the same time."""
+        unknown = [name for name in changes if name not in CHANGES]
+        if unknown:
+            raise TypeError(f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
+                            f"{', '.join(CHANGES)}")
         chosen = replace(current_options(), arch=self.module.target, **changes)
         if chosen.checks is not None and chosen.checks.races and not self.checking:
             return self.checked.launch_together(grid, block, args, memories, shared, cluster, changes)
-        grid, block = triple(grid, "grid"), triple(block, "block")
-        cluster = triple(self.function.directives.get("reqnctapercluster", cluster), "cluster")
-        threads = block[0] * block[1] * block[2]
-        if not 1 <= threads <= 1024:
+        grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)
+        cluster = self.function.directives.get("reqnctapercluster", cluster)
+        cluster = accepted.sides("cluster", cluster, CLUSTER_SIDES, least=1)
+        ctas, threads = math.prod(cluster), math.prod(block)
+        if ctas > CLUSTER_CTAS:
+            raise ValueError(f"cluster: got {cluster}, that is {ctas} CTAs; accepted are 1 to {CLUSTER_CTAS}")
+        if threads > 1024:
             raise ValueError(f"block: got {block}, that is {threads} threads; accepted are 1 to 1024")
-        required = self.function.directives.get("reqntid")
-        if required and triple(required, "reqntid") != block:
-            raise ValueError(f"block: got {block}, the kernel requires {triple(required, 'reqntid')} (.reqntid)")
+        required = accepted.sides("reqntid", self.function.directives.get("reqntid", block))
+        if required != block:
+            raise ValueError(f"block: got {block}, the kernel requires {required} (.reqntid)")
         if any(g % c for g, c in zip(grid, cluster)):
             raise ValueError(f"grid: got {grid}, each side must be a multiple of the cluster {cluster}")
-        total = shared + self.program.shared_static
+        total = accepted.whole("shared", shared, 0) + self.program.shared_static
         if total > CTA_SHARED:
             static = self.program.shared_static
             raise ValueError(f"shared: got {shared} bytes and {static} static ones; a CTA has {CTA_SHARED}")
+        for given in memories:
+            if given is not None and not isinstance(given, GlobalMemory):
+                accepted.refuse("memory", given, "are None and a GlobalMemory")
         memory = memories[0] or GlobalMemory()
         for other in memories[1:]:  # GPUs reach each other's memory
             for a in other.allocations if other is not None else ():
@@ -216,6 +236,8 @@ class Kernel:
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:
         """The parameter buffer, 64-byte aligned; storages of array arguments become known allocations."""
         params = self.function.params
+        if not isinstance(args, (list, tuple)):
+            accepted.refuse("args", args, "is a list of the kernel's arguments")
         if len(args) != len(params):
             names = ", ".join(p.name for p in params)
             raise ValueError(f"args: got {len(args)}, {self.name} takes {len(params)} ({names})")
@@ -369,19 +391,13 @@ def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
-def triple(value, name: str) -> tuple[int, int, int]:
-    if isinstance(value, int):
-        value = (value,)
-    value = tuple(int(v) for v in value) + (1,) * (3 - len(tuple(value)))
-    if len(value) != 3 or any(v < 0 for v in value):
-        raise ValueError(f"{name}: got {value}, accepted is one to three non-negative ints")
-    return value
-
-
 def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
+    name, forms = f"args: parameter {p.name}", "are arrays, CPU tensors, numbers and bytes"
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            accepted.refuse(name, value, forms)
         if value.ndim == 0 and value.nbytes == p.size:
             return value.tobytes()
         owner = value
@@ -392,6 +408,8 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
     if isinstance(value, np.generic):
         return value.tobytes()
     if hasattr(value, "untyped_storage"):
+        if value.device.type != "cpu" or value.is_sparse:
+            accepted.refuse(name, value, forms)
         storage = value.untyped_storage()
         memory.add(storage.data_ptr(), storage.nbytes(), f"argument {p.name}", storage)
         return struct.pack("<Q", value.data_ptr())
@@ -399,12 +417,16 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
         return struct.pack("<Q", value.data_ptr())
     if hasattr(value, "__bytes__"):
         return bytes(value)
-    if isinstance(value, float):
-        return struct.pack("<d" if p.size == 8 else "<f", value)
+    if isinstance(value, float) or (isinstance(value, int) and p.type in ("f32", "f64")):
+        if p.type[0] not in "fb":
+            accepted.refuse(name, value, f"are ints, for .{p.type}")
+        return struct.pack("<d", value) if p.size == 8 else bytes(ctypes.c_float(value))  # 1e40 is inf
     if isinstance(value, int):
-        return (value & (1 << 8 * p.size) - 1).to_bytes(p.size, "little")
-    kind = type(value).__name__
-    raise ValueError(f"args: parameter {p.name} got {kind}; accepted are arrays, tensors, numbers and bytes")
+        bits = 8 * p.size
+        if not -(1 << bits - 1) <= value < 1 << bits:
+            accepted.refuse(name, value, f"are ints of {bits} bits")
+        return (value & (1 << bits) - 1).to_bytes(p.size, "little")
+    accepted.refuse(name, value, forms)
 
 
 def special_value(machine: Machine, cta: Cta, index: int, name: str):

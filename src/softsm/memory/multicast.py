@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from softsm import accepted
 from softsm.memory.global_memory import GlobalMemory
 
 ALIGNMENT = 128
@@ -21,8 +22,8 @@ class Multicast:
     """Buffers of equal size, one in each GPU, that `multicast_ptr` stands for as long as this object lives."""
 
     def __init__(self, members: Sequence):
-        if not members:
-            raise ValueError("members: got none; one tensor or array for each GPU is accepted")
+        if not isinstance(members, (list, tuple)) or not members:
+            accepted.refuse("members", members, "is a list with a tensor or an array for each GPU")
         places = [_place(member, i) for i, member in enumerate(members)]
         sizes = [size for _, size in places]
         if len(set(sizes)) != 1:
@@ -43,11 +44,11 @@ def _place(member, i: int) -> tuple[int, int]:
     if isinstance(member, np.ndarray):
         start, size, dense = member.ctypes.data, member.nbytes, member.flags.c_contiguous
     elif hasattr(member, "untyped_storage"):
-        if member.device.type != "cpu":
-            raise ValueError(f"members[{i}]: got a tensor on {member.device}; softsm runs on CPU tensors")
+        if member.device.type != "cpu" or member.is_sparse:
+            accepted.refuse(f"members[{i}]", member, "are dense CPU tensors")
         start, size, dense = member.data_ptr(), member.numel() * member.element_size(), member.is_contiguous()
     else:
-        raise ValueError(f"members[{i}]: got {type(member).__name__}; a tensor or an array is accepted")
+        accepted.refuse(f"members[{i}]", member, "are tensors and arrays")
     if not dense or not size or start % 16:
         raise ValueError(
             f"members[{i}]: got {size} bytes at {start:#x}, {'' if dense else 'not '}contiguous; contiguous ones at a "

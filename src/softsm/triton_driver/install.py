@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from softsm import accepted
 from softsm.triton_driver import in_use
 from softsm.triton_driver.in_use import ARCHITECTURES, DEFAULT_SMS, InUse, Patches, current
 
@@ -24,11 +25,9 @@ class Use(InUse):
     """softsm in use. As a context manager it ends with the block, else with `stop()` or the process."""
 
     def __init__(self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, register: bool = True):
-        if arch not in ARCHITECTURES:
-            raise ValueError(f"arch: got {arch!r}, accepted are {', '.join(ARCHITECTURES)}")
-        if not isinstance(sms, int) or sms < 1:
-            raise ValueError(f"sms: got {sms!r}, accepted is a positive int")
-        super().__init__(arch, sms)
+        accepted.one_of("arch", arch, tuple(ARCHITECTURES))
+        accepted.flag("cuda_shim", cuda_shim)
+        super().__init__(arch, accepted.whole("sms", sms, 1, accepted.MOST_SMS))
         with _lock:
             self._begin(register, cuda_shim)
 

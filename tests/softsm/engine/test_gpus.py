@@ -71,7 +71,7 @@ def test_what_does_not_fit_together_is_refused():
         meet(ranks=(0,))
     with pytest.raises(ValueError, match="outside of `with gpu"), softsm.gpus(2):
         softsm.load(MEET.replace("SCOPE", "sys")).launch(1, 1, [0, 0, 0, 0])
-    with pytest.raises(ValueError, match="accepted are 0 to 1"), softsm.gpus(2) as gpu, gpu(2):
+    with pytest.raises(ValueError, match="accepted are ints from 0 to 1"), softsm.gpus(2) as gpu, gpu(2):
         pass
     with pytest.raises(ValueError, match="count: got 0"), softsm.gpus(0):
         pass

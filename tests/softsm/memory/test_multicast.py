@@ -36,12 +36,12 @@ def test_it_lives_as_long_as_the_object():
 
 
 @pytest.mark.parametrize("members, why", [
-    ([], "got none"),
+    ([], r"members: got \[\]"),
     ([np.zeros(4), np.zeros(8)], r"got \[32, 64\] bytes"),
     ([np.zeros((4, 4))[:, ::2]], r"members\[0\].*not contiguous"),
     ([np.zeros(8, np.uint8)[1:]], "multiple of 16"),
-    ([torch.zeros(4), 17], r"members\[1\]: got int"),
-    ([torch.zeros(4, device="meta")], "a tensor on meta"),
+    ([torch.zeros(4), 17], r"members\[1\]: got 17"),
+    ([torch.zeros(4, device="meta")], "on meta"),
 ])  # fmt: skip
 def test_members_that_are_refused(members, why):
     with pytest.raises(ValueError, match=why):
