@@ -135,6 +135,17 @@ def parameters_of(gpu: Gpu) -> np.ndarray:
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 
+def makespan(durations: np.ndarray, slots: int, more: float) -> float:
+    """When the last ends, each in the place of the first that ends; the first of each place takes `more`."""
+    if len(durations) <= slots or durations.min() == durations.max():
+        return float(durations[:slots].max() + more + durations[0] * (-(-len(durations) // slots) - 1))
+    ends = (durations[:slots] + more).tolist()
+    heapq.heapify(ends)
+    for d in durations[slots:].tolist():
+        heapq.heapreplace(ends, ends[0] + d)
+    return max(ends)
+
+
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
@@ -404,13 +415,7 @@ class Model:
         for n in sorted(set(cold) | set(warm) | set(last)):
             took = float(np.mean(warm[n])) if n in warm else float(np.mean(cold[n])) - more if n in cold else last[n][0]
             known.append((self.trace.clusters[n].number, took))
-        durations = self._over_grid(known)
-        durations[:slots] += more
-        ends = [0.0] * slots
-        heapq.heapify(ends)
-        for d in durations:
-            heapq.heappush(ends, heapq.heappop(ends) + d + gap)
-        return max(ends) - gap
+        return makespan(self._over_grid(known) + gap, slots, more) - gap
 
     def _over_grid(self, known: list[tuple[int, float]]) -> np.ndarray:
         """Of every cluster of the grid, between those that were looked at: by its first coordinate if that tells."""

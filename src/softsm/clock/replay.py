@@ -53,18 +53,45 @@ def simulate(
                 w_time[w] = i_start[inst]
                 active[n_active] = w
                 n_active += 1
+    leaves = 1
+    while leaves < n_active:
+        leaves *= 2
+    tree = np.empty(2 * leaves)  # the earlier time of each pair of active warps, of each pair of pairs, ...
+    w = 0
+    t = second = INF
+    place = 0  # of w among the active warps
+    others = True  # whether times of other warps have changed
     while finished < n_inst:
-        w = -1
-        t = INF
-        second = INF
-        for k in range(n_active):
-            x = w_time[active[k]]
-            if x < t:
-                second = t
-                t = x
-                w = active[k]
-            elif x < second:
-                second = x
+        x = w_time[w]
+        if others:
+            others = False
+            for k in range(leaves):
+                tree[leaves + k] = w_time[active[k]] if k < n_active else INF
+            for k in range(leaves - 1, 0, -1):
+                tree[k] = min(tree[2 * k], tree[2 * k + 1])
+            second = -1.0
+        elif x >= second:
+            k = leaves + place
+            tree[k] = x
+            while k > 1:
+                k >>= 1
+                tree[k] = min(tree[2 * k], tree[2 * k + 1])
+        if x < second:
+            t = x  # it is the first again
+        else:
+            t = tree[1]
+            second = INF
+            k = 1
+            while k < leaves:
+                k *= 2
+                x = tree[k + 1]
+                if x < tree[k]:
+                    x = tree[k]
+                    k += 1
+                if x < second:
+                    second = x
+            place = k - leaves
+            w = active[place]
         # ---- the tensor core: a warpgroup goes on as long as it has products, then comes the next ----
         if soon < t:
             soon = INF
@@ -104,8 +131,9 @@ def simulate(
                     if w_tag[v] == ON_PRODUCTS + g:
                         w_tag[v] = -1
                         w_time[v] = max(soon, w_since[v])
+                        others = True
                 continue
-        if w < 0:
+        if t == INF:
             count[0] = n_log
             return 1
         inst = w_inst[w]
@@ -114,11 +142,9 @@ def simulate(
         en = 11 * sm  # of its engines
         if pos >= w_end[w]:
             w_time[w] = INF
-            for k in range(n_active):
-                if active[k] == w:
-                    n_active -= 1
-                    active[k] = active[n_active]
-                    break
+            n_active -= 1
+            active[place] = active[n_active]
+            others = True
             i_left[inst] -= 1
             if i_left[inst] == 0:
                 i_end[inst] = max(t, engines[en + WRITE_FREE])
@@ -395,6 +421,7 @@ def simulate(
                             w_tag[v] = -1
                             stalls[REASON_COUNT * s_ins[w_pos[v] - 1] + NAMED] += x - w_last[5 * v + 3]
                             w_time[v] = x
+                            others = True
             elif ek == 8:
                 y = max(1.0, size / 128.0)
                 if size < 128 * e_c[e]:  # lines of which it takes a part
@@ -454,6 +481,7 @@ def simulate(
                         if w_tag[v] == ON_CLUSTER + inst:
                             w_tag[v] = -1
                             w_time[v] = t
+                            others = True
             if eff < 0:
                 continue
             # an mbarrier has changed
@@ -471,6 +499,7 @@ def simulate(
                     if w_tag[v] == ON_BARRIER + b:
                         w_tag[v] = -1
                         w_time[v] = t
+                        others = True
     count[0] = n_log
     return 0
 
