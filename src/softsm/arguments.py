@@ -7,6 +7,7 @@ f32[1024]=arange     0, 1, 2, ...               f32[1024]=random    normal (floa
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ TYPES = {
     "s16": np.int16, "s32": np.int32, "s64": np.int64, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64,
 }  # fmt: skip
+MOST_BYTES = 1 << 34
 _FORM = re.compile(r"(?P<type>[a-z]+\d+\w*)(?:\[(?P<shape>[\d,\s]+)\])?(?:=(?P<value>.+))?")
 
 
@@ -41,6 +43,8 @@ def parse_argument(text: str, seed: int = 0) -> np.ndarray | np.generic:
             raise ValueError(f"argument: {text!r} has neither a shape nor a value")
         return dtype.type(_number(value, text, dtype))
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
+    if math.prod(shape) * dtype.itemsize > MOST_BYTES:
+        raise ValueError(f"argument: got {text!r}, accepted are arrays of at most {MOST_BYTES >> 30} GiB")
     if value is None:
         return np.zeros(shape, dtype)
     if value == "arange":
@@ -55,6 +59,10 @@ def parse_argument(text: str, seed: int = 0) -> np.ndarray | np.generic:
 
 def _number(value: str, text: str, dtype: np.dtype) -> float | int:
     try:
-        return int(value, 0) if dtype.kind in "iu" else float(value)
+        number = int(value, 0) if dtype.kind in "iu" else float(value)
     except ValueError:
         raise ValueError(f"argument: {value!r} in {text!r} is not a number, arange or random") from None
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        limits = np.iinfo(dtype)
+        raise ValueError(f"argument: got {text!r}, accepted are numbers from {limits.min} to {limits.max}")
+    return number

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from softsm import accepted
 from softsm.accepted import ORDERS
 
 app = typer.Typer(
@@ -81,7 +82,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
-    _accept(file, arguments, order, ORDERS)
+    _accept(file, arguments, arch, sms, order, ORDERS, seed)
     if file.suffix == ".py":
         with _program_errors(file):
             _program(file, arguments or [], arch, sms, order, seed)
@@ -112,7 +113,7 @@ def check(
     one."""
     from softsm.report.several_orders import Summary
 
-    _accept(file, arguments, order, (*ORDERS, "all"))
+    _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
     summary = Summary(seed, strict)
     for chosen, number in summary.runs(order):
         with summary.run(chosen, number, frames_of=str(file)):
@@ -170,7 +171,8 @@ def trace(
     from softsm.errors import SoftsmError
     from softsm.report.trace import tracing
 
-    _accept(file, arguments, order, ORDERS)
+    _accept(file, arguments, arch, sms, order, ORDERS, seed)
+    _writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
     try:
@@ -225,10 +227,16 @@ def time(
     for given in (file, compare):
         if given is not None and not given.is_file():
             _stop(f"there is no file {given}")
+        if given is not None and given.suffix == ".ptx":
+            _stop(f"file: got {given}, accepted are Python programs, which launch the kernels to be timed")
     try:
         target, device = command.target(arch, gpu)
+        if clock:
+            accepted.positive("clock", clock)
     except ValueError as problem:
         _stop(str(problem))
+    if output is not None:
+        _writable(output)
     timers = []
     for given in (file, compare):
         if given is not None:
@@ -275,15 +283,33 @@ def museum(
         raise typer.Exit(1)
 
 
-def _accept(file: Path, arguments: list[str] | None, order: str, orders: tuple[str, ...]) -> None:
+def _accept(
+    file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
+) -> None:
     """Refuse what cannot be meant, in one line."""
+    from softsm.triton_driver.in_use import ARCHITECTURES
+
     if not file.is_file():
         _stop(f"there is no file {file}")
-    if order not in orders:
-        _stop(f"order: got {order!r}, accepted are {', '.join(orders)}")
+    try:
+        accepted.one_of("order", order, orders)
+        accepted.whole("sms", sms, 1, accepted.MOST_SMS)
+        accepted.whole("seed", seed, 0)
+        if arch:
+            accepted.one_of("arch", arch, tuple(ARCHITECTURES))
+    except ValueError as problem:
+        _stop(str(problem))
     unknown = [x for x in arguments or () if file.suffix != ".py" and x.startswith("-")]
     if unknown:
         _stop(f"{unknown[0]}: there is no such option, and a kernel in PTX has no command line")
+
+
+def _writable(folder: Path) -> None:
+    """Made before the program runs, which may take long."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        _stop(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
 
 
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
@@ -335,14 +361,13 @@ def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, se
     from rich.console import Console
     from rich.table import Table
 
-    from softsm.accepted import sides
     from softsm.arguments import parse_argument
     from softsm.engine.launch import load
 
     values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
     targets = dict(_target(text, len(values)) for text in save)
     kernel = load(file.read_text(), entry)
-    required = sides("reqntid", kernel.function.directives.get("reqntid", 32))
+    required = accepted.sides("reqntid", kernel.function.directives.get("reqntid", 32))
     before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
     kernel.launch(
         _dims(grid, "grid"), _dims(block, "block") if block else required, values, shared=shared,
@@ -354,7 +379,10 @@ def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, se
         table.add_row(p.name, text, changed, shown)
     Console().print(table)
     for index, path in targets.items():
-        np.save(path, values[index])
+        try:
+            np.save(path, values[index])
+        except OSError as problem:
+            raise ValueError(f"save: got {path}, accepted is a file to write to ({problem.strerror})") from None
 
 
 def _bits(array):

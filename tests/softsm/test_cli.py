@@ -239,6 +239,44 @@ def test_an_unknown_order_is_one_line(ptx, command):
     assert done.output.startswith("order: got 'sideways', accepted are eager, latest, random")
 
 
+WRONG = {"--sms": "0", "--seed": "-5", "--arch": "sm_80"}
+
+
+@pytest.mark.parametrize("command", ["run", "check", "trace"])
+@pytest.mark.parametrize("option", WRONG)
+def test_a_wrong_option_is_one_line_and_nothing_runs(racy, tmp_path, command, option):
+    racy.write_text("raise SystemExit('it ran')\n")
+    where = ["-o", tmp_path / "out"] if command == "trace" else []
+    done = softsm_command(command, racy, option, WRONG[option], *where)
+    assert done.exit_code == 1 and len(done.output.splitlines()) == 1
+    assert done.output.startswith(f"{option[2:]}: got ") and "accepted are " in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(racy, ptx, tmp_path):
+    racy.write_text("raise SystemExit('it ran')\n")
+    (tmp_path / "file").write_text("")
+    for command in ("trace", "time"):
+        done = softsm_command(command, racy, "-o", tmp_path / "file")
+        assert done.exit_code == 1 and "output: got " in done.output and "it ran" not in done.output
+    done = softsm_command("run", ptx, "f32[64]", "f32=2", "u32=64", "--save", f"0={tmp_path}/none/x.npy")
+    assert done.exit_code == 1 and "save: got " in done.output
+
+
+def test_time_takes_programs(ptx, tmp_path):
+    done = softsm_command("time", ptx)
+    assert done.exit_code == 1 and "accepted are Python programs" in done.output
+    (tmp_path / "program.py").write_text("")
+    done = softsm_command("time", tmp_path / "program.py", "--clock", "-3")
+    assert done.exit_code == 1 and done.output.startswith("clock: got -3.0, accepted are ")
+
+
+@pytest.mark.parametrize("text", ["u32=70000000000", "u32=-1", "u8[8]=300", "f32[99999999999999]"])
+def test_numbers_that_do_not_fit_are_refused(text):
+    with pytest.raises(ValueError, match="^argument: got .*, accepted are "):
+        parse_argument(text)
+
+
 def test_trace_prints_what_it_found(racy, tmp_path):
     done = softsm_command("trace", racy, "-o", tmp_path / "out")
     assert done.exit_code == 1 and "2 findings" in done.output

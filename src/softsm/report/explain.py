@@ -20,6 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from softsm import accepted
 from softsm.errors import Fault
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
@@ -39,6 +40,7 @@ BITS = {
     "s8": 8,
     "u8": 8,
 }
+MOST_ROWS, MOST_K = 256, 4096  # of a tile: no product has larger ones
 MAX_ROWS = 32  # of a picture; more is said in words
 WIDE = 8  # cells across: fits a terminal of 80 columns
 EXAMPLES = (
@@ -346,10 +348,11 @@ def matrix_move(parts: list[str]) -> RenderableType:
 
 
 def descriptor(raw: int, tile: Tile) -> RenderableType:
-    if tile.dtype not in BITS:
-        raise ValueError(f"dtype: got {tile.dtype!r}, accepted are {', '.join(BITS)}")
-    if tile.major not in ("k", "mn"):
-        raise ValueError(f"major: got {tile.major!r}, accepted are k and mn")
+    accepted.one_of("arch", tile.arch, ("sm_100a", "sm_90a"))
+    accepted.one_of("dtype", tile.dtype, tuple(BITS))
+    accepted.one_of("major", tile.major, ("k", "mn"))
+    accepted.whole("rows", tile.rows, 1, MOST_ROWS)
+    accepted.whole("k", tile.k, 1, MOST_K)
     if not 0 <= raw < 1 << 64:
         raise ValueError(f"descriptor: got {raw:#x}, accepted are 64 bits")
     blackwell = not tile.arch.startswith("sm_90")

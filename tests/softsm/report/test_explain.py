@@ -28,10 +28,17 @@ def cells(text: str, row: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [row])[1:]
 
 
-def test_every_code_has_a_sentence_and_a_way_to_mend() -> None:
+def test_every_code_has_a_sentence_and_a_fix() -> None:
     for code in CODES:
         text = say(code)
         assert text.startswith(code) and "fix" in text and len(text.split()) > 6
+
+
+@pytest.mark.parametrize("wrong", ["--rows 0", "--rows 1000000000", "--k 99999", "--arch sm_80", "--major q"])
+def test_a_tile_that_no_product_has_is_refused(wrong: str) -> None:
+    option, value = wrong.split()
+    text = say("descriptor", "0x4000404000010040", option, value, code=1)
+    assert text.startswith(f"{option[2:]}: got ") and "accepted are" in text
 
 
 def test_every_code_that_is_raised_is_explained() -> None:
