@@ -113,9 +113,12 @@ def real(name: str, x: Any, accepted: str) -> float:
         return math.inf
 
 
+LARGEST = torch.finfo(torch.float32).max  # kernels and the CPU path compute with numbers of 32 bits
+
+
 def finite(name: str, x: float, accepted: str = "a finite number") -> float:
-    if not -math.inf < x < math.inf:
-        fail(name, describe(x), accepted)
+    if not -LARGEST <= x <= LARGEST:
+        fail(name, describe(x), f"{accepted}, in fp32")
     return x
 
 

@@ -82,6 +82,7 @@ TABLE = [
     ("dense", "sink", lambda x: torch.zeros(4, device="meta"), "sink"),
     ("dense", "softmax_scale", lambda x: "1", "softmax_scale"),
     ("dense", "softmax_scale", lambda x: float("nan"), "softmax_scale"),
+    ("dense", "softmax_scale", lambda x: 1e40, "softmax_scale"),  # inf in fp32
     ("dense", "window", lambda x: 127, "window"),
     ("dense", "window", lambda x: (1, 2, 3), "window"),
     ("dense", "window", lambda x: (-2, 0), "window"),
