@@ -47,10 +47,12 @@ def test_a_summary_counts_losses_and_wins_of_a_kind():
         return {"case": name, "microseconds": {"dsv4": ours, **theirs}}
 
     cases = [case("prefill full hd64", 2.0, a=1.0, b=3.0), case("prefill causal hd64 (1, 2:2, 9)", 1.0, a=4.0)]
+    cases += [case("decode hd64", 1.0, a=n, b=2.0) for n in (1.0, 3.0, 4.0)]  # the fastest is not the same everywhere
     cases += [case("write 1 FP8 rows", 1.0, b=1.0), case("write 9 FP8 rows", 1.0)]  # the last has no peer
     record = {"device": "G", "torch": "1", "triton": "2", "ceilings": {}, "cases": cases}
     text = summary.table([record])
     assert "| prefill hd64 | 2 | a | 0.50x | 2.25x | 4.00x |" in text
+    assert "| decode hd64 | 3 | b (2), a (1) | 1.00x | 2.00x | 2.00x |" in text
     assert "| write | 1 | b | 1.00x | 1.00x | 1.00x |" in text
     assert summary.is_record(record) and not summary.is_record([record])
 

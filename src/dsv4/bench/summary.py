@@ -70,9 +70,10 @@ def table(many: list[Record]) -> str:
     ]
     for name, found in speeds(many).items():
         ratios = [ratio for ratio, _ in found]
-        peer = Counter(peer.split(",")[0] for _, peer in found).most_common(1)[0][0]
+        peers = Counter(peer.split(",")[0] for _, peer in found).most_common()
+        best = ", ".join(f"{peer} ({count})" for peer, count in peers) if len(peers) > 1 else peers[0][0]
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-        lines.append(f"| {name} | {len(found)} | {peer} | {low:.2f}x | {middle:.2f}x | {high:.2f}x |")
+        lines.append(f"| {name} | {len(found)} | {best} | {low:.2f}x | {middle:.2f}x | {high:.2f}x |")
     return "\n".join(lines)
 
 
