@@ -145,7 +145,7 @@ def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None
     Differentiable: a rank's part gets the sum of what every rank's whole has for it.
     """
     _, size = _place(group)
-    _pieces(_length(x, dim), size, order)
+    _pieces(_length(x, dim), order)
     if not wants_gradient(x):
         return _unshard(x, dim, order, group)
     from dsv4 import distributed_backward
@@ -157,7 +157,7 @@ def _unshard(x: Tensor, dim: int, order: str, group: Any) -> Tensor:
     _, size = _place(group)
     if size == 1:
         return x.view_as(x)
-    parts = [part.chunk(_pieces(None, size, order), dim) for part in _gather(x, group)]
+    parts = [part.chunk(_pieces(None, order), dim) for part in _gather(x, group)]
     whole = {n: parts[r][p] for r in range(size) for p, n in enumerate(_numbers(r, size, order))}
     return torch.cat([whole[n] for n in range(len(whole))], dim)
 
@@ -180,7 +180,7 @@ def _positions(
     name: str, came: str, length: int, order: str, group: Any, device: torch.device | None
 ) -> Tensor:
     rank, size = _place(group)
-    pieces = _pieces(None, size, order)
+    pieces = _pieces(None, order)
     if length % (pieces * size):
         checks.fail(name, came, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
     piece = length // (pieces * size)
@@ -221,7 +221,7 @@ def prefill(
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
     checks.sink(sink, q.shape[2], ("q", q))
-    _pieces(q.shape[1], size, order)
+    _pieces(q.shape[1], order)
     setting = Setting(left, right, softmax_scale, order, method, group, deterministic, backend)
     if wants_gradient(q, k, v, sink):
         from dsv4 import distributed_backward
@@ -249,7 +249,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setti
     """prefill, its arguments checked -> out, lse."""
     left, right, softmax_scale, order, method, group, deterministic, backend = setting
     rank, size = _place(group)
-    pieces = _pieces(q.shape[1], size, order)
+    pieces = _pieces(q.shape[1], order)
     piece = q.shape[1] // pieces
     options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
     queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
@@ -351,7 +351,7 @@ def _numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
 
 
-def _pieces(tokens: int | None, size: int, order: str) -> int:
+def _pieces(tokens: int | None, order: str) -> int:
     """How many pieces of the sequence a rank has, its tokens being so many."""
     checks.one_of("order", order, ORDERS)
     pieces = 2 if order == "zigzag" else 1

@@ -72,7 +72,7 @@ class Queries:
     ):  # fmt: skip
         self.setting, self.sink, self.want_q = setting, sink, want_q
         self.rank, self.size = distributed._place(setting.group)
-        self.pieces = distributed._pieces(q.shape[1], self.size, setting.order)
+        self.pieces = distributed._pieces(q.shape[1], setting.order)
         self.piece = q.shape[1] // self.pieces
         self.tensors = q, out, dout
         self.lse, self.dlse = lse, dlse
@@ -140,7 +140,7 @@ def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
     _, size = distributed._place(group)
     if size == 1:
         return whole
-    pieces = whole.chunk(size * distributed._pieces(None, size, order), dim)
+    pieces = whole.chunk(size * distributed._pieces(None, order), dim)
     send = [torch.cat([pieces[n] for n in distributed._numbers(r, size, order)], dim) for r in range(size)]
     parts = [torch.empty_like(send[0]) for _ in range(size)]
     dist.all_to_all(parts, [x.contiguous() for x in send], group=group)

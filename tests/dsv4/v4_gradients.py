@@ -1,15 +1,24 @@
 """Requests for the gradients of v4_attention, and what the formulas say: for tests of kernels, softsm and a GPU."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from dsink import assert_dsink
 
+import softsm
 from dsv4 import reference, reference_backward
 from dsv4.v4 import problem
 from dsv4.v4.backward import V4Backward
 
 BF16, FP16 = torch.bfloat16, torch.float16
+
+# What the kernels of both architectures must get right: sizes and options of `request`.
+TWO_POOLS = dict(n=3, heads=40, window=(50, 70), compressed=(30, 40), rope=64, dlse=True)
+TWO_TILES_OF_HEADS = dict(n=3, heads=80, window=(90, 128), sink=False, paged=True, rope=96)
+EIGHT_BLOCKS = dict(n=2, heads=64, window=(90, 400), compressed=(30, 70))  # every barrier goes round several times
+LONG_LISTS_FP16 = dict(n=2, heads=40, window=(50, 130), compressed=(30, 40), rope=64, dlse=True, dtype=FP16)
+ANY_SIZE_FP16 = dict(n=3, heads=80, window=(50, 70), compressed=(30, 40), dlse=True, dtype=FP16)
 
 
 def draw(*shape, seed, dtype=BF16, device="cpu"):
@@ -66,3 +75,13 @@ def check(b, want, low):
     if b.dsink is not None:
         p = b.forward
         assert_dsink(b.dsink, want.sink, p.out, b.dout, p.lse, p.sink)
+
+
+def check_in_softsm(arch, backward, problem, order="", **options):
+    """An architecture's kernels against the formulas; with an order of completion, also that nothing races."""
+    b, want, low = request(**problem, **options)
+    checked = softsm.checking(order=order, seed=7) if order else nullcontext()
+    with softsm.use(arch), checked as report:
+        backward(b)
+    assert not report, str(report)
+    check(b, want, low)

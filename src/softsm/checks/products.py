@@ -88,7 +88,7 @@ class Products:
         self.checker, self.tap, self.expectations, self.nan = checker, tap, expectations, nan
         self.places: dict[tuple, list[int]] = {}  # accumulator -> [tile, step]
 
-    def perform(self, w, thread: int, p, ctas: list, effects) -> None:
+    def perform(self, w, p, ctas: list, effects) -> None:
         from softsm.isa import tcgen05_product as tcgen05
 
         a = np.concatenate([logical_a(tcgen05, p, cta) for cta in ctas])

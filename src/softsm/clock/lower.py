@@ -170,7 +170,7 @@ class Lowering:
         ratios = [many[op] / n for op, n in one.items() if op in many for _ in range(n)]
         return max(2, round(float(np.median(ratios))))
 
-    def _anchors(self, home: int, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
+    def _anchors(self, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
         """Where each event of a run through a block goes -> (instructions, positions)."""
         places: dict[tuple, list[int]] = defaultdict(list)
         for at, i in enumerate(part.tolist()):
@@ -228,7 +228,7 @@ class Lowering:
                 base = np.zeros(0, np.int32)
             else:
                 base = part[2] if single and part[2] is not None else part[0]
-            base, places = self._anchors(home, base, events) if events else (base, [])
+            base, places = self._anchors(base, events) if events else (base, [])
             at, count = np.full(len(base), -1, np.int32), np.zeros(len(base), np.int32)
             order = sorted(range(len(events)), key=lambda k: places[k])
             for n, k in enumerate(order):

@@ -23,7 +23,7 @@ _CODE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
 _LINE = re.compile(r'//## File ".nv_debug_ptx_txt", line (\d+)')
 _LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+|[A-Za-z_$][\w$.]*):")
 WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
-NONE, SCOREBOARDS = 7, 6
+NONE = 7  # no scoreboard
 ENDS = ("BRA", "BRX", "EXIT", "RET", "CALL", "BREAK", "JMP")
 
 

@@ -139,7 +139,7 @@ def widen(chain: Chain, t: str) -> None:
         chain.then("cvt.s64.s32" if t[0] == "s" else "cvt.u64.u32", wide=True)
 
 
-def integer_to_integer(asm, ins, dtype, stype, sat, d, a):
+def integer_to_integer(asm, dtype, stype, sat, d, a):
     chain = integer_source(asm, a, stype)
     if sat:
         bits = INTEGERS[dtype]
@@ -352,7 +352,7 @@ def cvt(asm, ins):
     if dtype in INTEGERS and stype in INTEGERS:
         if rounding:
             asm.refuse(ins, f".{rounding} has no meaning between integers")
-        return integer_to_integer(asm, ins, dtype, stype, flags["sat"], d, a)
+        return integer_to_integer(asm, dtype, stype, flags["sat"], d, a)
     if dtype in INTEGERS:
         return float_to_integer(asm, ins, dtype, stype, rounding, flags["ftz"], d, a)
     integer_to_float(asm, ins, dtype, stype, rounding, flags["sat"], d, a)

@@ -88,7 +88,7 @@ def format_of(type_: str, count: int, wide: bool) -> int:
     return LOG[type_] | count << 4 | (ln.SIGNED if type_[0] == "s" else 0) | (ln.WIDE if wide else 0)
 
 
-def address_of(asm, ins, operand, space: int) -> tuple[int, int]:
+def address_of(asm, operand, space: int) -> tuple[int, int]:
     """-> (row, offset). Shared addresses are 32-bit rows; a 64-bit register holding one is narrowed."""
     bank, row, offset = asm.address(operand)
     want = "R" if space == ln.SHARED else "Q"
@@ -99,7 +99,7 @@ def address_of(asm, ins, operand, space: int) -> tuple[int, int]:
     return row, offset
 
 
-def parameter_load(asm, ins, rows, wide, count, type_) -> bool:
+def parameter_load(asm, ins, rows, wide, type_) -> bool:
     """`ld.param [entry parameter + constant]`: the value is known at launch, so it is a row and the load a move."""
     operand = ins.operands[1]
     base = operand.base
@@ -123,11 +123,11 @@ def ld(asm, ins):
     address: Address = ins.operands[1]
     rows, wide = rows_of(asm, ins.operands[0], count, type_, write=True)
     if named.startswith("param"):
-        if parameter_load(asm, ins, rows, wide, count, type_):
+        if parameter_load(asm, ins, rows, wide, type_):
             return
         if isinstance(address.base, Symbol) and address.base.name in asm.local_variables:
             space = ln.LOCAL
-    row, offset = address_of(asm, ins, address, space)
+    row, offset = address_of(asm, address, space)
     if named.startswith("param") and space != ln.LOCAL and not isinstance(address.base, Symbol):
         total = asm.temp("q")  # a register holds the place within the param space
         asm.emit("add.u64", total, row, asm.param_base(), guard=None)
@@ -148,7 +148,7 @@ def st(asm, ins):
             asm.refuse(ins, "kernel parameters and constants cannot be written")
         space = ln.LOCAL
     rows, wide = rows_of(asm, ins.operands[1], count, type_, write=False)
-    row, offset = address_of(asm, ins, ins.operands[0], space)
+    row, offset = address_of(asm, ins.operands[0], space)
     strong = not STRONG.isdisjoint(ins.modifiers)
     if strong:
         synchronises(asm, ins, space, row, offset, write=True)
@@ -208,7 +208,7 @@ def atom(asm, ins):
     target = None if ins.opcode == "red" else operands.pop(0)
     address, *values = operands
     values = values[: 2 if op == "cas" else 1]  # a cache policy may follow
-    row, offset = address_of(asm, ins, address, space)
+    row, offset = address_of(asm, address, space)
     if type_ in ATOMIC_TYPES and count == 1:
         wide = ATOMIC_TYPES[type_] in (ln.T_U64, ln.T_S64, ln.T_F64)
         kind = {"f32": "f", "f64": "d"}.get(type_, "q" if wide else "u")

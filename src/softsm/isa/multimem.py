@@ -69,7 +69,7 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, f"{count} elements of .{type_}; floating-point vectors have 4, 8 or 16 bytes in all")
     target, *values = reversed(ins.operands) if what == "ld_reduce" else ins.operands
     rows, wide = rows_of(asm, values[0], count, type_, write=what == "ld_reduce")
-    row, offset = address_of(asm, ins, target, ln.GLOBAL)
+    row, offset = address_of(asm, target, ln.GLOBAL)
     order = order or ("relaxed" if what == "red" else "weak")
     asm.macro(do_multimem, ins, what=what, op=op, wide_sum=wide_sum, rows=rows, wide=wide, row=row, offset=offset,
               size=size, dtype=np.dtype(DTYPES[type_]), order=order, scope=scope or "sys")  # fmt: skip

@@ -181,7 +181,7 @@ def issue(w, thread: int, work: Work, ctas: list) -> None:
         reads, writes = ((), ()) if alone else checked_regions(work, ctas)
         touched = touches(w, work, ctas)
         if checker.products is not None:
-            effects = functools.partial(checker.products.perform, w, thread, product, ctas, effects)
+            effects = functools.partial(checker.products.perform, w, product, ctas, effects)
     op = tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touched)
     if together is not None:
         together.op, engine.growing = op, together
@@ -256,7 +256,7 @@ def prepare(
     b_desc = swizzle.decode(b, True)
     check_major(b_desc, shape.b, shape.b_k_major, "B")
     if shape.sparse:
-        check_metadata(metadata, shape, lane)
+        check_metadata(metadata, lane)
         swizzle.check_row(b_desc, shape.b_k_major, 64, "operand B of a sparse tcgen05.mma")
     p = Product(
         shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, bool(add), scale_exponent, skipped,
@@ -288,7 +288,7 @@ def bounds(spans: list[tuple]) -> tuple[int, int]:
     return min(span[0] for span in spans), max(span[1] for span in spans)
 
 
-def check_metadata(address: int, shape: InstructionDescriptor, lane: int) -> None:
+def check_metadata(address: int, lane: int) -> None:
     if address >> 16 != lane:
         raise Fault("tmem-lane", f"metadata at lane {address >> 16} and D at lane {lane}; they must start alike")
     if address & 1:

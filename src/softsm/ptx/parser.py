@@ -149,7 +149,7 @@ class _Parser:
                 raise cursor.expected("'.entry', '.func' or a variable")
             word = following
         if word in ("entry", "func"):
-            self._function(cursor, word == "entry", extern, at)
+            self._function(cursor, word == "entry", at)
         elif word in SPACES:
             for variable in variables(cursor, word, extern, self._global_symbol):
                 self._declare(self.globals, self.module_.variables, variable, at, extern)
@@ -193,7 +193,7 @@ class _Parser:
 
     # -- functions ------------------------------------------------------------------------------------------------
 
-    def _function(self, cursor: Cursor, entry: bool, extern: bool, at: int) -> None:
+    def _function(self, cursor: Cursor, entry: bool, at: int) -> None:
         returns: list[Variable] = []
         if peek(cursor) == "attribute":
             function_directives(cursor)
@@ -279,7 +279,7 @@ class _Body:
         while True:
             match = STATEMENT.match(clean, at)
             if match is None:
-                raise self._no_statement(at, scope, opened)
+                raise self._no_statement(at, opened)
             kind = match.lastgroup
             if kind == "brace":
                 if match.group("brace") == "{":
@@ -314,7 +314,7 @@ class _Body:
         else:
             scope.labels[name] = line
 
-    def _no_statement(self, at: int, scope: Scope, opened: int) -> PtxError:
+    def _no_statement(self, at: int, opened: int) -> PtxError:
         """Says what is wrong where no statement can be cut out: mostly a missing ';' or '}'."""
         cursor = Cursor(self.source, at)
         start = cursor.skip()

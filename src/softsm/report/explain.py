@@ -385,7 +385,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
         )
     count = -(-along // per)
     where = swizzle.addresses(d, k_major, lines, count)
-    out: list[RenderableType] = [fields, _memory(where, d, per, k_major, tile)]
+    out: list[RenderableType] = [fields, _memory(where, per, k_major)]
     low, high = swizzle.footprint(d, k_major, lines, count)
     notes = [
         f"The tile ({tile.rows} x {tile.k} {tile.dtype}, {tile.major.upper()}-major) covers "
@@ -411,7 +411,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     return Group(*out)
 
 
-def _memory(where: np.ndarray, d: swizzle.Descriptor, per: int, k_major: bool, tile: Tile) -> Table:
+def _memory(where: np.ndarray, per: int, k_major: bool) -> Table:
     """Shared memory as lines of 128 bytes: which part of the tile each 16-byte chunk holds."""
     held: dict[int, list[tuple[int, int]]] = {}
     for line in range(where.shape[0]):

@@ -1,10 +1,21 @@
 """The gradients of v4_attention by the Hopper kernels, through softsm, against the fp64 formulas."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from v4_gradients import FP16, check, request
+from v4_gradients import (
+    ANY_SIZE_FP16,
+    EIGHT_BLOCKS,
+    FP16,
+    LONG_LISTS_FP16,
+    TWO_POOLS,
+    TWO_TILES_OF_HEADS,
+    check,
+    check_in_softsm,
+    request,
+)
 
 import softsm
 from dsv4 import reference, reference_backward
@@ -17,27 +28,24 @@ def run(b):
         backward.backward(b)
 
 
+check_problem = partial(check_in_softsm, "sm_90a", backward.backward)
+
+
 @pytest.mark.slow
 def test_window_alone():
-    b, want, low = request(3, 64, (90, 70))
-    run(b)
-    check(b, want, low)
+    check_problem(dict(n=3, heads=64, window=(90, 70)))
 
 
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_pools_rotation_and_the_gradient_of_the_lse(deterministic):
     """Quickly, the deterministic one; the other is the quick one of the Blackwell kernel."""
-    b, want, low = request(3, 40, (50, 70), (30, 40), rope=64, dlse=True, deterministic=deterministic)
-    run(b)
-    check(b, want, low)
+    check_problem(TWO_POOLS, deterministic=deterministic)
 
 
 @pytest.mark.slow
-def test_two_tiles_of_heads_and_rows_by_block_table():
-    for deterministic in (False, True):
-        b, want, low = request(3, 80, (90, 128), sink=False, paged=True, rope=96, deterministic=deterministic)
-        run(b)
-        check(b, want, low)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_tiles_of_heads_and_rows_by_block_table(deterministic):
+    check_problem(TWO_TILES_OF_HEADS, deterministic=deterministic)
 
 
 @pytest.mark.slow
@@ -55,22 +63,13 @@ def test_deterministic_in_parts(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_no_race_whenever_copies_and_products_complete(order):
-    """Eight blocks, so that every barrier goes round several times."""
-    b, want, low = request(2, 64, (90, 400), (30, 70))
-    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
-    assert "nothing found" in str(report), str(report)
-    check(b, want, low)
+    check_problem(EIGHT_BLOCKS, order)
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 def test_fp16_without_a_race(order, deterministic):
-    b, want, low = request(2, 40, (50, 130), (30, 40), rope=64, dlse=True, dtype=FP16, deterministic=deterministic)
-    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
-    assert "nothing found" in str(report), str(report)
-    check(b, want, low)
+    check_problem(LONG_LISTS_FP16, order, deterministic=deterministic)
 
 
 @pytest.mark.slow
@@ -78,9 +77,7 @@ def test_fp16_without_a_race(order, deterministic):
 @pytest.mark.parametrize("size", [2.0**-12, 2.0**9])
 def test_fp16_of_gradients_that_are_small_or_large(size, deterministic):
     """dS without a factor would be less than fp16's least number, or more than its largest."""
-    b, want, low = request(3, 80, (50, 70), (30, 40), dlse=True, dtype=FP16, size=size, deterministic=deterministic)
-    run(b)
-    check(b, want, low)
+    check_problem(ANY_SIZE_FP16, size=size, deterministic=deterministic)
 
 
 @pytest.mark.slow
