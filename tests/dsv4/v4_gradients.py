@@ -17,7 +17,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 TWO_POOLS = dict(n=3, heads=40, window=(50, 70), compressed=(30, 40), rope=64, dlse=True)
 TWO_TILES_OF_HEADS = dict(n=3, heads=80, window=(90, 128), sink=False, paged=True, rope=96)
 EIGHT_BLOCKS = dict(n=2, heads=64, window=(90, 400), compressed=(30, 70))  # every barrier goes round several times
-LONG_LISTS_FP16 = dict(n=2, heads=40, window=(50, 130), compressed=(30, 40), rope=64, dlse=True, dtype=FP16)
+LONG_LISTS = dict(n=2, heads=40, window=(50, 130), compressed=(30, 40), rope=64, dlse=True)
 ANY_SIZE_FP16 = dict(n=3, heads=80, window=(50, 70), compressed=(30, 40), dlse=True, dtype=FP16)
 
 

@@ -1,5 +1,5 @@
-"""Every Hopper kernel through the front end of the Triton at hand: `python front_end.py MOST` prints, as JSON, which
-kernels were lowered and what failed; and the names of the files that hold Blackwell's.
+"""Every Hopper kernel through the front end of the Triton at hand: `python front_end.py MOST DTYPE ...` prints, as
+JSON, which kernels were lowered and what failed; and the names of the files that hold Blackwell's.
 
 The front end turns a kernel's Python into Triton's IR: it knows the language, and differs most between versions of
 Triton. It takes a third of a second a kernel, the rest of the compiler ten times as long. `dsv4 compile` knows hundreds
@@ -38,9 +38,9 @@ PARTS = (
 )
 
 
-def launches():
+def launches(dtypes):
     for kinds, sizes in PARTS:
-        for part in variants.wanted(kinds, HEAD_DIMS, variants.DTYPES):
+        for part in variants.wanted(kinds, HEAD_DIMS, dtypes):
             yield from variants.launches(part, sizes, "sm_90a")
 
 
@@ -120,7 +120,8 @@ def cause(error):
 def main():
     lowered, failed = set(), {}
     whole_views_only()
-    for x in chosen(launches(), int(sys.argv[1])):
+    most, *dtypes = sys.argv[1:]
+    for x in chosen(launches(dtypes), int(most)):
         try:
             lower(x.kernel, x.arguments, x.constants)
         except Exception as error:  # whatever a compiler raises

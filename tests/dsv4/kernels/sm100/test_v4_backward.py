@@ -1,12 +1,16 @@
-"""The gradients of v4_attention by the Blackwell kernel, through softsm, against the fp64 formulas."""
+"""The gradients of v4_attention by the Blackwell kernel, through softsm, against the fp64 formulas.
+
+fp16, a variant of its own, is quick with the Hopper kernel: what scales P and dS is the same for both."""
 
 from functools import partial
 
 import pytest
 from v4_gradients import (
     ANY_SIZE_FP16,
+    BF16,
     EIGHT_BLOCKS,
-    LONG_LISTS_FP16,
+    FP16,
+    LONG_LISTS,
     TWO_POOLS,
     TWO_TILES_OF_HEADS,
     check_in_softsm,
@@ -17,7 +21,8 @@ from dsv4.kernels.sm100.v4.backward import backward
 check = partial(check_in_softsm, "sm_100a", backward)
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_two_pools_rotation_and_the_gradient_of_the_lse(deterministic):
     check(TWO_POOLS, deterministic=deterministic)
 
@@ -29,9 +34,10 @@ def test_two_tiles_of_heads_and_rows_by_block_table(deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
-def test_fp16_without_a_race(order, deterministic):
-    check(LONG_LISTS_FP16, order, deterministic=deterministic)
+def test_long_lists_of_two_pools_without_a_race(order, dtype, deterministic):
+    check(LONG_LISTS, order, dtype=dtype, deterministic=deterministic)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.kernels.sm90.v4 import entry
+from dsv4.kernels.sm90.v4 import entry, unpack
 from dsv4.runtime import calls, checks, dispatch
 from dsv4.v4 import problem
 
@@ -51,11 +51,16 @@ def compare(got, arguments) -> None:
 
 
 @pytest.mark.parametrize("order", ["latest", pytest.param("random", marks=pytest.mark.slow)])
-def test_two_lists_of_plain_rows_whenever_copies_complete(order):
+@pytest.mark.parametrize("unpacked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_lists_of_plain_rows_whenever_copies_complete(unpacked, order, monkeypatch):
     """150 window entries and 70 compressed ones: five blocks, the last of each list in part. Two head tiles. Compressed
-    rows are larger, so that maxima grow by more than 8 and O is rescaled in the middle of a list."""
+    rows are larger, so that maxima grow by more than 8 and O is rescaled in the middle of a list. Quickly, rows that
+    the launch before has unpacked: the kernel of the others, which waits for it."""
+    monkeypatch.setattr(unpack, "pays", lambda p: unpacked)
     window, compressed = rows(100), torch.full((90, 576), NAN).bfloat16()[:, :512]
     compressed[:60] = 6 * rows(60)
+    if unpacked:
+        window, compressed = dsv4.Fp8Cache.pack(window), dsv4.Fp8Cache.pack(compressed[:60])
     compared = run(
         order, q=torch.randn(2, 80, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
         compressed=compressed, compressed_indices=numbers(2, 70, of=60), sink=torch.randn(80),
@@ -108,21 +113,25 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
 
 
 def test_bad_numbers_count_as_nothing(monkeypatch):
-    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
+    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight. Of fp16,
+    with a negative scale, in splits: the variant of the test before."""
     monkeypatch.setattr(checks, "values_checked", lambda q: False)
-    window = rows(64)
+    window = rows(64).half()
     listed = numbers(1, 64, of=64)
-    rope = (reference.rope_table(9, 64), torch.tensor([8], dtype=torch.int32))  # as above: the same variant
-    arguments = dict(q=torch.randn(1, 8, 512).bfloat16(), window=window, compressed=rows(30), inverse_rope=rope)
+    plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=68, device="cpu")
+    rope = (reference.rope_table(9, 64), torch.tensor([8], dtype=torch.int32))
+    same = dict(q=torch.randn(1, 8, 512).half(), window=window, inverse_rope=rope, softmax_scale=-0.1)
     bad = listed.clone()
     bad[0, 10:20] = torch.tensor([64, 1 << 30, -2, -(1 << 31), 65, 99, 1 << 24, -5, 77, 1000], dtype=torch.int32)
     listed[0, 10:20] = -1
     with softsm.use("sm_90a"):
         out, lse = dsv4.v4_attention(
-            **arguments, window_indices=bad, compressed_indices=numbers(1, 4, of=30) * 0 + 30, return_lse=True,
-            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), backend="softsm",
+            **same, window_indices=bad, compressed=rows(30).half(),
+            compressed_indices=torch.full((1, 4), 30, dtype=torch.int32), return_lse=True,
+            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), plan=dataclasses.replace(plan, num_splits=4),
+            backend="softsm",
         )  # fmt: skip
-    compare((out, lse), dict(q=arguments["q"], window=window, window_indices=listed, inverse_rope=rope))
+    compare((out, lse), same | dict(window_indices=listed))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from v4_gradients import (
     ANY_SIZE_FP16,
     EIGHT_BLOCKS,
     FP16,
-    LONG_LISTS_FP16,
+    LONG_LISTS,
     TWO_POOLS,
     TWO_TILES_OF_HEADS,
     check,
@@ -69,7 +69,7 @@ def test_no_race_whenever_copies_and_products_complete(order):
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 def test_fp16_without_a_race(order, deterministic):
-    check_problem(LONG_LISTS_FP16, order, deterministic=deterministic)
+    check_problem(LONG_LISTS, order, dtype=FP16, deterministic=deterministic)
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_32_heads_in_a_cta(queries, rows, keys, order, check):
     check(order, **problem, window_lengths=lengths)
 
 
+@pytest.mark.slow  # a variant of its own, with the same lines for larger tiles
 def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
     monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, entry.OF_32_LONG, 2))

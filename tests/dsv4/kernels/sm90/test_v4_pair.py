@@ -1,4 +1,7 @@
-"""V4 attention for 128 heads by two CTAs that share the rows of a query, through softsm: when, and what it computes."""
+"""V4 attention for 128 heads by two CTAs that share the rows of a query, through softsm: when, and what it computes.
+
+No call takes it unasked, and all its roles but one are those of listed.py, which test_v4.py tries: what it computes is
+slow."""
 
 import dataclasses
 
@@ -17,8 +20,7 @@ from dsv4.runtime.settings import settings
 from dsv4.v4 import problem
 
 SEED = 13
-ORDERS = ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))]
-SLOW_ORDERS = [pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "latest", "random")]
+ORDERS = ("eager", "latest", "random")
 clusters = pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="Triton before 3.9 compiles no clusters of CTAs")
 
 
@@ -57,6 +59,7 @@ def run(order: str, arguments: dict, sms: int = 2, **options):
 
 
 @clusters
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_takes_one_query_after_the_other(alone, order, monkeypatch):
     """Three and five blocks of the lists, the last of each in part; then nothing; then one block."""
@@ -71,7 +74,8 @@ def test_a_pair_takes_one_query_after_the_other(alone, order, monkeypatch):
 
 
 @clusters
-@pytest.mark.parametrize("order", SLOW_ORDERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_splits_of_a_window_alone_and_heads_that_are_missing(alone, order, monkeypatch):
     """100 heads: the second CTA has 36. Five blocks of the window, in two splits."""
     launches = launched(monkeypatch)
