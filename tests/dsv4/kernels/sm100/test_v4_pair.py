@@ -15,6 +15,7 @@ from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, ru
 
 import dsv4
 from dsv4 import reference
+from dsv4.kernels.sm90.v4 import unpack
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
 
@@ -33,7 +34,8 @@ def _same_numbers():
 
 @pytest.fixture
 def pairs(monkeypatch):
-    """The launches of the pair kernel."""
+    """The launches of the pair kernel, which converts FP8 rows itself."""
+    monkeypatch.setattr(unpack, "pays", lambda p: False)
     launches = launched(monkeypatch)
     yield launches
     assert set(launches) - {"combine"} == {"v4_listed_pair"}
@@ -163,17 +165,48 @@ def test_whatever_order_things_complete_in(pairs, make, seed):
     compare(*run("random", seed, **wide(make())))
 
 
+def kernels_of(heads: int, window, compressed=None, queries: int = 1, listed: int = 9) -> list[str]:
+    """The kernels of a call with such pools."""
+    more = dict(compressed_indices=numbers(queries, listed, of=9)) if compressed is not None else {}
+    q = torch.zeros(queries, heads, 512).bfloat16()
+    p = problem.build(q, window, numbers(queries, listed, of=9), compressed=compressed, **more)
+    p = dataclasses.replace(p, out=torch.empty_like(p.q), num_splits=1)
+    return [x.kernel.__name__ for x in calls.launches_of(p, dispatch.compile_target("sm_100a"))]
+
+
+def test_fp8_rows_that_are_listed_often_become_bf16_first():
+    cache = dsv4.Fp8Cache.empty(1, 64)
+    assert kernels_of(128, cache, queries=6, listed=64) == ["v4_unpack", "v4_listed_pair"]
+    assert kernels_of(128, cache, queries=5, listed=64) == ["v4_listed_pair"]
+    assert kernels_of(64, cache, queries=40, listed=64) == ["v4_listed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["eager", "latest", "random"])
+def test_rows_that_became_bf16_first_give_the_same_bits(order, monkeypatch):
+    """Scales from 2^-12 to 2^12, a last page in part, two pools."""
+    wide_rows = torch.randn(70, 512) * torch.exp2(torch.randint(-12, 13, (70, 1)))
+    arguments = dict(
+        q=torch.randn(2, 128, 512).bfloat16() / 64, window=dsv4.Fp8Cache.pack(wide_rows, rows_per_page=16),
+        window_indices=numbers(2, 60, of=70), compressed=dsv4.Fp8Cache.pack(rows(30), rows_per_page=2),
+        compressed_indices=numbers(2, 150, of=30), sink=torch.randn(128),
+    )  # fmt: skip
+    found = []
+    for first in (True, False):
+        monkeypatch.setattr(unpack, "pays", lambda p, first=first: first)
+        calls.forget()
+        launches = launched(monkeypatch)
+        got, asked = run(order, **arguments)
+        assert launches == ["v4_unpack"] * (2 * first) + ["v4_listed_pair"]
+        compare(got, asked)
+        found.append(got)
+    calls.forget()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def test_other_problems_go_to_one_cta():
     """Heads that are not whole pairs, rows that are not equally far apart, an Fp8Cache beside plain rows."""
-    launches = []
     cache = dsv4.Fp8Cache.empty(2, 64)
     odd = torch.zeros(4, 8 * 512 + 64).bfloat16()[:, : 8 * 512].view(4, 8, 512)
-    for heads, window, compressed in ((64, rows(9), None), (192, rows(9), None), (128, odd, None), (128, cache, odd),
-                                      (128, rows(9), cache)):  # fmt: skip
-        listed = dict(compressed_indices=numbers(1, 9, of=9)) if compressed is not None else {}
-        p = problem.build(
-            torch.zeros(1, heads, 512).bfloat16(), window, numbers(1, 9, of=9), compressed=compressed, **listed
-        )
-        p = dataclasses.replace(p, out=torch.empty_like(p.q), num_splits=1)
-        launches += [x.kernel.__name__ for x in calls.launches_of(p, dispatch.compile_target("sm_100a"))]
-    assert launches == ["v4_listed"] * 5
+    problems = ((64, rows(9)), (192, rows(9)), (128, odd), (128, cache, odd), (128, rows(9), cache))
+    assert [kernel for given in problems for kernel in kernels_of(*given)] == ["v4_listed"] * 5

@@ -29,7 +29,7 @@ from dsv4.v4.problem import V4Problem
 HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # For a pair of CTAs: each has half of the heads.
-PAIR_HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3, cga_layout=((0, 1, 0),))
+PAIR_HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, cga_layout=((0, 0, 1, 0),))
 PAIR_LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=((1, 0),))
 
 
@@ -183,11 +183,16 @@ def _lines(program: Program, x: Any) -> Slot:
 
 
 def _heads(program: Program, q: Slot, ctas: int) -> TensorDescriptor:
-    """Boxes of 64 heads per CTA of one query and half of their columns; heads that are not there read zeros."""
+    """Of one query, 64 heads per CTA; heads that are not there read zeros. One CTA: half of their columns at a time. A
+    pair: all of them, as panels of 64 columns in one message, as messages hold up the gathers behind them."""
     if any(s <= 0 for s, n in zip(q.stride(), q.shape) if n > 1):
         q = program.copied(q)
-    strides = [s if n > 1 else q.shape[-1] for s, n in zip(q.stride()[:-1], q.shape)]
-    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, 64 * ctas, 256], HEADS if ctas == 1 else PAIR_HEADS)
+    queries, heads, d = q.shape
+    stride_n, stride_h = (s if n > 1 else d for s, n in zip(q.stride(), q.shape[:2]))
+    if ctas == 1:
+        return TensorDescriptor(q, [queries, heads, d], [stride_n, stride_h, 1], [1, 64, 256], HEADS)
+    shape, strides = [queries, d // 64, heads, 64], [stride_n, 64, stride_h, 1]
+    return TensorDescriptor(q, shape, strides, [1, d // 64, 128, 64], PAIR_HEADS)
 
 
 def _lines_apart(rows: Any) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.v4.prepare import comes_by_tma, prepare_listed, supports
+from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm100.v4.listed import v4_listed
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -16,6 +17,8 @@ PAIR_REGISTERS = dict(GATHER_REGS=136, STORE_REGS=112, WARP_REGS=96)
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
+    if p.q_heads % 128 == 0 and unpack.pays(p):  # one CTA converts 64 rows as fast as its products go
+        p = unpack.unpacked(p, program)
     if fits_pair(p):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
         from dsv4.kernels.sm100.v4.listed_pair import v4_listed_pair

@@ -205,7 +205,7 @@ def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.con
 def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW: gl.constexpr):
     """What each item has to do, while the others are at the one before; Q, as soon as the scores of that are complete.
     A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
-    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3, cga_layout=[[0, 1, 0]])
+    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
     full = 0  # items so far that have blocks
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -216,9 +216,7 @@ def plan_role(q_desc, window, compressed, requests, memory, barriers, items, siz
         if end > begin:
             mbarrier.wait(barriers.q_free, (full + 1) % 2)
             mbarrier.expect(barriers.q_ready, 2 * SLOT_BYTES)
-            for h in gl.static_range(2):
-                tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
-                         reinterpret(memory.q.index(h), [1, 128, 256], BOX))  # fmt: skip
+            tma_load(q_desc, [query, 0, first_head, 0], barriers.q_ready, reinterpret(memory.q, [1, 8, 128, 64], BOX))
             full += 1
         turn += 1
     last_scores(full, barriers)
