@@ -181,7 +181,7 @@ class State(NamedTuple):
     memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
-    count: np.ndarray  # rows of the log, mbarriers of an instance
+    count: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
@@ -192,9 +192,10 @@ def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
 
 
 def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, groups: int, barriers: int, sms: int,
-          memory, p, log: int) -> State:  # fmt: skip
+          memory, p, log: int, ending: int) -> State:  # fmt: skip
     """rows: of each warp, in the order of State; spans: the warps of each instance; nexts: the instance that follows
-    each; begins: their times, or -1; log: rows that are kept."""
+    each; begins: their times, or -1; log: rows that are kept;
+    ending: instances that must end, all or those that another follows."""
     n, warps, instances = len(ints), len(rows), len(spans)
 
     def whole(size: int, value: int = 0) -> np.ndarray:
@@ -214,5 +215,5 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         whole(groups * RING), np.zeros(groups * RING), np.zeros(groups * RING), whole(groups), whole(groups),
         np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
         np.zeros(11 * sms),
-        np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers]),
+        np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers, ending]),
     )  # fmt: skip

@@ -135,6 +135,17 @@ def parameters_of(gpu: Gpu) -> np.ndarray:
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 
+def kinds_of(streams: list[Streams]) -> list[int]:
+    """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
+
+    def alike(one: Streams, other: Streams) -> bool:
+        pairs = [*zip(one.instructions, other.instructions), *zip(one.events, other.events), (one.table, other.table)]
+        same = len(one.instructions) == len(other.instructions)
+        return same and all(a is b or np.array_equal(a, b) for a, b in pairs)
+
+    return [next(m for m in range(n + 1) if m == n or alike(streams[m], streams[n])) for n in range(len(streams))]
+
+
 def makespan(durations: np.ndarray, slots: int, more: float) -> float:
     """When the last ends, each in the place of the first that ends; the first of each place takes `more`."""
     if len(durations) <= slots or durations.min() == durations.max():
@@ -160,6 +171,7 @@ class Model:
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
         self._unknown_tensors()
+        self.kinds = kinds_of(self.streams)
         self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         for a in trace.access.values():
@@ -263,8 +275,9 @@ class Model:
         served = 1 + (self.together(s, active) - 1) * g["l2.coincide"]
         return max(alone, min(g["l2.merged"], served * alone))
 
-    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0) -> Run:
-        """queues: for each slot of the multiprocessor the traces that run in it, one after the other."""
+    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True) -> Run:
+        """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
+        the last of them begins in each slot and need not end."""
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = parameters_of(self.gpu)
@@ -311,7 +324,7 @@ class Model:
         barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
         state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
-                             log)  # fmt: skip
+                             log, len(order) - (0 if whole else len(queues)))  # fmt: skip
         if replay.compiled()(*state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
@@ -334,24 +347,26 @@ class Model:
     @functools.cached_property
     def work(self) -> np.ndarray:
         """Cycles of each engine (clock/work.py), of the whole grid."""
-        works = np.array([work_of(x, self.costs, self.gpu) for x in self.streams])
+        works = {n: work_of(self.streams[n], self.costs, self.gpu) for n in set(self.kinds)}
         if len(works) == 1:
             return works[0] * self.trace.total
         numbers = [c.number for c in self.trace.clusters]
-        return sum(self._over_grid([(m, float(m == n)) for m in numbers]).sum() * w for n, w in zip(numbers, works))
+        return sum(self._over_grid([(m, float(m == n)) for m in numbers]).sum() * works[k]
+                   for n, k in zip(numbers, self.kinds))  # fmt: skip
 
     # ---- the grid -------------------------------------------------------------------------------------------------
 
     def predict(self, clock: float | None = None) -> Prediction:
-        f = clock or self.gpu.clock
-        result = self._at(f)
-        first = f
-        self.device_use = min(1.0, float(result.busy["device memory"]))
+        """First as if device memory were idle, at the highest clock; again with the use and the clock of that."""
+        first = f = clock or self.gpu.clock
+        result = self._at(f, whole=not self.waves)
+        use = min(1.0, float(result.busy["device memory"]))
         if clock is None:
             f = self._clock(result)
-        if abs(f - first) > 0.005 or self.device_use > 0.1:
-            result = self._at(f)
-        return result
+        if abs(f - first) > 0.005 or use > 0.1:
+            self.device_use = use
+            return self._at(f)
+        return self._at(first) if self.waves else result
 
     def _clock(self, r: Prediction) -> float:
         """Busy tensor cores lower the clock, within microseconds."""
@@ -361,14 +376,22 @@ class Model:
     def _heaviest(self) -> int:
         return max(range(len(self.streams)), key=lambda n: sum(len(a) for a in self.streams[n].instructions))
 
-    def _at(self, f: float) -> Prediction:
-        trace = self.trace
-        per_gpu = self.sms // self.cluster
-        slots = per_gpu * self.occupancy
-        total = trace.total
-        log = 60_000
-        if total <= slots:
-            each = -(-total // per_gpu)
+    @property
+    def slots(self) -> int:
+        """Clusters that run at a time."""
+        return self.sms // self.cluster * self.occupancy
+
+    @property
+    def waves(self) -> bool:
+        """Whether clusters wait for others to end."""
+        return self.trace.total > self.slots
+
+    def _at(self, f: float, whole: bool = True) -> Prediction:
+        """If not whole, the run is good for the time alone."""
+        total, slots = self.trace.total, self.slots
+        log = 60_000 if whole else 0
+        if not self.waves:
+            each = -(-total // (self.sms // self.cluster))
             heavy = self._heaviest()
             run = self.replay([[heavy]] * each, f, min(total * self.cluster, self.sms), log)
             cycles = float(run.end.max())
@@ -376,7 +399,8 @@ class Model:
         else:
             resident = self.occupancy
             queues = self._queues(resident, -(-total // slots))
-            run = self.replay(queues, f, self.sms, log)
+            whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
+            run = self.replay(queues, f, self.sms, log, whole)
             cycles = self._schedule(run, queues, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
 
@@ -384,13 +408,14 @@ class Model:
         """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
         slot, which begins with all others at once and with cold code, nor the last, which ends alone; as far as a slot
         of the grid runs that many."""
-        kinds = len(self.streams)
+        kinds = sorted(set(self.kinds))
+        many = len(kinds)
         length, most = QUEUE
-        while length < most and {(s + k * resident) % kinds for s in range(resident)
-                                 for k in range(1, length - 1)} < set(range(kinds)):  # fmt: skip
+        while length < most and {(s + k * resident) % many for s in range(resident)
+                                 for k in range(1, length - 1)} < set(range(many)):  # fmt: skip
             length += 1
         length = min(length, waves + 1)
-        return [[(s + k * resident) % kinds for k in range(length)] for s in range(resident)]
+        return [[kinds[(s + k * resident) % many] for k in range(length)] for s in range(resident)]
 
     def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
         """List scheduling of all clusters: each takes the place of the first that ends. Those that begin together, one
@@ -412,9 +437,13 @@ class Model:
         both = [float(np.mean(cold[n]) - np.mean(warm[n])) for n in cold if n in warm]
         more = float(np.mean(both)) if both else 0.0
         known = []
-        for n in sorted(set(cold) | set(warm) | set(last)):
-            took = float(np.mean(warm[n])) if n in warm else float(np.mean(cold[n])) - more if n in cold else last[n][0]
-            known.append((self.trace.clusters[n].number, took))
+        for c, n in zip(self.trace.clusters, self.kinds):
+            if n in warm:
+                known.append((c.number, float(np.mean(warm[n]))))
+            elif n in cold:
+                known.append((c.number, float(np.mean(cold[n])) - more))
+            elif n in last:
+                known.append((c.number, last[n][0]))
         return makespan(self._over_grid(known) + gap, slots, more) - gap
 
     def _over_grid(self, known: list[tuple[int, float]]) -> np.ndarray:

@@ -29,6 +29,7 @@ from softsm.clock.machine import (
     TMA_INTERVAL, TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TRY_WAIT, WAKE, WRITE, WRITE_FREE,
 )  # fmt: skip
 # isort: on
+LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
 
 
 def simulate(
@@ -40,7 +41,7 @@ def simulate(
 ):  # fmt: skip
     """-> 0, or 1 if all warps that are left wait for each other."""
     n_inst = len(i_first)
-    nb = count[1]
+    nb, ending = count[1], count[2]
     room = len(log) // 6
     n_log = 0
     active = np.zeros(len(w_pos), np.int64)
@@ -61,7 +62,7 @@ def simulate(
     t = second = INF
     place = 0  # of w among the active warps
     others = True  # whether times of other warps have changed
-    while finished < n_inst:
+    while finished < ending:
         x = w_time[w]
         if others:
             others = False
@@ -72,10 +73,11 @@ def simulate(
             second = -1.0
         elif x >= second:
             k = leaves + place
-            tree[k] = x
+            tree[k] = y = x
             while k > 1:
+                y = min(y, tree[k ^ 1])
                 k >>= 1
-                tree[k] = min(tree[2 * k], tree[2 * k + 1])
+                tree[k] = y
         if x < second:
             t = x  # it is the first again
         else:
@@ -83,7 +85,7 @@ def simulate(
             second = INF
             k = 1
             while k < leaves:
-                k *= 2
+                k = 2 * k & LOW
                 x = tree[k + 1]
                 if x < tree[k]:
                     x = tree[k]
@@ -91,7 +93,7 @@ def simulate(
                 if x < second:
                     second = x
             place = k - leaves
-            w = active[place]
+            w = active[place] & LOW
         # ---- the tensor core: a warpgroup goes on as long as it has products, then comes the next ----
         if soon < t:
             soon = INF
@@ -136,9 +138,9 @@ def simulate(
         if t == INF:
             count[0] = n_log
             return 1
-        inst = w_inst[w]
-        sm = w_sm[w]
-        pos = w_pos[w]
+        inst = w_inst[w] & LOW
+        sm = w_sm[w] & LOW
+        pos = w_pos[w] & LOW
         en = 11 * sm  # of its engines
         if pos >= w_end[w]:
             w_time[w] = INF
@@ -148,8 +150,9 @@ def simulate(
             i_left[inst] -= 1
             if i_left[inst] == 0:
                 i_end[inst] = max(t, engines[en + WRITE_FREE])
-                finished += 1
                 n = i_next[inst]
+                if n >= 0 or ending == n_inst:
+                    finished += 1
                 if n >= 0:
                     i_start[n] = t + p[CTA_GAP]
                     for v in range(i_first[n], i_after[n]):
@@ -157,11 +160,11 @@ def simulate(
                         active[n_active] = v
                         n_active += 1
             continue
-        i = s_ins[pos]
+        i = s_ins[pos] & LOW
         k = kind[i]
         # ---- code, scoreboards, pipe, slot ----
         x = fetched[i]
-        if x < 0:  # nobody has run it: what follows comes fast, what a jump leads to does not
+        if x < 0.0:  # nobody has run it: what follows comes fast, what a jump leads to does not
             x = t + p[COLD]
             over = abs(i - s_ins[pos - 1] - 1) if pos > 0 else FAR
             if over >= NEAR:
@@ -182,8 +185,8 @@ def simulate(
                     if x > te:
                         te = x
                         reason = DEPENDS
-        slot = 17 * w_sched[w]
-        x = pipes[slot + pipe[i]]
+        slot = 17 * (w_sched[w] & LOW)
+        x = pipes[slot + (pipe[i] & LOW)]
         if x > te:
             te = x
             reason = PIPE
@@ -197,7 +200,7 @@ def simulate(
                 te = x
                 reason = PORT
         if te > t:
-            stalls[REASON_COUNT * i + reason] += te - t
+            stalls[REASON_COUNT * i + (reason & 15)] += te - t
             if te > second:
                 w_time[w] = te
                 continue
@@ -210,7 +213,7 @@ def simulate(
         te = t
         blocked = -1
         why = BARRIER
-        g = w_group[w]
+        g = w_group[w] & LOW
         if k == PRODUCT:  # room in the queue?
             n = w_count[5 * w] - np.int64(p[PRODUCT_DEPTH])
             if n >= 0:
@@ -283,7 +286,7 @@ def simulate(
             hold *= beside[i]
             if computes[i] > 0 and pipes[slot + 16] > t - 1.0:  # less than two cycles after the one before
                 engines[en + TENSOR_FREE] += p[PRODUCT_DELAY]
-        pipes[slot + pipe[i]] = t + hold
+        pipes[slot + (pipe[i] & LOW)] = t + hold
         pipes[slot + 16] = t + 1
         issued[i] += 1
         done = t + latency[i]
@@ -350,9 +353,9 @@ def simulate(
             done = max(t + interval[i], w_last[5 * w + 4])
             read = done
             after = done
-        r = 8 * w + sets[i]
+        r = 8 * w + (sets[i] & 7)
         board[r] = max(board[r], done)
-        r = 8 * w + holds[i]
+        r = 8 * w + (holds[i] & 7)
         board[r] = max(board[r], read + p[OPERANDS])
         w_pos[w] = pos + 1
         w_time[w] = after
