@@ -249,38 +249,59 @@ def blackwell(predicted: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cost() -> str:
-    """Milliseconds of the processor for grids of one CTA: the plain emulation, and a timing run of the same CTA, first
-    with ptxas and nvdisasm, then with the machine code known. Compilation by Triton comes before all of them."""
+def cost(only: str) -> str:
+    """Milliseconds of the processor: a timing run, first with ptxas and nvdisasm, then with the machine code known, and
+    the plain emulation of the CTAs that it looks at. Those are all that its replay runs on a multiprocessor, in a grid
+    of more than one wave several in a row in each place; up to three of them are emulated, the others are like them.
+    All in one process; compilation by Triton comes before all of this."""
+    import os
     import resource
 
     import timing_cases
 
     import softsm
 
+    os.environ["SOFTSM_PROCESSES"] = "1"  # plain runs, too
+
     def seconds() -> float:
         return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF,
                                                                              resource.RUSAGE_CHILDREN)))  # fmt: skip
 
-    def took(work) -> float:
-        begin = seconds()
-        work()
-        return seconds() - begin
+    def took(work, times: int = 12) -> float:
+        def once() -> float:
+            begin = seconds()
+            work()
+            return seconds() - begin
 
-    lines = ["| one CTA of | plain, ms | timed, ms | timed again, ms | again / plain |", "|---|---:|---:|---:|---:|"]
-    for case in timing_cases.COSTS:
+        return 1e3 * min(once() for _ in range(times))
+
+    lines = [
+        "| program | CTAs of the grid | emulated | looked at | plain, ms | timed, ms | timed again, ms | again / plain |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    grids = [(of, n) for of, numbers in timing_cases.COSTS for n in numbers]
+    for of, n in grids:
+        case = of(n)
+        if not re.search(only, case.name):
+            continue
         call = case.make("cpu")
+        timers = []
 
-        def timed(call=call) -> None:
-            with softsm.timing("h200"):
+        def timed(call=call, timers=timers) -> None:
+            with softsm.timing("h200") as timer:
                 call()
+            timers[:] = [timer]
 
         with softsm.use("sm_90a", sms=132):
-            call()  # compiled by Triton, lowered by softsm
-            plain = 1e3 * min(took(call) for _ in range(12))
-            first = 1e3 * took(timed)
-            again = 1e3 * min(took(timed) for _ in range(12))
-        lines.append(f"| {case.name} | {plain:.1f} | {first:.0f} | {again:.1f} | {again / plain:.1f} |")
+            of(1).make("cpu")()  # compiled by Triton, lowered by softsm
+            first, again = took(timed, 1), took(timed)
+            run, trace = timers[0].predictions[0].run, timers[0].predictions[0].trace
+            looked = of(len(run.order)).make("cpu")
+            looked()
+            plain = took(looked)
+        lines.append(f"| {case.name} | {n} | {len(trace.clusters)} | {len(run.order)} | {plain:.1f} | {first:.0f} "
+                     f"| {again:.1f} | {again / plain:.1f} |")  # fmt: skip
+        print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
@@ -318,7 +339,7 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     given = parser.parse_args()
     if given.cost:
-        print(cost())
+        print(cost(given.only))
     elif given.blackwell and given.write:
         write_predictions(given.blackwell, given.write)
     elif given.blackwell:

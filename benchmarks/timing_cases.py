@@ -299,8 +299,13 @@ BLACKWELL = [
     *(backward(4, 16, 4096, d) for d in (64, 128)), backward(1, 16, 2048, 512), v4_backward(1024, 64, 512, 8192),
     *foreign(Case, values, lambda: SMS, blackwell=True),
 ]  # fmt: skip
-# Grids of one CTA: what a timing run costs beside the plain emulation of the same CTA.
-COSTS = [
-    matmul(128, 128, 1024, 128, 128, 64, 3, 4), attention(1, 128, 64, 128, 64, 4, 3),
-    rowwise("softmax", 1, 4096, 4), rowwise("layer_norm", 1, 8192, 4), rowwise("layer_norm", 1, 1 << 18, 4),
-]  # fmt: skip
+# What a timing run costs: programs as a function of their number of CTAs, and the numbers that are timed.
+COSTS: list[tuple[Callable[[int], Case], tuple[int, ...]]] = [
+    (lambda n: matmul(128 * n, 128, 1024, 128, 128, 64, 3, 4), (1, 400)),
+    (lambda n: attention(n, 128, 64, 128, 64, 4, 3), (1, 1056)),
+    (lambda n: rowwise("add", n, 1024, 4), (1, 8192)),
+    (lambda n: rowwise("softmax", n, 1024, 4), (1, 8192)),
+    (lambda n: rowwise("softmax", n, 4096, 4), (1, 8192)),
+    (lambda n: rowwise("layer_norm", n, 8192, 4), (1, 4096)),
+    (lambda n: rowwise("layer_norm", n, 1 << 18, 4), (1,)),
+]

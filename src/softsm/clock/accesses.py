@@ -6,6 +6,7 @@ instruction at once."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -207,26 +208,41 @@ def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | N
     again = begins[1:] == begins[:-1]
     if (last - first >= units).any() or not np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
         return None
-    found = units.copy()
-    found[order[1:][again]] = 0
-    return found if SECTOR * found.sum() <= L1_BYTES else None
+    which = np.zeros(len(order), np.int64)  # of the ranges
+    which[order[1:]] = (~again).cumsum()
+
+    def new_from(begin: int) -> np.ndarray:
+        place = np.empty(len(order), np.int64)
+        place[which[begin:][::-1]] = np.arange(len(order) - 1, begin - 1, -1)
+        return np.where(place[which[begin:]] == np.arange(begin, len(order)), units[begin:], 0)
+
+    return filled_again(len(order), new_from)
 
 
 def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-    """How many of the sectors of each load [n, 32] the loads before it had not asked for. L1 begins anew when it is
-    full."""
-    new = fresh.sum(1)
-    begin = 0
-    while begin < len(sectors):
+    """How many of the sectors of each load [n, 32] the loads before it had not asked for."""
+    units = fresh.sum(1)
+
+    def new_from(begin: int) -> np.ndarray:
         there = fresh[begin:]
-        of = np.arange(len(there)).repeat(new[begin:])
-        found = np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
-        end = len(sectors)
-        if found.sum() * SECTOR > L1_BYTES:
-            end = begin + int((found.cumsum() * SECTOR > L1_BYTES).argmax()) + 1
-        new[begin:end] = found[: end - begin]
+        of = np.arange(len(there)).repeat(units[begin:])
+        return np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
+
+    return filled_again(len(sectors), new_from)
+
+
+def filled_again(loads: int, new_from: Callable[[int], np.ndarray]) -> np.ndarray:
+    """The sectors that each load brings into L1, which begins anew when it is full; new_from: of the loads from one on,
+    if it were empty there and held all of them."""
+    out = np.zeros(loads, np.int64)
+    begin = 0
+    while begin < loads:
+        found = new_from(begin)
+        held = SECTOR * found.cumsum()
+        end = begin + (int((held > L1_BYTES).argmax()) + 1 if held[-1] > L1_BYTES else len(found))
+        out[begin:end] = found[: end - begin]
         begin = end
-    return new
+    return out
 
 
 def first_places(values: np.ndarray) -> np.ndarray:

@@ -184,14 +184,14 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     """What does not depend on a run."""
     r = machine
     n = len(code.instructions) + 1
-    ints, values = np.zeros((n, 7), np.int64), np.zeros((n, 8))
+    ints, values = np.zeros((n, 8), np.int64), np.zeros((n, 8))
     ints[-1, [r.STALL, r.SETS, r.HOLDS]] = 1, NONE, NONE
     values[-1, [r.INTERVAL, r.LATENCY, r.BESIDE]] = 1, 4, 1
     accesses = []
     for i, ins in enumerate(code.instructions):
         op, name = ins.opcode, pipe_of(ins.opcode)
         kind, units, extra, port = _kind(ins)
-        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0
+        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, 0
         narrow = f"product.rs.{round(2 * units)}"
         if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
             units = gpu[narrow]

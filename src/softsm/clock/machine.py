@@ -114,21 +114,8 @@ ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_
 class State(NamedTuple):
     """The arguments of the replay, in order."""
 
-    kind: np.ndarray  # machine instructions, by the columns above
-    pipe: np.ndarray
-    stall: np.ndarray
-    sets: np.ndarray
-    holds: np.ndarray
-    waits: np.ndarray
-    tensor: np.ndarray
-    interval: np.ndarray
-    latency: np.ndarray
-    units: np.ndarray
-    extra: np.ndarray
-    beside: np.ndarray
-    computes: np.ndarray
-    port: np.ndarray
-    lines: np.ndarray
+    ints: np.ndarray  # machine instructions: eight columns of each, as above
+    values: np.ndarray
     fetched: np.ndarray  # when their code is there, or -1
     issued: np.ndarray
     asked: np.ndarray  # bytes that loads have still to fetch
@@ -205,7 +192,7 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
     b_count[:, :2], b_count[:, 4:] = 1, -1
     table = events.T.astype(np.int64, "C")
     return State(
-        *np.ascontiguousarray(ints.T), *np.ascontiguousarray(values.T), filled(n, -1.0), whole(n), np.zeros(n),
+        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n),
         np.zeros(n * REASON_COUNT), s_ins, s_ev, s_cnt, *table,
         *rows.T.astype(np.int64, "C"), filled(warps, INF), filled(warps, -1.0),
         whole(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),

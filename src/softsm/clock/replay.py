@@ -20,21 +20,21 @@ import numpy as np
 
 # isort: off
 from softsm.clock.machine import (
-    ARRIVE, BAR_ARRIVAL, BAR_SYNC, BARRIER, BRANCH, CLUSTER_BARRIER, CODE, COLD, COMMIT, COPIES, CP_LINE, CTA_GAP,
-    DEPENDS, FAR, GATHER_INTERVAL, INF, ISSUE, JUMP_FAR, JUMP_NEAR, L1_LATENCY, LAST_LOAD, LDS_BESIDE, LOAD_LINE,
-    LOG_COPY, LOG_PRODUCT, LSU_FREE, LSU_QUEUE, MEMBAR, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, NEAR, ON_BARRIER,
-    ON_CLUSTER, ON_NAMED, ON_PRODUCTS, OPERANDS, PIPE, PORT, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCT_DELAY,
-    PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, PRODUCTS, READ, REASON_COUNT, REMOTE,
-    RING, SHARED, SM_BYTE, STORE_CYCLE, TAKEN, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TM_FREE, TMA_FREE,
-    TMA_INTERVAL, TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TRY_WAIT, WAKE, WRITE, WRITE_FREE,
+    ARRIVE, BARRIER, BAR_ARRIVAL, BAR_SYNC, BESIDE, BRANCH, CLUSTER_BARRIER, CODE, COLD, COMMIT, COMPUTES, COPIES,
+    CP_LINE, CTA_GAP, DEPENDS, EXTRA, FAR, GATHER_INTERVAL, HOLDS, INF, INTERVAL, ISSUE, JUMP_FAR, JUMP_NEAR, KIND,
+    L1_LATENCY, LAST_LOAD, LATENCY, LDS_BESIDE, LINES, LOAD_LINE, LOG_COPY, LOG_PRODUCT, LSU_FREE, LSU_QUEUE,
+    MEMBAR, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, NEAR, ON_BARRIER, ON_CLUSTER, ON_NAMED, ON_PRODUCTS, OPERANDS,
+    PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY, PRODUCT_DEPTH,
+    PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, READ, REASON_COUNT, REMOTE, RING, SETS, SHARED,
+    SM_BYTE, STALL, STORE_CYCLE, TAKEN, TENSOR, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TMA_FREE, TMA_INTERVAL,
+    TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TM_FREE, TRY_WAIT, UNITS, WAITS, WAKE, WRITE, WRITE_FREE,
 )  # fmt: skip
 # isort: on
 LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
 
 
 def simulate(
-    kind, pipe, stall, sets, holds, waits, tensor, interval, latency, units, extra, beside, computes, port, lines,
-    fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm, w_sched, w_inst,
+    ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm, w_sched, w_inst,
     w_group, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first, i_after, i_next, i_left,
     i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made, g_asked, g_at,
     g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, log, count,
@@ -111,16 +111,16 @@ def simulate(
                     g = (g + 1) % len(g_made)
                     r = g * RING + g_made[g] % RING
                 turn[sm] = g
-                i = s_ins[g_pos[r]]
+                m = 8 * s_ins[g_pos[r]]
                 en = 11 * sm
-                u = max(units[i], port[i])
+                u = max(values[m + UNITS], values[m + PORT_CYCLES])
                 y = soon + u
                 queued[sm] -= u
                 engines[en + TENSOR_FREE] = y
-                engines[en + PORT_SHARE] = port[i] / u
+                engines[en + PORT_SHARE] = values[m + PORT_CYCLES] / u
                 g_begin[r] = soon
                 g_done[r] = y + p[PRODUCT_TAIL]
-                if units[i] > 64.0:
+                if values[m + UNITS] > 64.0:
                     g_done[r] += p[PRODUCT_WIDE]
                 g_made[g] += 1
                 inst = g_home[2 * g + 1]
@@ -161,7 +161,8 @@ def simulate(
                         n_active += 1
             continue
         i = s_ins[pos] & LOW
-        k = kind[i]
+        m = 8 * i
+        k = ints[m + KIND]
         # ---- code, scoreboards, pipe, slot ----
         x = fetched[i]
         if x < 0.0:  # nobody has run it: what follows comes fast, what a jump leads to does not
@@ -177,7 +178,7 @@ def simulate(
         if x > te:
             te = x
             reason = CODE
-        mask = waits[i]
+        mask = ints[m + WAITS]
         if mask != 0:
             for r in range(6):
                 if mask >> r & 1:
@@ -186,7 +187,7 @@ def simulate(
                         te = x
                         reason = DEPENDS
         slot = 17 * (w_sched[w] & LOW)
-        x = pipes[slot + (pipe[i] & LOW)]
+        x = pipes[slot + (ints[m + PIPE_OF] & LOW)]
         if x > te:
             te = x
             reason = PIPE
@@ -223,7 +224,7 @@ def simulate(
                     blocked = ON_PRODUCTS + g
                 why = PRODUCTS
         elif k == PRODUCT_WAIT:
-            n = w_count[5 * w + 1] - 1 - np.int64(extra[i])
+            n = w_count[5 * w + 1] - 1 - np.int64(values[m + EXTRA])
             if n >= 0:
                 n = w_groups[32 * w + n % 32]
                 if n < g_made[g]:
@@ -281,18 +282,18 @@ def simulate(
                 n_log += 1
             w_since[w] = -1.0
         # ---- issue ----
-        hold = interval[i]
+        hold = values[m + INTERVAL]
         if engines[en + TENSOR_FREE] > t:  # a product under way takes register ports
-            hold *= beside[i]
-            if computes[i] > 0 and pipes[slot + 16] > t - 1.0:  # less than two cycles after the one before
+            hold *= values[m + BESIDE]
+            if values[m + COMPUTES] > 0 and pipes[slot + 16] > t - 1.0:  # less than two cycles after the one before
                 engines[en + TENSOR_FREE] += p[PRODUCT_DELAY]
-        pipes[slot + (pipe[i] & LOW)] = t + hold
+        pipes[slot + (ints[m + PIPE_OF] & LOW)] = t + hold
         pipes[slot + 16] = t + 1
         issued[i] += 1
-        done = t + latency[i]
+        done = t + values[m + LATENCY]
         read = t
-        after = t + stall[i]
-        u = units[i]
+        after = t + ints[m + STALL]
+        u = values[m + UNITS]
         if k == SHARED:
             read = max(t, engines[en + LSU_FREE])
             engines[en + LSU_FREE] = read + u
@@ -302,21 +303,21 @@ def simulate(
             if share > 0.0 and last > x:
                 # Products come first: threads get what they leave, or wait for their end.
                 y = u / max(1.0 - share, 0.028)
-                if extra[i] > 0:
+                if values[m + EXTRA] > 0:
                     y *= p[LDS_BESIDE]
                 u = min(y, last - x + u)
             engines[en + PORT_FREE] = x + u
-            done = x + u + latency[i]
+            done = x + u + values[m + LATENCY]
             w_last[5 * w + 4] = max(w_last[5 * w + 4], done)
         elif k == READ:
-            read = max(t, engines[en + LSU_FREE]) + max(1.0, u / 128.0, lines[i] * p[LOAD_LINE])
+            read = max(t, engines[en + LSU_FREE]) + max(1.0, u / 128.0, values[m + LINES] * p[LOAD_LINE])
             engines[en + LSU_FREE] = read
             done = t + p[L1_LATENCY]
             asked[i] += u  # where most lanes hit L1, every so many loads fetch a sector
             if asked[i] >= 31.9:
                 u = asked[i]
                 asked[i] = 0.0
-                c = 5 * tensor[i]
+                c = 5 * ints[m + TENSOR]
                 q = en + np.int64(memory[c + 4])
                 x = max(t, engines[q]) + u * memory[c]
                 engines[q] = x
@@ -329,7 +330,7 @@ def simulate(
         elif k == PRODUCT:
             n = w_count[5 * w]
             w_count[5 * w] = n + 1
-            if extra[i] > 0:
+            if values[m + EXTRA] > 0:
                 w_groups[32 * w + w_count[5 * w + 1] % 32] = n
                 w_count[5 * w + 1] += 1
             r = g * RING + n % RING
@@ -339,7 +340,7 @@ def simulate(
                 g_asked[g] = n + 1
                 g_at[r], g_pos[r] = t, pos
                 g_home[2 * g], g_home[2 * g + 1], g_warp[g] = sm, inst, w
-                queued[sm] += max(u, port[i])
+                queued[sm] += max(u, values[m + PORT_CYCLES])
                 soon = min(soon, max(t, engines[en + TENSOR_FREE]))
         elif k == TENSOR_READ or k == TENSOR_WRITE:
             x = max(t, engines[en + TM_FREE]) + u / p[TMEM_RATE]
@@ -350,12 +351,12 @@ def simulate(
         elif k == TAKEN:
             after = max(after, t + p[BRANCH])
         elif k == MEMBAR:  # waits for the loads of the warp
-            done = max(t + interval[i], w_last[5 * w + 4])
+            done = max(t + values[m + INTERVAL], w_last[5 * w + 4])
             read = done
             after = done
-        r = 8 * w + (sets[i] & 7)
+        r = 8 * w + (ints[m + SETS] & 7)
         board[r] = max(board[r], done)
-        r = 8 * w + (holds[i] & 7)
+        r = 8 * w + (ints[m + HOLDS] & 7)
         board[r] = max(board[r], read + p[OPERANDS])
         w_pos[w] = pos + 1
         w_time[w] = after
@@ -374,7 +375,7 @@ def simulate(
                 b_count[21 * b + 2] += e_c[e]
                 eff = t + p[ARRIVE]
             elif ek == 2:
-                if sets[i] == 7:
+                if ints[m + SETS] == 7:
                     w_time[w] = max(w_time[w], t + p[TRY_WAIT])
             elif ek == 3 or ek == 16:
                 c = e_c[e]
@@ -431,7 +432,7 @@ def simulate(
                     y = max(y, e_c[e] * p[CP_LINE])
                 read = max(t, engines[en + LSU_FREE]) + y
                 engines[en + LSU_FREE] = read
-                r = 8 * w + holds[i]
+                r = 8 * w + ints[m + HOLDS]
                 board[r] = max(board[r], read + p[OPERANDS])
                 if size > 0:
                     c = 5 * e_a[e]
@@ -443,7 +444,7 @@ def simulate(
             elif ek == 9:
                 w_ends[64 * w + w_count[5 * w + 2] % 32] = w_last[5 * w]
                 w_count[5 * w + 2] += 1
-                r = 8 * w + sets[i]
+                r = 8 * w + ints[m + SETS]
                 board[r] = max(board[r], w_last[5 * w])
             elif ek == 11:
                 b_count[21 * b] -= size

@@ -19,6 +19,8 @@ from softsm.clock.follow import CannotFollow
 from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.blocks import NO_LOOP
+from softsm.engine.blocks import Blocks as NativeBlocks
 from softsm.engine.scheduler import Machine
 from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
@@ -162,6 +164,16 @@ class Known:
         at = np.where(stop, np.arange(n), n)
         self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
         self.block_from = np.searchsorted(self.blocks.starts, np.arange(n + 2)).tolist()  # the first there or later
+        self.code = quiet_code(program, machine.kernel.blocks)
+
+
+def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
+    """The records, with those native blocks that have nothing to note: no loads, no turns."""
+    code = program.code.copy()
+    for n, (first, length) in enumerate(native.found):
+        if native.table[n, 2] == NO_LOOP and not any(at in native.loads for at in range(first, first + length)):
+            code[first] = native.code[first]
+    return code
 
 
 class TracingMachine(Machine):
@@ -185,7 +197,7 @@ class TracingMachine(Machine):
         if known is None:
             known = self.kernel._timed = Known(self)
         self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
-        self.stops, self.block_from = known.stops, known.block_from
+        self.stops, self.block_from, self.code = known.stops, known.block_from, known.code
         self.looks = Looks(known.instructions)
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
@@ -221,7 +233,7 @@ class TracingMachine(Machine):
                 trace.warps.append(mine)
                 self.by_warp[w] = mine
                 w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
-                w.S[pg.S_CODE] = self.program.code.ctypes.data  # without native blocks, which note nothing
+                w.S[pg.S_CODE] = self.code.ctypes.data
                 self.ctas.append(len(self.owners))
             self.owners.append(trace)
 
