@@ -50,6 +50,17 @@ class Streams:
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # kind, a, b, c
 
 
+def kinds_of(streams: list[Streams]) -> list[int]:
+    """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
+
+    def alike(one: Streams, other: Streams) -> bool:
+        pairs = [*zip(one.instructions, other.instructions), *zip(one.events, other.events), (one.table, other.table)]
+        same = len(one.instructions) == len(other.instructions)
+        return same and all(a is b or np.array_equal(a, b) for a, b in pairs)
+
+    return [next(m for m in range(n + 1) if m == n or alike(streams[m], streams[n])) for n in range(len(streams))]
+
+
 @dataclass
 class Path:
     """The machine instructions of one way through the program; `events` counts from the first event of the warp."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -12,7 +11,8 @@ import numpy as np
 from softsm.clock import costs as cs
 from softsm.clock import machine, replay
 from softsm.clock.follow import CannotFollow, branch_on_atomic
-from softsm.clock.lower import Lowering, Streams, lowering_of
+from softsm.clock.grid import makespan, over_grid
+from softsm.clock.lower import Lowering, Streams, kinds_of, lowering_of
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
 from softsm.clock.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
@@ -133,28 +133,6 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
 def parameters_of(gpu: Gpu) -> np.ndarray:
     """In the order of the replay."""
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
-
-
-def kinds_of(streams: list[Streams]) -> list[int]:
-    """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
-
-    def alike(one: Streams, other: Streams) -> bool:
-        pairs = [*zip(one.instructions, other.instructions), *zip(one.events, other.events), (one.table, other.table)]
-        same = len(one.instructions) == len(other.instructions)
-        return same and all(a is b or np.array_equal(a, b) for a, b in pairs)
-
-    return [next(m for m in range(n + 1) if m == n or alike(streams[m], streams[n])) for n in range(len(streams))]
-
-
-def makespan(durations: np.ndarray, slots: int, more: float) -> float:
-    """When the last ends, each in the place of the first that ends; the first of each place takes `more`."""
-    if len(durations) <= slots or durations.min() == durations.max():
-        return float(durations[:slots].max() + more + durations[0] * (-(-len(durations) // slots) - 1))
-    ends = (durations[:slots] + more).tolist()
-    heapq.heapify(ends)
-    for d in durations[slots:].tolist():
-        heapq.heapreplace(ends, ends[0] + d)
-    return max(ends)
 
 
 class Model:
@@ -351,7 +329,7 @@ class Model:
         if len(works) == 1:
             return works[0] * self.trace.total
         numbers = [c.number for c in self.trace.clusters]
-        return sum(self._over_grid([(m, float(m == n)) for m in numbers]).sum() * works[k]
+        return sum(over_grid(self.trace, [(m, float(m == n)) for m in numbers]).sum() * works[k]
                    for n, k in zip(numbers, self.kinds))  # fmt: skip
 
     # ---- the grid -------------------------------------------------------------------------------------------------
@@ -444,19 +422,7 @@ class Model:
                 known.append((c.number, float(np.mean(cold[n])) - more))
             elif n in last:
                 known.append((c.number, last[n][0]))
-        return makespan(self._over_grid(known) + gap, slots, more) - gap
-
-    def _over_grid(self, known: list[tuple[int, float]]) -> np.ndarray:
-        """Of every cluster of the grid, between those that were looked at: by its first coordinate if that tells."""
-        first = -(-self.trace.grid[0] // self.trace.cluster[0])
-        every, numbers = np.arange(self.trace.total), np.array([n for n, _ in known])
-        values = np.array([v for _, v in known])
-        if len(known) == 1 or values.max() <= values.min() * 1.02:
-            return np.full(self.trace.total, values.mean())
-        if len(set((numbers % first).tolist())) == 1:
-            return np.interp(every, numbers, values)
-        at = sorted(set((numbers % first).tolist()))
-        return np.interp(every % first, at, [values[numbers % first == x].mean() for x in at])
+        return makespan(over_grid(self.trace, known) + gap, slots, more) - gap
 
     def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:
         trace, g = self.trace, self.gpu

@@ -34,10 +34,10 @@ LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leav
 
 
 def simulate(
-    ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm, w_sched, w_inst,
-    w_group, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first, i_after, i_next, i_left,
-    i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made, g_asked, g_at,
-    g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, log, count,
+    ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm,
+    w_sched, w_inst, w_group, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first, i_after,
+    i_next, i_left, i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made,
+    g_asked, g_at, g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, log, count,
 ):  # fmt: skip
     """-> 0, or 1 if all warps that are left wait for each other."""
     n_inst = len(i_first)

@@ -66,3 +66,13 @@ def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
 def test_the_first_places_of_values_on_few_pages_and_on_many(pages) -> None:
     values = np.random.default_rng(pages).integers(0, pages << accesses.PAGE, 4000)
     assert sorted(accesses.first_places(values)) == sorted(np.unique(values, return_index=True)[1])
+
+
+@pytest.mark.parametrize("kept", [1, 3, 7, 1000])
+def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> None:
+    monkeypatch.setattr(accesses, "L1_BYTES", 8 * 32 * kept)
+    first = 8 * np.random.default_rng(kept).integers(0, 5, 40)
+    sectors = first[:, None] + np.arange(8)
+    wanted = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
+    found = accesses.ranges_first_asked(sectors[:, [0, -1]], np.full(40, 8))
+    assert found is not None and found.tolist() == wanted.tolist()
