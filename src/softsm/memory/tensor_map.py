@@ -159,20 +159,11 @@ def encode_tiled(
     Numbers are the driver's enums (CU_TENSOR_MAP_...). global_strides are bytes, rank-1 of them.
     """
     _check_rank(rank, 1)
-    made = TensorMap(
-        _enum(DataType, data_type, "data_type"),
-        int(global_address),
-        _listed("global_dim", global_dim, rank),
-        _listed("global_strides", global_strides, rank - 1),
+    return _encode(
+        (data_type, rank, global_address, global_dim, global_strides),
         _listed("box_dim", box_dim, rank),
-        _listed("element_strides", element_strides if element_strides is not None else (1,) * rank, rank),
-        int(interleave),
-        _enum(Swizzle, swizzle, "swizzle"),
-        int(l2_promotion),
-        _enum(Fill, oob_fill, "oob_fill"),
+        (element_strides, interleave, swizzle, l2_promotion, oob_fill),
     )
-    check(made)
-    return to_image(made)
 
 
 def encode_im2col(
@@ -193,15 +184,15 @@ def encode_im2col(
 ) -> bytes:
     """cuTensorMapEncodeIm2col: the same arguments and rules. Corners are listed W first, as the driver takes them."""
     _check_rank(rank, 3)
-    return _encode_im2col(
+    corners = (
+        _listed("pixel_box_lower_corner", pixel_box_lower_corner, rank - 2),
+        _listed("pixel_box_upper_corner", pixel_box_upper_corner, rank - 2),
+    )
+    return _encode(
         (data_type, rank, global_address, global_dim, global_strides),
-        Im2col(
-            _listed("pixel_box_lower_corner", pixel_box_lower_corner, rank - 2),
-            _listed("pixel_box_upper_corner", pixel_box_upper_corner, rank - 2),
-            int(channels_per_pixel),
-            int(pixels_per_column),
-        ),
+        (int(channels_per_pixel),) + (1,) * (rank - 1),
         (element_strides, interleave, swizzle, l2_promotion, oob_fill),
+        Im2col(*corners, int(channels_per_pixel), int(pixels_per_column)),
     )
 
 
@@ -227,14 +218,16 @@ def encode_im2col_wide(
     if mode not in (0, 1):
         raise ValueError(f"mode: got {mode}; 0 (W) and 1 (W128) are accepted")
     corners = (int(pixel_box_lower_corner_width),), (int(pixel_box_upper_corner_width),)
-    return _encode_im2col(
+    return _encode(
         (data_type, rank, global_address, global_dim, global_strides),
-        Im2col(*corners, int(channels_per_pixel), int(pixels_per_column), Wide(mode + 1)),
+        (int(channels_per_pixel),) + (1,) * (rank - 1),
         (element_strides, interleave, swizzle, l2_promotion, oob_fill),
+        Im2col(*corners, int(channels_per_pixel), int(pixels_per_column), Wide(mode + 1)),
     )
 
 
-def _encode_im2col(tensor: tuple, im2col: Im2col, options: tuple) -> bytes:
+def _encode(tensor: tuple, box: tuple[int, ...], options: tuple, im2col: Im2col | None = None) -> bytes:
+    """The image of a map, its fields as the driver takes them, checked."""
     data_type, rank, global_address, global_dim, global_strides = tensor
     element_strides, interleave, swizzle, l2_promotion, oob_fill = options
     made = TensorMap(
@@ -242,7 +235,7 @@ def _encode_im2col(tensor: tuple, im2col: Im2col, options: tuple) -> bytes:
         int(global_address),
         _listed("global_dim", global_dim, rank),
         _listed("global_strides", global_strides, rank - 1),
-        (im2col.channels,) + (1,) * (rank - 1),
+        box,
         _listed("element_strides", element_strides if element_strides is not None else (1,) * rank, rank),
         int(interleave),
         _enum(Swizzle, swizzle, "swizzle"),
