@@ -109,8 +109,9 @@ def check(
     seed: Seed = 0,
     strict: Strict = False,
 ) -> None:
-    """Run with all checks, once for each order of completion, and print each finding once. Exit status 1 if there is
-    one."""
+    """Run with all checks, once for each order of completion, and print each finding once.
+
+    Exit status 1 if there is a finding, or if the program itself fails."""
     from softsm.report.several_orders import Summary
 
     _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
@@ -214,13 +215,16 @@ def time(
     ] = None,
     arch: Annotated[str, typer.Option(help="sm_90a or sm_100a; default: SOFTSM, else the GPU's")] = "",
     gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
-    clock: Annotated[float, typer.Option(help="GHz of the multiprocessors; default: what the model expects")] = 0.0,
-    compare: Annotated[Path | None, typer.Option(help="another program, timed and set beside the first")] = None,
+    clock: Annotated[
+        float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(help="another program, timed and compared with the first")] = None,
     json: Annotated[bool, typer.Option(help="print JSON")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
 ) -> None:
-    """Predict how long each launch takes on a GPU, and say what it waits for. Only some CTAs of each grid run, and
-    products are not computed: results of the program are wrong."""
+    """Predict how long each launch takes on a GPU, and say what it waits for.
+
+    Only some CTAs of each grid run, and products are not computed: results of the program are wrong."""
     from softsm.clock import command
     from softsm.errors import SoftsmError
 
@@ -231,7 +235,7 @@ def time(
             _stop(f"file: got {given}, accepted are Python programs, which launch the kernels to be timed")
     try:
         target, device = command.target(arch, gpu)
-        if clock:
+        if clock is not None:
             accepted.positive("clock", clock)
     except ValueError as problem:
         _stop(str(problem))
@@ -242,7 +246,7 @@ def time(
         if given is not None:
             with _program_errors(given, (SoftsmError,)):
                 try:
-                    with command.timed(device, clock or None) as timer:
+                    with command.timed(device, clock) as timer:
                         _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
                     timers.append(timer)
                 except SoftsmError as problem:
@@ -258,8 +262,9 @@ def museum(
     numbers: Annotated[list[int] | None, typer.Argument(help="exhibits to run; default: all")] = None,
     full: Annotated[bool, typer.Option(help="print the whole diagnostic of each bug")] = False,
 ) -> None:
-    """Run the museum: each bug must be named by softsm, its corrected twin must be right and silent. The third column
-    says at which level: default, strict, or only by values that differ from a reference."""
+    """Run the museum: softsm must name each bug, and find nothing in its corrected twin.
+
+    The third column says at which level: default, strict, or only by values that differ from a reference."""
     from softsm.museum.judge import gather, judge
 
     everything = gather()

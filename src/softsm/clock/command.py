@@ -50,7 +50,7 @@ def timelines(timer: Timer, folder: Path) -> list[Path]:
     for n, p in enumerate(timer.predictions):
         recorder = recorded(p)
         path = folder / f"{n}-{p.kernel}.html"
-        title = f"{p.kernel}: predicted {p.us:.4g} us on a {p.gpu.name}, in nanoseconds"
+        title = f"{p.kernel} on {p.gpu.name}: predicted {p.us:.4g} us, in nanoseconds"
         path.write_text(page(recorder, Report(), title))
         out.append(path)
         try:

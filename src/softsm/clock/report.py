@@ -110,12 +110,12 @@ def text(p: Prediction) -> str:
     digits = 2 if p.gpu.arch.startswith("sm_10") else 4
     limit = p.limit
     lines = [
-        f"{p.kernel}: {_round(p.us, digits)} us predicted on a {p.gpu.name} "
+        f"{p.kernel} on {p.gpu.name}: {_round(p.us, digits)} us predicted "
         f"({_round(p.us * low, digits)} to {_round(p.us * high, digits)}), "
         f"{_round(p.cycles / 1e3, digits)} k cycles at {p.clock:.2f} GHz",
         f"  {p.ctas} CTAs of {p.threads} threads, {p.resident} on a multiprocessor, {p.waves:.2f} waves; "
         f"{p.registers} registers, {p.spills} bytes spilled",
-        "  busy: " + ", ".join(f"{k} {v:.0%}" for k, v in p.busy.items() if v >= 0.005),
+        "  busy: " + (", ".join(f"{k} {v:.0%}" for k, v in p.busy.items() if v >= 0.005) or "nothing"),
         f"  bound by {p.bound}; roofline {_round(p.roofline[limit], digits)} us ({limit}): "
         f"{p.body_us / max(p.roofline[limit], 1e-9):.2f}x above it",
     ]

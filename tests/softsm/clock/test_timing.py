@@ -59,7 +59,7 @@ def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
 def test_words_say_gpu_clock_band_and_what_waits() -> None:
     p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
     text = report.text(p)
-    assert "us predicted on a H200 (" in text and "at 1.98 GHz" in text
+    assert " on H200: " in text and " us predicted (" in text and "at 1.98 GHz" in text
     assert "MUFU waits for its registers" in text
     assert report.as_dict(p)["us_low"] < p.us < report.as_dict(p)["us_high"]
 
