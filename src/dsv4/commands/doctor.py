@@ -48,7 +48,9 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Say what this machine can run, and why it cannot run the rest. Exit status 1 if something that should work does not."""
+    """Say what this machine can run, and why it cannot run the rest.
+
+    Exit status 1 if something that should work does not."""
     groups = {
         "Software": list(software()),
         "Device": list(device()),
