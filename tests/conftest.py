@@ -29,9 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.pluginmanager.register(Cost(), "cost")
     if worker or not getattr(config.option, "numprocesses", None):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("dsv4", deadline=None, max_examples=40, print_blob=True)
+        # No limits of time: another process may have the core.
+        settings.register_profile("dsv4", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40,
+                                  print_blob=True)  # fmt: skip
         settings.load_profile("dsv4")
 
 

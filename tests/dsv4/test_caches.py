@@ -82,7 +82,7 @@ def test_every_byte_pair_dequantises_as_ml_dtypes_does():
         np.testing.assert_array_equal(got, want)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(-30, 100), st.floats(1.0, 2.0, exclude_max=True, width=32))
 def test_scale_is_the_smallest_power_of_two_that_fits(seed, exponent, mantissa):
     """Next to powers of two as well, where log2 in floating point goes wrong."""
@@ -205,7 +205,7 @@ def test_bad_input_is_refused_by_name(case):
         call()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 9),
     st.integers(0, 40),

@@ -63,7 +63,7 @@ def test_a_failed_check_fails_alone(tmp_path):
         assert [name for name in CHECKS if verdicts[name]] == ["check_prefill"], verdicts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     t=st.integers(1, 9), s=st.integers(1, 9), shift=st.integers(-12, 12), left=st.integers(-1, 8),
     right=st.integers(-1, 4), split=st.integers(1, 9),

@@ -49,7 +49,7 @@ def test_steps_of_1_to_4_tokens_give_the_bits_of_one_shot(kind, dtype):
         assert all(torch.equal(a, b) for a, b in zip(state[:2], end[:2]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(list(KINDS)),
     st.integers(0, 300),

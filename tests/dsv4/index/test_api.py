@@ -36,7 +36,7 @@ def whole_numbers(n, m, h, d, seed, size=2):
     return draw(n, h, d), draw(m, d), draw(n, h)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 9), st.integers(0, 30), st.integers(0, 4), st.integers(1, 6), st.integers(0, 34),
     st.integers(1, 5), st.integers(0, 10**6),

@@ -301,7 +301,7 @@ def test_empty_sizes():
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_lists(data):
     n, heads, rows = (data.draw(st.integers(a, b)) for a, b in ((1, 6), (1, 4), (1, 20)))

@@ -237,7 +237,7 @@ def test_grad_is_no_matter_without_grad_mode():
         dsv4.v4_attention(**arguments(q=GOOD["q"].clone().requires_grad_()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(-4, 14), min_size=6, max_size=6),
     st.lists(st.integers(-2, 5), min_size=2, max_size=2),
