@@ -63,11 +63,13 @@ def test_it_computes_attention_without_the_package_and_under_two_names(build, tm
     program = """
 import shutil, torch
 first = load(sys.argv[1], sys.argv[2])
+torch.manual_seed(0)
 q = torch.randn(40, 4, 128, dtype=torch.bfloat16)
 starts = torch.tensor([0, 15, 40], dtype=torch.int32)
 out = first.flash_attn_varlen_func(q, q, q, starts, starts, 25, 25, causal=True)
 wanted = torch.nn.functional.scaled_dot_product_attention(*(q[:15].transpose(0, 1).float(),) * 3, is_causal=True)
-assert (out[:15].transpose(0, 1).float() - wanted).abs().max() < 2**-6
+rounded = 2 * 2**-9 * q.abs().max()  # P, and the result
+assert (out[:15].transpose(0, 1).float() - wanted).abs().max() <= rounded
 q = torch.randn(2, 8, 512, dtype=torch.bfloat16)
 lists = torch.arange(64, dtype=torch.int32).expand(2, 64)
 assert first.v4_attention(q, torch.randn(64, 512, dtype=torch.bfloat16), lists).shape == (2, 8, 512)
