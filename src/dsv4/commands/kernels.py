@@ -19,7 +19,7 @@ from . import show
 from .variants import v4_small
 
 DIMS = checks.HEAD_DIMS
-WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/loads.py
+WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/fmha/loads.py
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 COLUMNS = (
     "threads | registers | by role | shared memory, bytes | tensor memory, columns | stack, bytes | spills, bytes | "
