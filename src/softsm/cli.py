@@ -219,14 +219,15 @@ def time(
         float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")
     ] = None,
     compare: Annotated[Path | None, typer.Option(help="another program, timed and compared with the first")] = None,
+    values: Annotated[bool, typer.Option(help="compute products, for kernels whose path depends on them")] = False,
     json: Annotated[bool, typer.Option(help="print JSON")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
 ) -> None:
     """Predict how long each launch takes on a GPU, and say what it waits for.
 
-    Only some CTAs of each grid run, and products are not computed: results of the program are wrong."""
+    Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
+    `softsm.checking()` inside it is off."""
     from softsm.clock import command
-    from softsm.errors import SoftsmError
 
     for given in (file, compare):
         if given is not None and not given.is_file():
@@ -241,20 +242,22 @@ def time(
         _stop(str(problem))
     if output is not None:
         _writable(output)
-    timers = []
+    timers, ends = [], []
     for given in (file, compare):
         if given is not None:
-            with _program_errors(given, (SoftsmError,)):
-                try:
-                    with command.timed(device, clock) as timer:
-                        _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
-                    timers.append(timer)
-                except SoftsmError as problem:
-                    _stop(f"{given}: no time: {problem}")
+            with command.timed(device, clock, values) as timer, command.ending(given) as end:
+                _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
+            timers.append(timer)
+            ends.append(end)
     typer.echo(command.shown(timers, json))
     if output is not None:
         for path in command.timelines(timers[0], output):
             typer.echo(f"wrote {path}")
+    for end in ends:
+        if end.words:
+            typer.echo(end.words, err=True)
+    if any(end.failed for end in ends):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -30,7 +30,7 @@ class Link:
 
     def __str__(self) -> str:
         way = f" -> {self.barrier} -> {self.to}" if self.barrier else ""
-        return f"{self.who}{way}: {self.cycles:.0f} cycles, {self.times} times"
+        return f"{self.who}{way}: {self.cycles:.0f} cycles, {'once' if self.times == 1 else f'{self.times} times'}"
 
 
 class _Log:

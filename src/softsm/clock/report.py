@@ -13,6 +13,8 @@ from softsm.clock.path import critical_path
 from softsm.clock.validated import band, statement
 
 SHOWN = 6
+NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot", "shared memory": "shared memory",
+         "code": "its code (first run, not in a cache)"}  # fmt: skip
 
 
 @dataclass
@@ -26,10 +28,14 @@ class Stall:
     what: str  # barrier, or the instruction
 
     def __str__(self) -> str:
-        verbs = {"barrier": f"waits for {self.what}", "products": "waits for products", "copies": "waits for copies",
-                 "bar.sync": "waits at bar.sync"}  # fmt: skip
-        verb = verbs.get(self.reason, f"{self.what} waits for its {self.reason}")
-        return f"{self.role or 'warps'} {verb} at {self.place}: {self.cycles:.0f} of {self.total:.0f} cycles"
+        who, verb = (self.role, "waits") if self.role else ("warps", "wait")
+        targets = {"barrier": f"for {self.what}", "products": "for products", "copies": "for copies",
+                   "bar.sync": "at bar.sync"}  # fmt: skip
+        if self.reason in targets:
+            words = f"{who} {verb} {targets[self.reason]}"
+        else:
+            words = f"{who}: {self.what} waits for {NEEDS.get(self.reason, self.reason)}"
+        return f"{words} at {self.place}: {self.cycles:.0f} of {self.total:.0f} cycles"
 
 
 def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
@@ -113,18 +119,27 @@ def text(p: Prediction) -> str:
         f"{p.kernel} on {p.gpu.name}: {_round(p.us, digits)} us predicted "
         f"({_round(p.us * low, digits)} to {_round(p.us * high, digits)}), "
         f"{_round(p.cycles / 1e3, digits)} k cycles at {p.clock:.2f} GHz",
-        f"  {p.ctas} CTAs of {p.threads} threads, {p.resident} on a multiprocessor, {p.waves:.2f} waves; "
-        f"{p.registers} registers, {p.spills} bytes spilled",
-        "  busy: " + (", ".join(f"{k} {v:.0%}" for k, v in p.busy.items() if v >= 0.005) or "nothing"),
-        f"  bound by {p.bound}; roofline {_round(p.roofline[limit], digits)} us ({limit}): "
-        f"{p.body_us / max(p.roofline[limit], 1e-9):.2f}x above it",
+        f"  {p.ctas} CTA{'s' * (p.ctas != 1)} of {p.threads} threads, {p.resident} on a multiprocessor, "
+        f"{f'{p.waves:.2f} waves' if p.waves > 1 else 'one wave'}; {p.registers} registers, {p.spills} bytes spilled",
+        "  busy: " + (", ".join(f"{k} {v:.0%}" for k, v in p.busy.items() if v >= 0.005) or "nothing over 0.5%"),
+        f"  {_bound(p)}; {_round(p.body_us, digits)} us without the launch, "
+        f"{p.body_us / max(p.roofline[limit], 1e-9):.3g} times what {limit} needs at least",
     ]
-    lines += [f"    {s}" for s in stalls(p)]
+    waits = stalls(p)
+    if waits:
+        lines.append("  longest waits of a warp:")
+    lines += [f"    {s}" for s in waits]
     cycles, links = critical_path(p)
     if links:
         lines.append(f"  critical path of a CTA, {cycles:.0f} cycles:")
         lines += [f"    {x.cycles / cycles:4.0%}  {x}" for x in links[:SHOWN]]
     return "\n".join(lines)
+
+
+def _bound(p: Prediction) -> str:
+    if not p.bound.startswith("chain"):
+        return f"bound by {p.bound}"
+    return f"bound by a chain of waits (no engine is busy for 60% of the time; {p.bound[7:-1]})"
 
 
 def _round(x: float, digits: int) -> str:

@@ -49,10 +49,15 @@ class Timer:
     @property
     def us(self) -> float:
         """All launches in a row, as one CUDA graph."""
-        if not self.predictions:
+        return self.us_from(0)
+
+    def us_from(self, first: int) -> float:
+        """The launches from this one on in a row."""
+        found = self.predictions[first:]
+        if not found:
             return 0.0
-        g = self.predictions[0].gpu
-        return g["launch"] + sum(p.body_us for p in self.predictions) + g["launch.next"] * (len(self.predictions) - 1)
+        g = found[0].gpu
+        return g["launch"] + sum(p.body_us for p in found) + g["launch.next"] * (len(found) - 1)
 
 
 @contextlib.contextmanager

@@ -184,6 +184,8 @@ class Kernel:
             raise TypeError(f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
                             f"{', '.join(CHANGES)}")
         chosen = replace(current_options(), arch=self.module.target, **changes)
+        if not chosen.machine.checkable:
+            chosen = replace(chosen, checks=None, order="eager")
         if chosen.checks is not None and chosen.checks.races and not self.checking:
             return self.checked.launch_together(grid, block, args, memories, shared, cluster, changes)
         grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)

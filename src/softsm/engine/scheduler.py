@@ -25,6 +25,7 @@ NEVER = 1 << 30  # a pc that no program reaches
 
 class Machine:
     divisible: bool = True  # may its CTAs go on in several processes? Not where somebody follows each event.
+    checkable: bool = True  # may checkers follow it? Not where values are not computed.
 
     def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
         self.program: pg.Program = kernel.program

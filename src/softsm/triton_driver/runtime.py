@@ -120,15 +120,19 @@ class Event:
 
 
 def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
-    """What `do_bench` is while softsm is in use: one call, and a microsecond for a thousand warp instructions. So an
-    autotuner's choice, and with it the result of a program, does not depend on how busy the machine is."""
+    """What `do_bench` is while softsm is in use: one call, and its predicted time within `softsm.timing()`, else a
+    microsecond for a thousand warp instructions. So an autotuner's choice, and with it the result of a program, does
+    not depend on how busy the machine is."""
     if in_use.current() is None:  # an autotuner kept this function beyond softsm's time
         import triton.testing
 
         return triton.testing.do_bench(call, *args, quantiles=quantiles, return_mode=return_mode)
-    before = engine.Kernel.executed
+    timer = engine.current_options().recorder
+    timed = hasattr(timer, "us_from")
+    before = len(timer.predictions) if timed else engine.Kernel.executed
     call()
-    ms = max((engine.Kernel.executed - before) * 1e-6, 1e-6)
+    ms = timer.us_from(before) * 1e-3 if timed else (engine.Kernel.executed - before) * 1e-6
+    ms = max(ms, 1e-6)
     if quantiles is not None:
         return [ms] * len(quantiles)
     return [ms] if return_mode == "all" else ms

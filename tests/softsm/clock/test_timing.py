@@ -60,7 +60,8 @@ def test_words_say_gpu_clock_band_and_what_waits() -> None:
     p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
     text = report.text(p)
     assert " on H200: " in text and " us predicted (" in text and "at 1.98 GHz" in text
-    assert "MUFU waits for its registers" in text
+    assert "warps: MUFU waits for an operand at PTX line " in text and "132 CTAs of 256 threads" in text
+    assert "one wave" in text and "bound by exp " in text
     assert report.as_dict(p)["us_low"] < p.us < report.as_dict(p)["us_high"]
 
 
