@@ -119,7 +119,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
 def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
     """Problems of V4 attention (tensors unset, never read) that need the variants of this description."""
     for wide in (False, True):
-        for splits in (1, 16, 128):  # few and many splits are merged by two variants
+        for splits in (1, 4, 8, 16, 128):  # each merged by a variant of its own
             yield v4_small(rows, named, splits, wide=wide)
         yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
         yield v4_small(rows, named, wide=wide, queries=64)  # Hopper: FP8 rows unpacked first, plain ones in L2
@@ -181,10 +181,11 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
         return  # only dense problems have a kernel of their own for this
     queries, heads = {"prefill": (256, 1), "large": (68000, 1)}.get(phase, (1, 8))
     keys = 4096
-    # Few and many splits are merged by two variants; those of many rows at head dim 512 by one for each power of two.
-    split: dict[int, tuple[int, ...]] = {1: (16, 128)}
+    # Up to 4, 8 and 16 splits and more are merged by variants of their own; those of many rows at head dim 512 by one
+    # for each power of two.
+    split: dict[int, tuple[int, ...]] = {1: (4, 8, 16, 128)}
     if head_dim == 512:
-        split[64] = (16, 32, 64, 128, 256)
+        split |= {200: (4, 8), 64: (16, 32, 64, 128, 256)}
     same = (False, True) if head_dim == 512 else (False,)
     for batch, same_kv in itertools.product(split if phase == "split" else (1,), same):
         if kind == "varlen":

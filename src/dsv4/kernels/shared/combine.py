@@ -13,6 +13,12 @@ from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.softmax import LN2, LOG2E
 
 
+@gluon.constexpr_function
+def in_columns(columns, warps):
+    """Of [splits, columns]: every thread has all splits of its columns."""
+    return gl.BlockedLayout([1, min(4, columns // 32)], [1, 32], [1, warps], [1, 0])
+
+
 @aggregate
 class Place:
     """Where a row (token, head) of the results is."""
@@ -62,12 +68,13 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D]. EARLY: launched
     while the splits are still being computed.
 
-    SPLITS are added at a time, in an order that depends on SPLITS alone.
+    SPLITS are added at a time, in an order that depends on SPLITS alone: up to 16 by one thread, which is the fewest
+    instructions where rows are many. More splits belong to few rows, so that many threads take part.
     """
-    if COLUMNS <= 128:
+    if SPLITS <= 16:
+        L: gl.constexpr = in_columns(COLUMNS, gl.num_warps())
+    else:
         L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
-    else:  # every thread has all splits of its columns
-        L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
@@ -113,7 +120,10 @@ def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits
     """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results.
     Launched while the last splits are being computed."""
     dependent.wait_for_grid_before()
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    if SPLITS <= 16:
+        L: gl.constexpr = in_columns(COLUMNS, gl.num_warps())
+    else:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))

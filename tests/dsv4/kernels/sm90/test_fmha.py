@@ -256,6 +256,18 @@ def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
     assert_agrees((both, both_lse), reference.fmha_paged, q, k, v, table, lengths, sink=sink, softmax_scale=-0.0625)
 
 
+def test_deterministic_splits_are_added_in_an_order_that_does_not_depend_on_the_room_for_them():
+    """How many splits a block table has room for, 3 or 32, is no property of a sequence."""
+    q, k = torch.empty(1, 1, 64, 512, dtype=torch.bfloat16), torch.empty(2, 64, 1, 512, dtype=torch.bfloat16)
+    found = []
+    for pages in (64, 1024):
+        table, lengths = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        p = dataclasses.replace(problem.paged(q, k, k, table, lengths), deterministic=True, out=torch.empty_like(q))
+        found.append(calls.launches_of(p, dispatch.compile_target("sm_90a"))[-1])
+    assert [launch.kernel.__name__ for launch in found] == ["combine"] * 2
+    assert found[0].constants == found[1].constants
+
+
 def test_a_deterministic_tiling_does_not_depend_on_the_batch():
     def tilings(build):
         target = dispatch.compile_target("sm_90a")

@@ -103,11 +103,11 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
                    num_warps=4, **c.options)  # fmt: skip
     if short:
-        at_once = max(1 << (splits - 1).bit_length(), 16)
-        columns = min(128, 8192 // at_once)
+        at_once = max(1 << (splits - 1).bit_length(), 4)
+        columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
         rows = total_q * p.q_heads
         program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
-                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=4, launch_pdl=True)  # fmt: skip
+                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
     elif split:
         prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
@@ -122,20 +122,18 @@ def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int
 
 def prepare_merge(
     p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int, *, varlen: bool = False,
-    few: bool = False, early: bool = False,
+    early: bool = False,
 ) -> None:  # fmt: skip
-    """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; few: many
-    rows with few splits each, as V4 attention has them; early: the forward kernel lets it be launched early."""
+    """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; early: the
+    forward kernel lets it be launched early."""
     # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
-    at_a_time = 16 if p.deterministic or splits <= 16 else 64
-    columns = 32 if splits > 16 else min(p.head_dim, 128)
-    if few and splits <= 8 and not p.deterministic:
-        at_a_time, columns = (4 if splits <= 4 else 8), p.head_dim
+    at_a_time = 16 if p.deterministic else 4 if splits <= 4 else 8 if splits <= 8 else 16 if splits <= 16 else 64
+    columns, warps = (p.head_dim, max(1, p.head_dim // 128)) if at_a_time <= 16 else (32, 4)
     rows = total_q * p.q_heads
     arguments = arguments | dict(out_ptr=out, total_rows=rows, tokens=max(arguments["tokens"], 1))
     program.launch(
         combine, (rows, p.head_dim // columns), arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen,
-        COLUMNS=columns, EARLY=early, num_warps=4, **dict(launch_pdl=True) if early else {},
+        COLUMNS=columns, EARLY=early, num_warps=warps, **dict(launch_pdl=True) if early else {},
     )  # fmt: skip
 
 

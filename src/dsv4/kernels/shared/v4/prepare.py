@@ -121,7 +121,7 @@ def prepare_listed(
         strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
         more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
         early = options.get("EARLY", False)
-        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, few=True, early=early)
+        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)
     if out is not p.out:
         program.copy(p.out, out)
 

@@ -22,7 +22,8 @@ barrier         arrives     count   waits       means
 ready[2g + h]   gather g    1       compute     half h of a block is in slot g; if h = 0, its bias
 free[2g + h]    compute     1       gather g    the products with half h of slot g are complete
 
-Converted rows are written by ordinary stores; compute puts the fence before the tensor core reads them.
+Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
+heads, where compute takes longer than gather, by gather.
 """
 
 from dsv4.kernels.compat import (
@@ -62,9 +63,14 @@ from dsv4.kernels.sm90.v4.transposed import (
 GROUPS = gl.constexpr(2)  # of gathering warps, and slots
 
 
+@gluon.constexpr_function
+def gather_fences(heads):
+    return heads > 16
+
+
 @gluon.jit
 def gather_role(window, compressed, requests, pools, memory, ready, free, splits, GROUP: gl.constexpr,
-                HOW: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
+                HOW: gl.constexpr, UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
     lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     entry = entries(words(gl.num_warps()))
@@ -76,9 +82,13 @@ def gather_role(window, compressed, requests, pools, memory, ready, free, splits
         number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
         mbarrier.wait(free.index(2 * GROUP), phase)
         unpack_left(rows, memory, GROUP)
+        if FENCE:
+            fence_async_shared()
         mbarrier.arrive(ready.index(2 * GROUP), count=1)
         mbarrier.wait(free.index(2 * GROUP + 1), phase)
         unpack_right(rows, memory, GROUP)
+        if FENCE:
+            fence_async_shared()
         mbarrier.arrive(ready.index(2 * GROUP + 1), count=1)
         phase = phase ^ 1
 
@@ -108,11 +118,13 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
         at = slot + zero(block)
         keys_at = slot + zero(block)
         mbarrier.wait(ready.index(2 * slot), phase)
-        fence_async_shared()
+        if not gather_fences(HEADS):
+            fence_async_shared()
         bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = left_scores(memory, keys_at, zero(block), HEADS)
         mbarrier.wait(ready.index(2 * slot + 1), phase)
-        fence_async_shared()
+        if not gather_fences(HEADS):
+            fence_async_shared()
         s = right_scores(s, memory, keys_at, zero(block))
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         here = slot
@@ -183,9 +195,10 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     for i in gl.static_range(2 * GROUPS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
+    FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
         (compute_role, (q, window, compressed, requests, memory, ready, free, output, scale, splits, HEADS, HOW, SIGN,
                         SPLIT)),
-        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 0, HOW, UNIT)),
-        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 1, HOW, UNIT)),
+        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 0, HOW, UNIT, FENCE)),
+        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 1, HOW, UNIT, FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

@@ -265,22 +265,55 @@ def turned(quarter, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
-    """A quarter of O's columns, 16 bytes per thread. place: (query, first head, split)."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    query, first_head, split = place
-    x = turned(quarter, HEADS).load(L)
-    if rope[1] > 0:
-        x = softmax.turn_back(x, rope, COLUMN, 512)
-    head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
-    column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
-    there = (head < output.heads)[:, None]
+def rounded(quarter, HEADS: gl.constexpr):
+    """The same in bf16, which the warps turn over as they store it: stmatrix."""
+    L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(quarter, [quarter.shape[0] // HEADS, HEADS, 128], L).index(0)
+
+
+@gluon.jit
+def lay(o, quarter, width, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """A quarter of O^T, normalised -> shared memory, in fp32 where `put` has to compute with it, else in bf16.
+    width: how many columns are turned back, the last ones."""
+    HEADS: gl.constexpr = o.shape[1]
     if SPLIT:
-        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
-        gl.store(output.part_ptr + part[:, None] * 512 + column[None, :], x, mask=there)
+        turned(quarter, HEADS).permute((1, 0)).store(o)
+    elif COLUMN + 128 > 512 - width:
+        turned(quarter, HEADS).permute((1, 0)).store(o)
     else:
-        offset = (query.to(gl.int64) * output.stride_on + head.to(gl.int64) * output.stride_oh) * 8
-        gl.store(output.out_ptr + offset[:, None] + column[None, :], x.to(output.out_ptr.dtype.element_ty), mask=there)
+        rounded(quarter, HEADS).permute((1, 0)).store(o.to(gl.bfloat16))
+
+
+@gluon.jit
+def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """What `lay` wrote -> global memory, 16 bytes per thread. place: (query, first head, split)."""
+    query, first_head, split = place
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    if SPLIT:
+        x = turned(quarter, HEADS).load(L)
+        if rope[1] > 0:
+            x = softmax.turn_back(x, rope, COLUMN, 512)
+        head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+        column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
+        gl.store(output.part_ptr + part[:, None] * 512 + column[None, :], x, mask=(head < output.heads)[:, None])
+    elif COLUMN + 128 > 512 - rope[1]:
+        x = softmax.turn_back(turned(quarter, HEADS).load(L), rope, COLUMN, 512)
+        put_rounded(x.to(output.out_ptr.dtype.element_ty), place, output, COLUMN)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        put_rounded(rounded(quarter, HEADS).load(WIDE), place, output, COLUMN)
+
+
+@gluon.jit
+def put_rounded(x, place, output, COLUMN: gl.constexpr):
+    """[heads, 128] of the result."""
+    query, first_head, _ = place
+    L: gl.constexpr = x.type.layout
+    head = first_head + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
+    column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+    offset = (query.to(gl.int64) * output.stride_on + head.to(gl.int64) * output.stride_oh) * 8
+    gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(head < output.heads)[:, None])
 
 
 @gluon.jit
@@ -316,7 +349,9 @@ def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
     o0, o1, o2, o3 = o
     LO: gl.constexpr = o0.type.layout
     query, first_head, split = place
-    l = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), m.type.layout)
+    # A head per lane: else every thread would take the logarithms of all its columns.
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
     factor = gl.convert_layout(write_lse(m, l, place, output, SPLIT), gl.SliceLayout(0, LO))[None, :]
     rope = output.rope
     line_ptr = rope.cos_sin_ptr
@@ -325,10 +360,10 @@ def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
         line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
     HEADS: gl.constexpr = o0.shape[1]
     # All quarters are written before one is read: one barrier instead of four.
-    turned(memory.kv0.index(0), HEADS).permute((1, 0)).store(o0 * factor)
-    turned(memory.kv1.index(0), HEADS).permute((1, 0)).store(o1 * factor)
-    turned(memory.kv2.index(0), HEADS).permute((1, 0)).store(o2 * factor)
-    turned(memory.kv3.index(0), HEADS).permute((1, 0)).store(o3 * factor)
+    lay(o0 * factor, memory.kv0.index(0), rope.width, 0, SPLIT)
+    lay(o1 * factor, memory.kv1.index(0), rope.width, 128, SPLIT)
+    lay(o2 * factor, memory.kv2.index(0), rope.width, 256, SPLIT)
+    lay(o3 * factor, memory.kv3.index(0), rope.width, 384, SPLIT)
     put(memory.kv0.index(0), place, output, (line_ptr, rope.width), HEADS, 0, SPLIT)
     put(memory.kv1.index(0), place, output, (line_ptr, rope.width), HEADS, 128, SPLIT)
     put(memory.kv2.index(0), place, output, (line_ptr, rope.width), HEADS, 256, SPLIT)
