@@ -1,7 +1,7 @@
 """For tests of kernels: how many multiprocessors a call sees, and which kernels it launches."""
 
 from dsv4.runtime import dispatch, launch
-from dsv4.runtime.launch import ReadyLaunch
+from dsv4.runtime.launch import TritonLaunch
 
 
 def multiprocessors(monkeypatch, count: int) -> None:
@@ -13,13 +13,13 @@ def multiprocessors(monkeypatch, count: int) -> None:
 def launched(monkeypatch) -> list[str]:
     """Gets the names of the kernels of all launches that follow."""
     names: list[str] = []
-    run = ReadyLaunch.run
+    run = TritonLaunch.run
 
     def noted(self, *memory):
         names.append(self.name)
         run(self, *memory)
 
-    monkeypatch.setattr(ReadyLaunch, "run", noted)
+    monkeypatch.setattr(TritonLaunch, "run", noted)
     return names
 
 

@@ -1,5 +1,7 @@
 """Gradients through the public functions: against the formulas, and what torch asks of an operator."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from agreement import FP32_BOUND
@@ -239,6 +241,23 @@ def test_operators_keep_torchs_rules(name):
     for end in ("_training", "_backward"):
         more = ("test_aot_dispatch_dynamic",) if name + end == "fmha_training" else ()
         torch.library.opcheck(*calls.named(end), test_utils=checks + more)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_the_same_whether_somebody_sees_the_operators_or_not(name):
+    """In the forward pass, in the backward pass, or in both."""
+    tensors, loss = LOSSES[name]()
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    for forward, backward in ((True, False), (False, True), (True, True)):
+        with Calls() if forward else nullcontext() as first:
+            made = loss(*tensors)
+        with Calls() if backward else nullcontext() as second:
+            got = torch.autograd.grad(made, tensors)
+        if forward:
+            first.named("_training")
+        if backward:
+            second.named("_backward")
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -90,8 +90,8 @@ def fmha(
     backend: str = "auto",
 ) -> Result:
     """Attention of q [B, T, Hq, D] to k, v [B, S, Hkv, D] -> out [B, T, Hq, D], lse [B, Hq, T]."""
-    return _call("fmha", {"q": q, "k": k, "v": v}, {}, causal, window, sink, softmax_scale, return_lse, out, plan,
-                 deterministic, backend)  # fmt: skip
+    return _call("fmha", (q, k, v, sink), (), causal, window, softmax_scale, return_lse, out, plan, deterministic,
+                 backend)  # fmt: skip
 
 
 @overload
@@ -135,10 +135,10 @@ def fmha_varlen(
     sequence, which save a GPU launch from assuming the worst; no sequence may be longer.
     -> out [total_q, Hq, D], lse [total_q, Hq].
     """
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _call("fmha_varlen", tensors, bounds, causal, window, sink, softmax_scale, return_lse, out, plan,
-                 deterministic, backend)  # fmt: skip
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
+    bounds = (checks.bound("max_seqlen_q", max_seqlen_q), checks.bound("max_seqlen_k", max_seqlen_k))
+    return _call("fmha_varlen", tensors, bounds, causal, window, softmax_scale, return_lse, out, plan, deterministic,
+                 backend)  # fmt: skip
 
 
 @overload
@@ -179,9 +179,9 @@ def fmha_paged(
     lengths: int32 [B], the keys S of each sequence. Entries of the table past the length are not read.
     -> out [B, T, Hq, D], lse [B, Hq, T].
     """
-    tensors = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "lengths": lengths}
-    return _call("fmha_paged", tensors, {}, causal, window, sink, softmax_scale, return_lse, out, plan,
-                 deterministic, backend)  # fmt: skip
+    tensors = (q, k_pages, v_pages, block_table, lengths, sink)
+    return _call("fmha_paged", tensors, (), causal, window, softmax_scale, return_lse, out, plan, deterministic,
+                 backend)  # fmt: skip
 
 
 for _function in (fmha, fmha_varlen, fmha_paged):
@@ -190,26 +190,18 @@ for _function in (fmha, fmha_varlen, fmha_paged):
 
 
 def _call(
-    name: str, tensors: dict[str, Any], bounds: dict[str, Any], causal, window, sink, softmax_scale, return_lse,
-    out, plan, deterministic, backend,
+    name: str, tensors: tuple, bounds: tuple, causal, window, softmax_scale, return_lse, out, plan, deterministic,
+    backend,
 ) -> Result:  # fmt: skip
     """Here numbers and flags get their types, which the key of a call cannot tell apart; their values are checked, like
     the tensors, where the problem is built."""
     left, right = checks.two_ints(window)
     if checks.flag("causal", causal) and left >= -1 and right >= -1:  # else it is refused as it was given
         right = 0
-    arguments = dict(
-        tensors,
-        **{key: checks.bound(key, x) for key, x in bounds.items()},
-        causal=False,  # folded into the window
-        window_left=left,
-        window_right=right,
-        sink=sink,
-        softmax_scale=checks.scale(softmax_scale),
-        deterministic=checks.flag("deterministic", deterministic),
-    )
+    scale, deterministic = checks.scale(softmax_scale), checks.flag("deterministic", deterministic)
+    options = (False, left, right, scale, deterministic, *bounds)  # causal is folded into the window
     checks.flag("return_lse", return_lse)
-    return operators.call(OPERATIONS[name], arguments, return_lse, out, plan, checks.backend(backend))
+    return operators.call(OPERATIONS[name], tensors, options, return_lse, out, plan, checks.backend(backend))
 
 
 OPTIONS = (

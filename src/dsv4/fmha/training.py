@@ -16,9 +16,9 @@ OPTIONS = (
 )
 
 
-def call(given: dict[str, Any], return_lse: bool) -> Any:
+def call(given: dict[str, Any], return_lse: bool, plain: bool) -> Any:
     """The public function, its arguments checked, when a gradient will be asked for."""
-    out, lse = torch.ops.dsv4.fmha_training(*(given.get(name) for name in ARGUMENTS))
+    out, lse = gradients.forward("fmha", plain, *(given.get(name) for name in ARGUMENTS))
     return (out, lse) if return_lse else out
 
 
@@ -64,7 +64,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     asked = list(ctx.needs_input_grad[:4])
     *options, deterministic, backend = ctx.options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = torch.ops.dsv4.fmha_backward(dout, dlse, *tensors, out, lse, *options, deterministic, backend, asked)
+    tensors = (dout, dlse, *tensors, out, lse)
+    grads = gradients.backward("fmha", tensors, *options, deterministic, backend, asked)
     return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *none[4:]
 
 

@@ -76,14 +76,14 @@ def index_topk(
     if isinstance(k, IndexCache):
         k = k.page_view()
     checks.flag("return_scores", return_scores)
-    arguments: dict[str, Any] = dict(
-        q=q, k=k, weights=weights, topk=problem.width(topk), positions=positions,
-        ratio=checks.at_least(1, "ratio", ratio), lengths=lengths,
-        block_table=block_table, request_starts=request_starts,
-        scale=None if scale is None else checks.number("scale", scale),
-        request_rows=checks.flag("request_rows", request_rows),
-    )  # fmt: skip
-    return operators.call(INDEX_TOPK, arguments, return_scores, out, plan, checks.backend(backend))
+    tensors = (q, k, weights, positions, lengths, block_table, request_starts)
+    options = (
+        problem.width(topk),
+        checks.at_least(1, "ratio", ratio),
+        None if scale is None else checks.number("scale", scale),
+        checks.flag("request_rows", request_rows),
+    )
+    return operators.call(INDEX_TOPK, tensors, options, return_scores, out, plan, checks.backend(backend))
 
 
 ARGUMENTS = (

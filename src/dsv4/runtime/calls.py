@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +49,14 @@ class Operation:
     same: tuple[str, str, str] | None = None  # field of the problem: whether these two arguments are the same memory
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
 
-    tensors_in: Callable[[dict[str, Any]], tuple] = field(init=False)  # those of the arguments that are tensors, ...
-    options_in: Callable[[dict[str, Any]], tuple] = field(init=False)  # ... and the others
+    same_places: tuple[int, ...] = field(init=False)  # of those two among the tensors
 
     def __post_init__(self):
-        object.__setattr__(self, "tensors_in", itemgetter(*self.tensors))
-        object.__setattr__(self, "options_in", itemgetter(*self.options))
+        object.__setattr__(self, "same_places", tuple(self.tensors.index(name) for name in (self.same or ())[1:]))
+
+    def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
+        """All arguments by their names."""
+        return dict(zip(self.tensors, tensors, strict=True)) | dict(zip(self.options, options, strict=True))
 
     def empty(self, arguments: dict[str, Any], want: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs, to be written; of size 0 where the second is not wanted."""
@@ -69,8 +70,8 @@ class Operation:
 class Given(NamedTuple):
     """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
 
-    arguments: dict[str, Any]
-    tensors: Sequence[Any]  # those of the arguments that are tensors, in the order of the operation
+    tensors: Sequence[Any]  # in the order of the operation
+    options: tuple  # likewise
     want_second: bool
     out: Tensor | None = None
     second: Tensor | None = None
@@ -101,7 +102,8 @@ def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | Non
         problem = _problem(op, given)
         op.check_values(problem)
         _apart(op, given)
-        return _in_torch(op, problem, _allocated(op.outputs(given.arguments).layouts(), given, device))
+        layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
+        return _in_torch(op, problem, _allocated(layouts, given, device))
     if found == "cuda" and torch.cuda.current_device() == device.index:
         return _run(op, given, backend, dispatch.cuda_target(device), device)
     with dispatch.entered(found, device) as target:
@@ -113,16 +115,20 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     problem = None
     if checks.values_checked(given.tensors[0]):
+        given = _distinct(given)
         problem = _problem(op, given)
         op.check_values(problem)
     try:
-        key = _key(op, given, backend, target)
+        key, addresses = _key(op, given, backend, target)
     except RuntimeError:  # a tensor without strides or an address: what it is says the problem
         _problem(op, given)
         raise
     call = _calls.get(key)
     if call is None:
-        call = _prepare(op, given, backend, target, device)
+        if problem is None:
+            given = _distinct(given)
+            problem = _problem(op, given)
+        call = _prepare(op, given, problem, backend, target, device)
         if len(_calls) >= MOST:
             del _calls[next(iter(_calls))]
         _calls[key] = call
@@ -130,47 +136,51 @@ def _run(
     outputs = _allocated(call.layouts, given, device)
     if call.ready is None:
         return _in_torch(op, problem or _problem(op, given), outputs)
-    call.ready.run([*given.tensors, *outputs, given.scratch])
+    out, second = outputs
+    addresses[-3] = out.data_ptr()
+    if second is not None:
+        addresses[-2] = second.data_ptr()
+    call.ready.run([*given.tensors, out, second, given.scratch], addresses)
     return outputs
 
 
-def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple:
-    arguments, tensors, want_second, *provided, capacities = given
-    layouts = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
-        for x in (*tensors, *provided)
-    ]
-    begin = _begin_alike(arguments, *op.same[1:]) if op.same else False
-    return (op.name, backend, target, want_second, capacities, begin, op.options_in(arguments), *layouts)
+def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple[tuple, list[int]]:
+    """(key, addresses of the tensors, of the outputs as far as they are provided, and of the plan's memory)."""
+    tensors, options, want_second, *provided, capacities = given
+    layouts: list[tuple | None] = []
+    addresses: list[int] = []
+    for x in (*tensors, *provided):
+        if x is None:
+            layouts.append(None)
+            addresses.append(0)
+        else:
+            address = x.data_ptr()
+            layouts.append((x.shape, x.stride(), x.dtype, x.device, address & 15))
+            addresses.append(address)
+    begin = op.same is not None and addresses[op.same_places[0]] == addresses[op.same_places[1]]
+    return (op.name, backend, target, want_second, capacities, begin, options, *layouts), addresses
 
 
-def _begin_alike(arguments: dict[str, Any], first: str, second: str) -> bool:
-    b = arguments[second]
-    return b is not None and arguments[first].data_ptr() == b.data_ptr()
-
-
-def _same(arguments: dict[str, Any], first: str, second: str) -> bool:
+def _same(a: Tensor, b: Tensor | None) -> bool:
     """Whether two arguments are the same memory: one address, which is in the key, and one layout."""
-    a, b = arguments[first], arguments[second]
-    return _begin_alike(arguments, first, second) and a.stride() == b.stride() and a.shape == b.shape
+    return b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
 def _problem(op: Operation, given: Given) -> Any:
     """The validated problem, with what the caller provides for its results."""
-    problem = op.build(**given.arguments)
+    problem = op.build(**op.named(given.tensors, given.options))
     checked_outputs(op, given, problem)
     changes: dict[str, Any] = {}
     if given.capacities is not None:
         changes["num_splits"] = given.capacities[0]
     if op.same is not None:
-        name, *both = op.same
-        changes[name] = _same(given.arguments, *both)
+        changes[op.same[0]] = _same(*(given.tensors[place] for place in op.same_places))
     return replace(problem, scratch=given.scratch, **changes)
 
 
 def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
     """ValueError unless the outputs and the plan's memory that the caller provides fit the problem. Reads no values."""
-    outputs = op.outputs(given.arguments)
+    outputs = op.outputs(op.named(given.tensors, given.options))
     if given.out is not None:
         # a partial result in fp32 (see merge_states)
         partial = op.second == "lse" and checks.is_tensor(given.out) and given.out.dtype == torch.float32
@@ -207,11 +217,10 @@ def _allocated(
     return out, second
 
 
-def _prepare(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> Call:
-    arguments = _distinct(given.arguments)
-    given = given._replace(arguments=arguments, tensors=op.tensors_in(arguments))
-    problem = _problem(op, given)
-    layouts = op.outputs(given.arguments).layouts()
+def _prepare(
+    op: Operation, given: Given, problem: Any, backend: str, target: Target, device: torch.device
+) -> Call:
+    layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
     module = dispatch.kernel_module(op.folder, target.capability)
     if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
         accepted = "bfloat16, float16; float32 on backend 'cpu'"
@@ -230,17 +239,17 @@ def _prepare(op: Operation, given: Given, backend: str, target: Target, device: 
     return Call(layouts, Ready(program, target))
 
 
-def _distinct(arguments: dict[str, Any]) -> dict[str, Any]:
+def _distinct(given: Given) -> Given:
     """With an object of its own for every tensor: a program tells tensors by identity, and which arguments are the same
     tensor is not in the key."""
     seen: set[int] = set()
-    found = {}
-    for name, x in arguments.items():
+    tensors = []
+    for x in given.tensors:
         if isinstance(x, Tensor) and id(x) in seen:
             x = x.detach()
         seen.add(id(x))
-        found[name] = x
-    return found
+        tensors.append(x)
+    return given._replace(tensors=tensors)
 
 
 def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:

@@ -5,8 +5,10 @@ Inference does not come here. A public function that sees grad mode and an input
     torch.ops.dsv4.X_training(...)   the forward pass, with what backward needs as outputs
     torch.ops.dsv4.X_backward(...)   the gradients, called by autograd
 
-Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. The gradient of
-a gradient is refused by name, and so are tangents (forward mode), which torch would silently drop.
+Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. Their way
+through torch takes longer than the kernels of a small model: where the tensors are plain and nobody has to see the
+operators, `forward` and `backward` below run their kernels without them. The gradient of a gradient is refused by name,
+and so are tangents (forward mode), which torch would silently drop.
 """
 
 import importlib
@@ -18,9 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.runtime import dispatch
+from dsv4.runtime import dispatch, operators
 from dsv4.runtime.operators import LIBRARY
 from dsv4.runtime.settings import settings
+
+# Name of an operation -> its two operators as one function of autograd; the kernel of its backward operator.
+_functions: dict[str, type[torch.autograd.Function]] = {}
+_backward_kernels: dict[str, Callable] = {}
 
 
 def define(
@@ -48,6 +54,29 @@ def define(
 
     torch.library.register_autograd(f"dsv4::{name}_training", gradients, setup_context=save, lib=LIBRARY)
     torch.library.register_autograd(f"dsv4::{name}_backward", no_second, lib=LIBRARY)
+
+    def run_and_save(ctx: Any, *inputs: Any) -> Any:
+        output = forward[0](*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(run_and_save), "backward": staticmethod(gradients)}
+    _functions[name] = type(name, (torch.autograd.Function,), methods)
+    _backward_kernels[name] = backward[0]
+
+
+def forward(name: str, plain: bool, *arguments: Any) -> Any:
+    """X_training(*arguments). plain: of tensors that are plain, and nobody has to see the operator."""
+    if plain:
+        return _functions[name].apply(*arguments)
+    return getattr(torch.ops.dsv4, f"{name}_training")(*arguments)
+
+
+def backward(name: str, tensors: tuple, *rest: Any) -> Any:
+    """X_backward(*tensors, *rest), for autograd. In grad mode somebody may ask for the gradient of this gradient."""
+    if torch.is_grad_enabled() or operators.observed() or not operators.all_plain(tensors):
+        return getattr(torch.ops.dsv4, f"{name}_backward")(*tensors, *rest)
+    return _backward_kernels[name](*tensors, *rest)
 
 
 def run(request: Any, device: torch.device, backend: str, torch_module: str) -> None:

@@ -1,26 +1,27 @@
 """From a program to launches: every launch gets its compiled kernel, from Triton or from a file (aot.py).
 
-One path for the GPU and for the emulator, which is a Triton driver: they differ in what a pointer is. The GPU gets a
-number; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
-
-A launch is Triton's `CompiledKernel.run` with what Triton's own launch gives it; the stream is asked for once per call.
-What Triton does before that is for hooks (`triton.knobs.runtime`; Proton has some), and takes 3 of a launch's 10
-microseconds: where there are hooks, the launch is Triton's own.
+One path for the GPU and for the emulator, up to the launch itself. On a GPU that is a call of the CUDA driver
+(driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU where
+somebody watches launches through Triton's hooks (`triton.knobs.runtime`; Proton has some). A pointer is a number on the
+GPU; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from copy import copy
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
 from dsv4.runtime import aot, dispatch
 from dsv4.runtime.dispatch import Target
+from dsv4.runtime.driver import DriverLaunch, Function
 from dsv4.runtime.program import Launch, Null, Program, Slot
 
 
@@ -30,72 +31,78 @@ class Ready:
     def __init__(self, program: Program, target: Target):
         self.rooms = program.rooms
         self.device = program.device
-        self.by_address = target.backend == "cuda"
-        self.steps = [ReadyLaunch(x, target) if isinstance(x, Launch) else x for x in program.steps]
+        self.watched: list[Any] = []  # the steps where there are hooks
+        self.steps: list[Any] = []
+        for x in program.steps:
+            watched, step = ready_launch(x, target) if isinstance(x, Launch) else (x, x)
+            self.watched.append(watched)
+            self.steps.append(step)
 
-    def run(self, tensors: list[Tensor | None]) -> None:
-        memory = [*tensors, *[room.empty(self.device) for room in self.rooms]]
-        pointers = [None if x is None else x.data_ptr() for x in memory] if self.by_address else memory
+    def run(self, memory: list[Tensor | None], addresses: list[int]) -> None:
+        """Both lists become longer by the rooms."""
+        for room in self.rooms:
+            x = room.empty(self.device)
+            memory.append(x)
+            addresses.append(x.data_ptr())
         stream = driver.active.get_current_stream(self.device.index)
-        watched = _hooks()
-        for step in self.steps:
-            step.run(memory, pointers, stream, watched)
+        for step in self.watched if _hooks() else self.steps:
+            step.run(memory, addresses, stream)
 
 
-class ReadyLaunch:
-    def __init__(self, launch: Launch, target: Target):
-        self.name = launch.kernel.__name__
-        self.by_address = target.backend == "cuda"
-        grid = (*launch.grid, 1, 1)[:3]
-        self.launch, self.with_hooks, rest, arguments = _compiled(launch, grid, target)
-        # What `CompiledKernel.run` takes: grid, stream, ..., no metadata and no hooks, then the kernel's arguments.
-        self.template: list[Any] = [*grid, None, *rest, None, None, None]
-        self.pointers: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
+class TritonLaunch:
+    """A launch by Triton's own `compiled[grid](...)`, or what takes the same arguments."""
+
+    def __init__(self, name: str, launch: Callable, arguments: list[Any], by_address: bool):
+        self.name, self.launch, self.by_address = name, launch, by_address
+        self.template: list[Any] = []
+        self.tensors: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
         self.descriptors: list[tuple[int, int]] = []  # (place, index into memory)
-        for place, x in enumerate(arguments, HEAD):
+        for place, x in enumerate(arguments):
             if isinstance(x, Slot):
-                self.pointers.append((place, x.index, x.offset))
+                self.tensors.append((place, x.index, x.offset))
                 x = None
             elif isinstance(x, Null):
                 x = 0
             elif hasattr(x, "block_shape"):
                 assert x.base.offset == 0
                 self.descriptors.append((place, x.base.index))
-                x = {name: value for name, value in vars(x).items() if name != "base"}
             self.template.append(x)
 
-    def run(self, memory: list, pointers: list, stream: int, watched: bool) -> None:
+    def run(self, memory: list, addresses: list[int], stream: int) -> None:
         arguments = self.template.copy()
-        arguments[STREAM] = stream
-        if self.by_address:
-            for place, index, offset in self.pointers:
-                arguments[place] = pointers[index] + offset
-        else:
-            for place, index, offset in self.pointers:
-                arguments[place] = _from(memory[index], offset)
+        for place, index, offset in self.tensors:
+            arguments[place] = addresses[index] + offset if self.by_address else _from(memory[index], offset)
         for place, index in self.descriptors:
-            arguments[place] = SimpleNamespace(**arguments[place], base=memory[index])
-        if watched and self.with_hooks is not None:
-            self.with_hooks(*arguments[HEAD:])
-        else:
-            self.launch(*arguments)
+            arguments[place] = copy(arguments[place])
+            arguments[place].base = memory[index]
+        self.launch(*arguments, stream=stream)
 
 
-STREAM, HEAD = 3, 9  # places among the arguments of `CompiledKernel.run`: the stream; the kernel's first argument
+def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
+    """(the step where there are hooks, the step where there are none).
 
-
-def _compiled(launch: Launch, grid: tuple[int, ...], target: Target) -> tuple[Callable, Any, tuple, list[Any]]:
-    """(what to call, what to call where there are hooks, function and metadata for the former, arguments)."""
+    A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch, are Triton's.
+    """
+    grid = (*launch.grid, 1, 1)[:3]
     kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
     found = aot.find(kernel, arguments, constants, target)
     if found is not None:
-        return found.run, None, (None, None), arguments
+        by_file = TritonLaunch(kernel.__name__, partial(_from_file, found, grid), arguments, True)
+        return by_file, by_file
     aot.check_clusters(kernel, constants)
     compiled = kernel.warmup(*arguments, grid=launch.grid, **constants)
     # What Triton's own launch passes: every parameter, those fixed at compile time too.
-    rest = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
-    by_triton = compiled[grid]  # which loads it
-    return compiled.run, by_triton, (compiled.function, compiled.packed_metadata), [*arguments, *rest]
+    everything = [*arguments, *[constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]]
+    by_triton = TritonLaunch(kernel.__name__, compiled[grid], everything, target.backend == "cuda")  # which loads it
+    if target.backend != "cuda":
+        return by_triton, by_triton
+    function = Function.of(compiled, torch.cuda.current_device())
+    return by_triton, by_triton if function is None or 0 in grid else DriverLaunch(function, grid, everything)
+
+
+def _from_file(loaded: aot.Loaded, grid: tuple[int, ...], *arguments: Any, stream: int) -> None:
+    gx, gy, gz = grid
+    loaded.run(gx, gy, gz, stream, None, None, None, None, None, *arguments)
 
 
 def _hooks() -> bool:
@@ -108,7 +115,8 @@ def _from(x: Tensor, offset: int) -> Tensor:
     return x if offset == 0 else x[offset // x.element_size() :]
 
 
-# Kernels that are launched one by one, outside of prepared calls: rows into pages, the compressor, the model's norms.
+# Kernels that are launched one by one, outside of prepared calls: gradients, rows into pages, the compressor, the
+# model's norms.
 
 _collected: list[Launch] | None = None
 
@@ -125,14 +133,55 @@ def collecting() -> Iterator[list[Launch]]:
         _collected = None
 
 
+# What is prepared for a single launch, as calls.py has it for a call: (the step where there are hooks, ... are none).
+_prepared: dict[tuple, tuple[Any, Any]] = {}
+MOST = 4096  # the oldest goes first
+
+
 def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants), from a compiled file where there is one."""
+    """kernel[grid](*arguments, **constants). Arguments: tensors on one device, numbers, TensorDescriptors.
+
+    The key is all that Triton specialises on, and the numbers; what changes within it are addresses."""
     if _collected is not None:
         _collected.append(Launch(kernel, grid, list(arguments), constants))
         return
-    if arguments[0].is_cuda:
-        found = aot.find(kernel, arguments, constants, dispatch.cuda_target(arguments[0].device))
-        if found is not None:
-            found.launch(grid, arguments)
-            return
-    kernel[grid](*arguments, **constants)
+    memory: list[Any] = []
+    addresses: list[int] = []
+    known: list[Any] = list(arguments)
+    for place, x in enumerate(arguments):
+        if isinstance(x, (int, float)):
+            continue
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            known[place] = x.dtype, address & 15
+        else:
+            address = x.base.data_ptr()
+            known[place] = x.base.dtype, *x.shape, *x.strides, *x.block_shape, x.layout, x.padding
+            x = x.base
+        memory.append(x)
+        addresses.append(address)
+    device = memory[0].device
+    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
+    # 1, 1.0 and True compare equal, but are three types of an argument.
+    key = (kernel.fn, grid, target, device, *map(type, arguments), *known, *constants, *constants.values())
+    steps = _prepared.get(key)
+    if steps is None:
+        steps = ready_launch(Launch(kernel, grid, _slots(arguments), constants), target)
+        if len(_prepared) >= MOST:
+            del _prepared[next(iter(_prepared))]
+        _prepared[key] = steps
+    steps[0 if _hooks() else 1].run(memory, addresses, driver.active.get_current_stream(device.index))
+
+
+def _slots(arguments: Sequence[Any]) -> list[Any]:
+    """With slots in place of tensors, counted in their order."""
+    found: list[Any] = []
+    count = 0
+    for x in arguments:
+        if isinstance(x, Tensor):
+            x, count = Slot.of(count, "", x), count + 1
+        elif hasattr(x, "block_shape"):
+            base, x, count = Slot.of(count, "", x.base), copy(x), count + 1
+            x.base = base
+        found.append(x)
+    return found

@@ -22,7 +22,7 @@ from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-# Operations with gradients -> the arguments that have one, and call(arguments, return_lse) through operators that do.
+# Operations with gradients -> the arguments that have one, and call(arguments, return_lse, plain), which records them.
 TRAINING: dict[str, tuple[tuple[str, ...], Callable]] = {}
 
 
@@ -58,39 +58,36 @@ def define_operation(op: Operation, arguments: str) -> None:
     defaults: dict[str, Any] = {}
 
     def named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments of the operator but backend, in one order; torch leaves out those that have their default."""
-        given = dict(defaults)
-        given.update(zip(defaults, args))
-        given.update(kwargs)
-        return given
+        """All arguments of the operator but backend; torch leaves out those that have their default."""
+        return defaults | dict(zip(defaults, args)) | kwargs
+
+    def given(args: tuple, kwargs: dict[str, Any], *rest: Any) -> Given:
+        by_name = named(args, kwargs)
+        return Given([by_name[name] for name in op.tensors], tuple(by_name[name] for name in op.options), *rest)
 
     def kernel(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
-        arguments = named(args, kwargs)
-        out, second = calls.run(op, Given(arguments, op.tensors_in(arguments), want), backend)
+        out, second = calls.run(op, given(args, kwargs, want), backend)
         return out, torch.empty(0, dtype=torch.float32, device=out.device) if second is None else second
 
     def fake(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
-        given = named(args, kwargs)
-        op.build(**given)
-        return op.empty(given, want)
+        arguments = named(args, kwargs)
+        op.build(**arguments)
+        return op.empty(arguments, want)
 
     def provided(args: tuple, kwargs: dict[str, Any]) -> Given:
         out, second = kwargs.pop("out"), kwargs.pop(op.second)
         scratch, capacities = kwargs.pop("scratch", None), kwargs.pop("capacities", None)
         want = second.shape != (0,)
         capacities = None if capacities is None else tuple(capacities)
-        arguments = named(args, kwargs)
-        tensors = op.tensors_in(arguments)
-        return Given(arguments, tensors, want, out, second if want else None, scratch, capacities)
+        return given(args, kwargs, want, out, second if want else None, scratch, capacities)
 
     def kernel_out(*args, backend="auto", **kwargs):
         calls.run(op, provided(args, kwargs), backend)
 
     def fake_out(*args, backend="auto", **kwargs):
-        given = provided(args, kwargs)
-        calls.checked_outputs(op, given, op.build(**given.arguments))
+        calls.checked_outputs(op, provided(args, kwargs), op.build(**named(args, kwargs)))
 
     define(f"{op.name}({inputs}, bool {flag}=False) -> (Tensor, Tensor)", kernel, fake)
     schema = getattr(torch.ops.dsv4, op.name).default._schema
@@ -102,12 +99,13 @@ def define_operation(op: Operation, arguments: str) -> None:
 
 
 def call(
-    op: Operation, arguments: dict[str, Any], want_second: bool, out: Tensor | None, plan: Plan | None, backend: str
-) -> Any:
+    op: Operation, tensors: Sequence[Any], options: tuple, want_second: bool, out: Tensor | None, plan: Plan | None,
+    backend: str,
+) -> Any:  # fmt: skip
     """The public function, after its checks of numbers and flags -> out, or (out, second output).
 
-    arguments: all of the operator's but backend. A call of plain tensors that nobody else has to see goes on at once;
-    others go through the operator, whose kernel is the same `calls.run`.
+    tensors, options: the operator's arguments but backend, in the order of the operation. A call of plain tensors that
+    nobody else has to see goes on at once; others go through the operator, whose kernel is the same `calls.run`.
     """
     if out is not None:
         if not checks.is_tensor(out):
@@ -120,11 +118,15 @@ def call(
         if plan.operation != op.name:
             checks.fail("plan", f"a plan for {plan.operation}", f"a plan for {op.name}")
         scratch, capacities = plan.scratch, plan.capacities
-    tensors = [arguments[name] for name in op.tensors]  # torch.compile follows no itemgetter
-    plain = not _observed() and _plain(tensors, op.required) and not tensors[0].is_meta
+    plain = not observed() and all_plain(tensors, op.required) and not tensors[0].is_meta
+    derivatives = checks.derivatives()
+    if plain and (out is None or all_plain((out,))) and not (derivatives and _differentiable(tensors, out)):
+        made, second = calls.run(op, Given(tensors, options, want_second, out, None, scratch, capacities), backend)
+        return (made, second) if want_second else made
+    arguments = op.named(tensors, options)
     if not plain:
         op.build(**arguments)  # ValueError where one that should be a tensor is none
-    if checks.derivatives() and not (plain and _constant(tensors) and _constant((out,))):
+    if derivatives:
         differentiable, training = TRAINING.get(op.name, ((), None))
         wanted = torch.is_grad_enabled() and any(
             isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in differentiable
@@ -132,12 +134,8 @@ def call(
         if training is not None and wanted and out is None and plan is None:
             checks.no_tangents(**arguments)
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
-            return training(arguments | {"backend": backend}, want_second)
+            return training(arguments | {"backend": backend}, want_second, plain)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    if plain and (out is None or _plain((out,))):
-        given = Given(arguments, tensors, want_second, out, None, scratch, capacities)
-        made, second = calls.run(op, given, backend)
-        return (made, second) if want_second else made
     if out is None and plan is None:
         operator = getattr(torch.ops.dsv4, op.name).default
         made, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
@@ -151,7 +149,7 @@ def call(
     return (made, second) if want_second else made
 
 
-def _plain(tensors: Sequence[Any], required: int = 0) -> bool:
+def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
     """Are all None, or tensors that are no subclass and no lazy view? The first so many must be there. What is nested,
     sparse or on another device is refused where the call is prepared."""
     for x in tensors[:required]:
@@ -163,20 +161,20 @@ def _plain(tensors: Sequence[Any], required: int = 0) -> bool:
     return True
 
 
-def _constant(tensors: Sequence[Tensor | None]) -> bool:
-    """Does none of them want a derivative?"""
-    if forward_ad._current_level >= 0:
-        return False
+def _differentiable(tensors: Sequence[Tensor | None], out: Tensor | None) -> bool:
+    """May one of them want a derivative?"""
+    if forward_ad._current_level >= 0 or out is not None and out.requires_grad:
+        return True
     for x in tensors:
         if x is not None and x.requires_grad:
-            return False
-    return True
+            return True
+    return False
 
 
 TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _observed() -> bool:
+def observed() -> bool:
     """Whether somebody has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
     return (
         torch.compiler.is_compiling()

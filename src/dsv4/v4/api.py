@@ -140,27 +140,15 @@ def v4_attention(
         checks.fail("inverse_rope", checks.describe(inverse_rope), "None or (cos_sin, positions)")
     rows, window_page, window_stride = _travelling(window)
     more_rows, compressed_page, compressed_stride = _travelling(compressed)
-    arguments = dict(
-        q=q,
-        window=rows,
-        window_indices=window_indices,
-        compressed=more_rows,
-        compressed_indices=compressed_indices,
-        window_rows_per_page=window_page,
-        window_page_stride=window_stride,
-        compressed_rows_per_page=compressed_page,
-        compressed_page_stride=compressed_stride,
-        window_lengths=window_lengths,
-        compressed_lengths=compressed_lengths,
-        compressed_block_table=compressed_block_table,
-        request_starts=request_starts,
-        cos_sin=cos_sin,
-        positions=positions,
-        sink=sink,
-        softmax_scale=checks.scale(softmax_scale),
-        deterministic=checks.flag("deterministic", deterministic),
-    )
-    return operators.call(V4_ATTENTION, arguments, return_lse, out, plan, checks.backend(backend))
+    tensors = (
+        q, rows, window_indices, more_rows, compressed_indices, window_lengths, compressed_lengths,
+        compressed_block_table, request_starts, cos_sin, positions, sink,
+    )  # fmt: skip
+    options = (
+        window_page, window_stride, compressed_page, compressed_stride,
+        checks.scale(softmax_scale), checks.flag("deterministic", deterministic),
+    )  # fmt: skip
+    return operators.call(V4_ATTENTION, tensors, options, return_lse, out, plan, checks.backend(backend))
 
 
 # The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.

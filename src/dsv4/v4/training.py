@@ -29,11 +29,10 @@ OPTION_SCHEMA = ", ".join(f"SymInt {name}" for name in PAGING)
 OPTION_SCHEMA += ", float? softmax_scale, bool deterministic, str backend"
 
 
-def call(given: dict[str, Any], return_lse: bool) -> Any:
+def call(given: dict[str, Any], return_lse: bool, plain: bool) -> Any:
     """The public function, its arguments checked, when a gradient will be asked for."""
-    out, lse = torch.ops.dsv4.v4_attention_training(
-        *(given.get(name, 0 if name in PAGING else None) for name in ARGUMENTS)
-    )
+    arguments = (given.get(name, 0 if name in PAGING else None) for name in ARGUMENTS)
+    out, lse = gradients.forward("v4_attention", plain, *arguments)
     return (out, lse) if return_lse else out
 
 
@@ -75,9 +74,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     asked = list(ctx.needs_input_grad[: len(DIFFERENTIABLE)])
     *options, deterministic, backend = ctx.options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    grads = torch.ops.dsv4.v4_attention_backward(
-        dout, dlse, *ctx.saved_tensors, *options, deterministic, backend, asked
-    )
+    tensors = (dout, dlse, *ctx.saved_tensors)
+    grads = gradients.backward("v4_attention", tensors, *options, deterministic, backend, asked)
     return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *none[len(asked) :]
 
 

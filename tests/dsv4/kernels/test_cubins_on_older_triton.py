@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
 from dsv4.runtime import aot, dispatch, gradients  # noqa: E402
-from dsv4.runtime.launch import ReadyLaunch  # noqa: E402
+from dsv4.runtime.launch import ready_launch  # noqa: E402
 from dsv4.runtime.settings import settings  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def test_every_launch_comes_from_a_file(old, part):
         if part in GRADIENTS:  # launched one by one
             aot.find(x.kernel, x.arguments, x.constants, old.target).launch(grid, x.arguments)
         else:
-            ReadyLaunch(x, old.target).launch(*grid)
+            ready_launch(x, old.target)[1].launch(stream=0)
         assert old.done.pop() == (name, grid)
 
 
@@ -78,11 +78,11 @@ def test_a_kernel_without_a_file_is_named_and_not_compiled(old):
     x = variants.launches(PARTS[0], variants.Sizes(), "sm_100a")[0]
     message = f"{x.kernel.__name__}-.* cannot be compiled here: .* need triton >= 3.9; found 3.7"
     with pytest.raises(RuntimeError, match=message):
-        ReadyLaunch(x, old.target)
+        ready_launch(x, old.target)
 
 
 def test_without_a_directory_nothing_is_compiled_either(old):
     """softsm takes no files: it asks the same question, and gets the same words."""
     x = variants.launches(PARTS[0], variants.Sizes(), "sm_100a")[0]
     with pytest.raises(RuntimeError, match="need triton >= 3.9; found 3.7"):
-        ReadyLaunch(x, old.target._replace(aot=None, backend="softsm"))
+        ready_launch(x, old.target._replace(aot=None, backend="softsm"))

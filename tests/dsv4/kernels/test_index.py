@@ -71,24 +71,14 @@ def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
     there is room for are not below the first cut; a list that is not full."""
     monkeypatch.setattr(sizes, "LEAST_SHARES", 2)
     whole, seen = index_cases.whole_numbers, []
-    monkeypatch.setattr("dsv4.runtime.launch.ReadyLaunch", recorded(seen))
+    ready = launch.ready_launch
+    monkeypatch.setattr(launch, "ready_launch", lambda given, target: seen.append(given) or ready(given, target))
     arguments = dict(q=whole(2, 4, 16), k=whole(rows, 16), weights=whole(2, 4).float(), topk=20, scale=1.0,
                      lengths=torch.tensor([rows, 7], dtype=torch.int32))  # fmt: skip
     calls.forget()
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
     calls.forget()
     assert seen[-1].constants["SHARES"] == 2 and seen[-1].grid == (2, 2)
-
-
-def recorded(seen):
-    """ReadyLaunch that notes what it is made from."""
-
-    class Recorded(launch.ReadyLaunch):
-        def __init__(self, given, target):
-            seen.append(given)
-            super().__init__(given, target)
-
-    return Recorded
 
 
 @pytest.mark.slow

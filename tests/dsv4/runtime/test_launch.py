@@ -1,12 +1,20 @@
-"""Launches of prepared calls, in softsm: Triton's own launch where somebody watches, else what it ends in."""
+"""Launches of prepared calls, and single ones, in softsm."""
 
+import gc
+import weakref
+
+import pytest
 import torch
+import triton
+import triton.language as tl
 from agreement import assert_agrees
 from triton import knobs
 
 import dsv4
 import softsm
 from dsv4 import reference
+from dsv4.kernels.shared.fmha.backward import descriptor
+from dsv4.runtime import launch
 
 
 def call():
@@ -34,3 +42,76 @@ def test_hooks_of_triton_see_every_launch_of_a_call_that_was_prepared_without_th
     names = [name for when, name in seen if when == "enter"]
     assert len(names) == 2 and "combine" in names[1]
     assert seen == [(when, name) for name in names for when in ("enter", "exit")]
+
+
+@triton.jit
+def scaled(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n) * factor, mask=at < n)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The list gets every single launch that is prepared."""
+    found = []
+    ready = launch.ready_launch
+    monkeypatch.setattr(launch, "_prepared", {})
+    monkeypatch.setattr(launch, "ready_launch", lambda given, target: found.append(given) or ready(given, target))
+    with softsm.use("sm_90a"):
+        yield found
+
+
+def scale(n, factor, skip=0, dtype=torch.float32, block=32):
+    x = torch.randn(skip + n).to(dtype)[skip:]
+    y = torch.full((n + 1,), -1.0, dtype=dtype)
+    launch.now(scaled, (-(-n // block),), x, y, n, factor, BLOCK=block, num_warps=1)
+    assert torch.equal(y[:n], x * factor) and y[n] == -1
+
+
+def test_a_single_launch_is_prepared_once_and_finds_other_tensors(prepared):
+    for _ in range(3):
+        scale(40, 3)
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("other", [
+    dict(n=41), dict(factor=4), dict(factor=3.0), dict(skip=1), dict(dtype=torch.float16), dict(block=64)
+], ids=str)  # fmt: skip
+def test_what_a_single_launch_is_compiled_for_or_passes_is_in_its_key(prepared, other):
+    given = dict(n=40, factor=3)
+    for _ in range(2):
+        scale(**given)
+        scale(**given | other)
+    assert len(prepared) == 2
+
+
+def test_one_and_one_point_nought_are_two_launches(prepared):
+    for factor in (1, 1.0, 1, 1.0):
+        scale(40, factor)
+    assert len(prepared) == 2
+
+
+def test_hooks_of_triton_see_single_launches(prepared, monkeypatch):
+    scale(40, 3)
+    seen = []
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda x: seen.append(x.get()["name"]))
+    scale(40, 3)
+    assert seen == ["scaled"] and len(prepared) == 1
+
+
+def test_the_oldest_single_launch_goes_when_too_many_are_kept(prepared, monkeypatch):
+    monkeypatch.setattr(launch, "MOST", 2)
+    for n in (40, 41, 42, 42, 40):
+        scale(n, 3)
+    assert len(prepared) == 4 and len(launch._prepared) == 2
+
+
+def test_no_tensor_of_a_single_launch_is_kept(prepared):
+    x, y = torch.randn(40), torch.empty(40)
+    launch.now(scaled, (2,), x, y, 40, 3, BLOCK=32, num_warps=1)
+    kept = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    gc.collect()
+    assert [x() for x in kept] == [None, None]
+    given = launch._slots([torch.randn(40), descriptor(torch.randn(2, 64, 64).bfloat16(), [1, 64, 64]), 3])
+    assert [x.index for x in (given[0], given[1].base)] == [0, 1] and given[2] == 3

@@ -66,9 +66,12 @@ def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | Non
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
     unseen = 0 if varlen or p.left < 0 else min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
-    for x in (b.dk, b.dv):
-        if x is not None:
-            x[:, :unseen].zero_()
+    k, v, dk, dv = p.k, p.v, b.dk, b.dv
+    if unseen:
+        for x in (dk, dv):
+            if x is not None:
+                x[:, :unseen].zero_()
+        k, v, dk, dv = (None if x is None else x[:, unseen:] for x in (k, v, dk, dv))
     dout = addressable(b.dout)
     lse2, delta, plain = _rows(b, dout)
     if b.dsink is not None:
@@ -78,10 +81,10 @@ def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | Non
     if b.dq is None and b.dk is None and b.dv is None:
         return
     q, dout = _packed(p.q, group), _packed(dout, group)
-    k, v = (addressable(x[:, unseen:].transpose(1, 2)) for x in (p.k, p.v))
+    k, v = addressable(k.transpose(1, 2)), addressable(v.transpose(1, 2))
     dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else made_like(q, varlen)
-    dk, dv = (None if x is None else x[:, unseen:].transpose(1, 2) for x in (b.dk, b.dv))
-    factor = ds_scale(dout, v, b.dlse, p.lse) if p.q.dtype == torch.float16 else lse2.flatten()[:1]  # or unread
+    dk, dv = (None if x is None else x.transpose(1, 2) for x in (dk, dv))
+    factor = ds_scale(dout, v, b.dlse, p.lse) if p.q.dtype == torch.float16 else lse2  # or unread
     run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv, *sequences)
     if b.dq is not None and group > 1:
         b.dq.copy_(dq.unflatten(2, (p.max_seqlen_q, group)).permute(0, 2, 1, 3, 4).flatten(2, 3))

@@ -1,0 +1,218 @@
+"""A launch through the CUDA driver: what is the same in every call is laid out once; a launch fills in addresses.
+
+`cuLaunchKernelEx` takes pointers to the parameters of a kernel. A Block has both, and the tensor maps and the
+configuration of the launch: of all that, the addresses of tensors and the stream change from call to call. So a launch
+is one `pack_into`, one call of the driver for each tensor map, and one for the kernel. (Triton's launcher reads every
+argument anew, also those that were fixed at compile time, and encodes tensor maps from lists.)
+
+A Block belongs to one launch at a time: threads take one of the spare ones, or make another, and put it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from dsv4.runtime.program import Null, Slot
+
+# Triton's types of numbers. No kernel here takes one in fp16 or bf16.
+NUMBERS: dict[str, Any] = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+# Triton's element types of TMA descriptors -> CUtensorMapDataType, where they differ
+TMA_TYPES = {8: 10, 9: 8, 10: 9}
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+L2_128B = 2  # CUtensorMapL2promotion, as Triton's launcher has it
+CLUSTER_DIMENSION, CLUSTER_POLICY, PROGRAMMATIC = 4, 5, 6  # CUlaunchAttributeID
+SPREAD = 1  # CUclusterSchedulingPolicy
+INVALID_CONTEXT = 201  # CUresult
+
+
+class Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+class Function(NamedTuple):
+    """A kernel in the driver's hands."""
+
+    name: str
+    handle: int  # CUfunction
+    device: int
+    threads: int
+    shared: int
+    clusters: int  # CTAs of one
+    dependent: bool  # launched while the grid before it still runs (kernels/shared/dependent.py)
+    types: tuple[str, ...]  # of the parameters, in Triton's words; the compiled kernel has no "constexpr"
+    descriptors: tuple[dict[str, Any], ...]  # what Triton's metadata says of its tensor maps
+
+    @classmethod
+    def of(cls, compiled: Any, device: int) -> Function | None:
+        """Of what Triton compiled and loaded; None where its launch needs what is not known here."""
+        meta, types = compiled.metadata, tuple(compiled.src.signature.values())
+        descriptors = tuple(getattr(meta, "tensordesc_meta", None) or ())
+        if meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.num_ctas > 8:
+            return None
+        if any(not isinstance(x, str) or x[0] != "*" and x.split("<")[0] not in KINDS for x in types):
+            return None
+        if any(x["fp4_padded"] or x.get("is_im2col") for x in descriptors):
+            return None
+        if len(descriptors) != sum(x.startswith("tensordesc") for x in types):
+            return None
+        return cls(compiled.metadata.name, compiled.function, device, 32 * meta.num_warps, meta.shared, meta.num_ctas,
+                   bool(meta.launch_pdl), types, descriptors)  # fmt: skip
+
+
+KINDS = {*NUMBERS, "constexpr", "tensordesc"}
+
+
+class TensorMap:
+    """What `cuTensorMapEncodeTiled` takes, but for the address. Dimensions go innermost first."""
+
+    def __init__(self, x: Any, meta: dict[str, Any]):
+        rank = len(x.shape)
+        assert x.base.offset == 0 and x.strides[-1] == 1
+        self.index = x.base.index  # into the memory of a call
+        self.type = ctypes.c_int(TMA_TYPES.get(meta["elem_type"], meta["elem_type"]))
+        self.rank = ctypes.c_uint(rank)
+        self.rest = (
+            (ctypes.c_uint64 * rank)(*reversed(x.shape)),
+            (ctypes.c_uint64 * (rank - 1))(*(s * meta["elem_size"] for s in reversed(x.strides[:-1]))),
+            (ctypes.c_uint32 * rank)(*reversed(meta["block_size"])),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            ctypes.c_int(0),  # not interleaved
+            ctypes.c_int(meta["swizzle"]),
+            ctypes.c_int(L2_128B),
+            ctypes.c_int(x.padding == "nan"),
+        )
+
+
+class DriverLaunch:
+    """One launch of a program. Arguments: numbers, Slots, Nulls, and TensorDescriptors of Slots."""
+
+    def __init__(self, function: Function, grid: tuple[int, ...], arguments: Sequence[Any], driver: Any = None):
+        self.name, self.function, self.grid = function.name, function, grid
+        self.driver = driver or cuda()
+        self.handle = ctypes.c_void_p(function.handle)
+        self.places: list[tuple[int, int]] = []  # (index into the memory of a call, bytes from its beginning)
+        self.maps: list[TensorMap] = []
+        self.parameters: list[tuple[Any, Any]] = []  # ("address" or "map", index into these), or (type, number)
+        metas = iter(function.descriptors)
+        for kind, x in zip(function.types, arguments, strict=True):
+            if kind == "constexpr":
+                continue
+            if isinstance(x, Slot):
+                self.parameters.append(("address", len(self.places)))
+                self.places.append((x.index, x.offset))
+            elif isinstance(x, Null):
+                self.parameters.append((ctypes.c_uint64, 0))
+            elif kind.startswith("tensordesc"):
+                self.parameters.append(("map", len(self.maps)))
+                self.maps.append(TensorMap(x, next(metas)))
+                self.parameters += [(ctypes.c_int32, n) for n in x.shape]
+                self.parameters += [(ctypes.c_int64, n) for n in x.strides]
+            else:
+                self.parameters.append((NUMBERS[kind], x))
+        self.parameters += [(ctypes.c_uint64, 0)] * 2  # scratch memory, of which these kernels have none
+        self.pack = struct.Struct(f"{len(self.places)}Q").pack_into
+        self.spare: list[Block] = []
+
+    def run(self, memory: list, addresses: list[int], stream: int) -> None:
+        try:
+            block = self.spare.pop()
+        except IndexError:
+            block = Block(self, addresses)
+        self.pack(block.memory, 0, *[addresses[index] + offset for index, offset in self.places])
+        for place, index in block.maps:
+            address = ctypes.c_void_p(addresses[index])
+            status = self.driver.cuTensorMapReplaceAddress(place, address)
+            if status:
+                self.refused(status, "cuTensorMapReplaceAddress", place, address)
+        block.configuration.stream = stream
+        status = self.driver.cuLaunchKernelEx(block.reference, self.handle, block.parameters, None)
+        if status:
+            self.refused(status, "cuLaunchKernelEx", block.reference, self.handle, block.parameters, None)
+        self.spare.append(block)
+
+    def refused(self, status: int, name: str, *arguments: Any) -> None:
+        """The driver refused this call. A thread that has not used the GPU yet has no context: it gets the device's,
+        and the call is made again. Anything else is an error."""
+        if status == INVALID_CONTEXT:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            again = (
+                ("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self.function.device)),
+                ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
+                ("cuCtxSetCurrent", context),
+                (name, *arguments),
+            )
+            for name, *given in again:
+                status = getattr(self.driver, name)(*given)
+                if status:
+                    break
+        if status:
+            text = ctypes.c_char_p()
+            self.driver.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{self.name}: {name}: {(text.value or b'').decode()} (error {status})")
+
+
+class Block:
+    """The memory of one launch: addresses, then numbers, then tensor maps; pointers to them, and the configuration."""
+
+    def __init__(self, launch: DriverLaunch, addresses: list[int]):
+        function = launch.function
+        number, first_map = 8 * len(launch.places), 8 * len(launch.parameters)
+        self.memory = ctypes.create_string_buffer(first_map + MAP_ALIGNMENT + MAP_BYTES * len(launch.maps))
+        base = ctypes.addressof(self.memory)
+        first_map += -(base + first_map) % MAP_ALIGNMENT
+        pointers = []
+        for kind, value in launch.parameters:
+            if kind == "address":
+                pointers.append(base + 8 * value)
+            elif kind == "map":
+                pointers.append(base + first_map + MAP_BYTES * value)
+            else:
+                kind.from_buffer(self.memory, number).value = value
+                pointers.append(base + number)
+                number += 8
+        self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.maps: list[tuple[ctypes.c_void_p, int]] = []  # (where it is, index of its tensor in the memory of a call)
+        for n, x in enumerate(launch.maps):
+            place = ctypes.c_void_p(base + first_map + MAP_BYTES * n)
+            address = ctypes.c_void_p(addresses[x.index])
+            status = launch.driver.cuTensorMapEncodeTiled(place, x.type, x.rank, address, *x.rest)
+            if status:
+                launch.refused(status, "cuTensorMapEncodeTiled", place, x.type, x.rank, address, *x.rest)
+            self.maps.append((place, x.index))
+        attributes = [Attribute(PROGRAMMATIC, 0, (1,))] if function.dependent else []
+        if function.clusters > 1:
+            attributes.append(Attribute(CLUSTER_DIMENSION, 0, (function.clusters, 1, 1)))
+            attributes.append(Attribute(CLUSTER_POLICY, 0, (SPREAD,)))
+        self.attributes = (Attribute * len(attributes))(*attributes)
+        gx, gy, gz = launch.grid
+        self.configuration = Configuration(
+            gx * function.clusters, gy, gz, function.threads, 1, 1, function.shared, None,
+            ctypes.addressof(self.attributes), len(attributes),
+        )  # fmt: skip
+        self.reference = ctypes.byref(self.configuration)
+
+
+@cache
+def cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
