@@ -95,6 +95,15 @@ def check(b, want, low):
         assert_dsink(b.dsink, want.sink, p.out, b.dout.nan_to_num(), lse, sink)
 
 
+def check_a_large_gradient_of_the_lse(run, d, name):
+    """A factor made for dO alone would bring dS to 2^18, more than fp16 holds. name: the gradient that is wanted."""
+    b, _, _ = request(t=20, s=30, heads=(2, 1), d=d, dtype=FP16, dlse=True)
+    p, dout, dlse = b.forward, b.dout * 2.0**-10, b.dlse * 2.0**6
+    b = replace(b, dout=dout, dlse=dlse, **{other: None for other in ("dq", "dk", "dv") if other != name})
+    run(b)
+    check(b, *(reference_backward.fmha(p.q, p.k, p.v, dout, dlse, p_dtype=x) for x in (None, FP16)))
+
+
 # Of VARLEN, in which order, dQ too: quickly, dK and dV alone.
 TOGETHER = [
     ("causal", "latest", False),

@@ -28,16 +28,20 @@ EXPECTED_REPORTS = [
 # people's programs are those of test_matmul.py, which has both.
 EITHER_TARGET = ("test_elementwise.py", "test_language.py", "test_foreign_rows.py", "test_foreign_matrices.py")
 # In test_matmul.py these are not about the product; Hopper's is the quicker one to compile.
-ON_HOPPER = ("test_autotuned_matmul", "test_grouped_gemm_with_pointer_arrays")
+ON_HOPPER = (
+    "test_autotuned_matmul", "test_grouped_gemm_with_pointer_arrays", "test_matmul_with_one_warpgroup_and_large_tile",
+    "test_matmul_of_small_tiles_uses_mma", "test_persistent_matmul_with_host_descriptors",
+    "test_persistent_matmul_with_device_descriptors", "test_persistent_matmul_with_device_descriptors_in_every_order",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.name in EITHER_TARGET and getattr(item, "callspec", None):
-            if item.callspec.params.get("sm") == "sm_90a":
-                item.add_marker(pytest.mark.slow)
-        if item.name in [f"{name}[sm_100a]" for name in ON_HOPPER]:
+        target = item.callspec.params.get("sm") if getattr(item, "callspec", None) else None
+        if item.path.name in EITHER_TARGET and target == "sm_90a":
+            item.add_marker(pytest.mark.slow)
+        if item.path.name == "test_matmul.py" and item.originalname in ON_HOPPER and target == "sm_100a":
             item.add_marker(pytest.mark.slow)
     if not (config.getoption("softsm", False) or config.getoption("softsm_strict", False)):
         return

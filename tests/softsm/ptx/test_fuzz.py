@@ -82,7 +82,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(edits)
 def test_edited_text(changes):
     text = PTX
@@ -91,13 +91,13 @@ def test_edited_text(changes):
     answers(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.permutations(range(len(WHOLE))))
 def test_shuffled_lines(order):
     answers("\n".join(WHOLE[:4] + [WHOLE[i] for i in order]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(PIECES), max_size=60))
 def test_soup_of_tokens(pieces):
     answers(".version 8.6 .target sm_90a .entry k() { " + " ".join(pieces))

@@ -52,8 +52,11 @@ print(sorted(m for m in sys.modules if m == "torch" or m == "numba" or m.startsw
                                   "'softsm.triton_driver.driver']"  # fmt: skip
 
 
-@pytest.mark.parametrize("arch, first, second", [("sm_90a", "torch", "triton"), ("sm_100a", "triton", "torch")])
+@pytest.mark.parametrize("arch, first, second", [
+    ("sm_100a", "triton", "torch"), pytest.param("sm_90a", "torch", "triton", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_awake(run, arch, first, second):
+    """The other order of imports is quick in tests/softsm/report/test_pytest_plugin.py."""
     done = run(f"""
 import {first}
 import {second}

@@ -10,6 +10,7 @@ from fmha_gradients import (
     SHORT,
     TOGETHER,
     check,
+    check_a_large_gradient_of_the_lse,
     check_sequences_go_together,
     request,
     varlen_request,
@@ -39,16 +40,21 @@ CASES = {
 
 
 # At head dims 64 and 128 one kernel gives dK and dV or dQ, of a dense or a varlen batch. The quick tests compile two of
-# these four, at 64: dQ of a dense batch, dK and dV of a varlen one.
+# these four, at 64: dQ of a dense batch in fp16, dK and dV of a varlen one in bf16.
 QUICK = ["full-hd64", "causal-gqa-sink-dlse-hd64"]
 
 
+@pytest.mark.parametrize("dtype", [FP16, pytest.param(BF16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", QUICK)
-def test_dq(name):
-    b, want, low = request(**CASES[name])
+def test_dq(name, dtype):
+    b, want, low = request(**CASES[name], dtype=dtype)
     b = replace(b, dk=None, dv=None)
     run(b)
     check(b, want, low)
+
+
+def test_fp16_where_the_gradient_of_the_lse_is_the_larger():
+    check_a_large_gradient_of_the_lse(run, 64, "dq")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "causal-hd512")) for x in CASES])
@@ -111,8 +117,8 @@ LONG = {"keys": dict(t=60, s=900), "queries": dict(t=900, s=60)}  # eight tiles 
                                       for d in (64, 128) for x in LONG for y in ("latest", "eager", "random"))],
 )  # fmt: skip
 def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three):
-    """A tile of dQ meets all keys, one of dK and dV all queries."""
-    b, want, low = request(heads=(1, 1), d=d, **LONG[long])
+    """A tile of dQ meets all keys, one of dK and dV all queries. Quickly, dQ alone, in fp16."""
+    b, want, low = request(heads=(1, 1), d=d, dtype=BF16 if all_three else FP16, **LONG[long])
     b = b if all_three else replace(b, dk=None, dv=None)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)

@@ -1,6 +1,7 @@
 """The gradients of v4_attention by the Blackwell kernel, through softsm, against the fp64 formulas.
 
-fp16, a variant of its own, is quick with the Hopper kernel: what scales P and dS is the same for both."""
+Quickly, the deterministic ones of fp16, whose P and dS are scaled; the quick variant of the Hopper kernel is that of
+bf16 with atomic additions."""
 
 from functools import partial
 
@@ -33,8 +34,8 @@ def test_two_tiles_of_heads_and_rows_by_block_table(deterministic):
     check(TWO_TILES_OF_HEADS, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [FP16, pytest.param(BF16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 def test_long_lists_of_two_pools_without_a_race(order, dtype, deterministic):
     check(LONG_LISTS, order, dtype=dtype, deterministic=deterministic)
