@@ -14,7 +14,7 @@ import torch
 from timing_foreign import cases as foreign
 
 import dsv4
-from dsv4.index.sizes import GROUP, index_block, index_line, index_words
+from dsv4.index.sizes import GROUP, index_block, index_line, index_share_words, index_shares, index_words
 from dsv4.runtime import plan as plans
 
 SMS = 132
@@ -93,7 +93,8 @@ def scored(queries: int, keys: int, topk: int) -> torch.Tensor:
     line, words = index_line(keys), index_words(keys, topk)
     room = index_block(queries, keys, topk)
     count = -(-queries // -(-queries // room))
-    scratch = torch.zeros(room * words)
+    shares = index_shares(queries, SMS)
+    scratch = torch.zeros(room * words + (queries * shares * index_share_words(keys, topk) if shares > 1 else 0))
     scores = values(count, line, device="cpu", dtype=torch.float32)
     scratch[: scores.numel()] = scores.flatten()
     maxima = scores.view(count, line // GROUP, GROUP).amax(2)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import device as devices
 from copies import Copies
+from dependents import Dependents
 from instructions import OPERATIONS, Instructions
 from memory import Memory
 from overlap import Overlap
@@ -30,7 +31,8 @@ from strips import Strips
 from synchronisation import Synchronisation
 from turns import Turns
 
-GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns)}
+GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
+                               Dependents)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:

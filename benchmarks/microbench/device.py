@@ -99,6 +99,24 @@ class Stamps:
         return float((high[:, 0] - low[:, 0]).mean() / ns * 1e3) if ns > 0 else 0.0
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute; its value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = [
+        *((f"{what}_{side}", ctypes.c_uint) for what in ("grid", "block") for side in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class Gpu:
     """Launches through the driver API, in torch's context and on its current stream."""
 
@@ -155,7 +173,9 @@ class Gpu:
                   (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1), 0, 3, 2, 0)  # fmt: skip
         return bytes(aligned)
 
-    def launch(self, ptx: str, grid: int, threads: int, shared: int, source: int, n: int, m: int, map: bytes) -> None:
+    def launch(self, ptx: str, grid: int, threads: int, shared: int, source: int, n: int, m: int, map: bytes,
+               early: bool = False) -> None:  # fmt: skip
+        """early: it may begin before the grid before it has ended (programmatic dependent launch)."""
         function = self.function(ptx, shared)
         block = (ctypes.c_uint8 * 192)()
         aligned = (ctypes.c_uint8 * 128).from_buffer(block, -ctypes.addressof(block) % 64)
@@ -164,7 +184,9 @@ class Gpu:
                   ctypes.c_uint32(m), aligned]  # fmt: skip
         pointers = (ctypes.c_void_p * 5)(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
-        self.call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        attribute = Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        config = Config(grid, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(early))
+        self.call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
 
     def run(self, ptx, grid, threads, shared=0, source=0, n=1, m=0, map=b"", before=None) -> Stamps:
         self.stamps[: grid * WARPS * 4].zero_()
