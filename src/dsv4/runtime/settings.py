@@ -13,12 +13,15 @@ class Settings:
     aot_only: bool = False  # ... and from nowhere else
 
 
-def _switched_on(name: str) -> bool:
-    return os.environ.get(name, "0") == "1"
+def switched_on(name: str) -> bool:
+    value = os.environ.get(name) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}: got {value!r}; accepted: 0, 1")
+    return value == "1"
 
 
 settings = Settings(
-    check_values=_switched_on("DSV4_CHECK"),
-    pair=_switched_on("DSV4_PAIR"),
+    check_values=switched_on("DSV4_CHECK"),
+    pair=switched_on("DSV4_PAIR"),
     aot=Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None,
 )

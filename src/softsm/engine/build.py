@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from softsm.engine.native import cache_folder, compiling, fingerprint
+from softsm.engine.native import compiling, fingerprint, made_cache_folder
 
 
 def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), effort: int = 3, **names) -> ModuleType:
@@ -28,8 +28,7 @@ def load(name: str, source: str, depends: tuple[pathlib.Path, ...] = (), effort:
 
     used = "".join(f"# {key} from {_home(value)}\n" for key, value in sorted(names.items()))
     stem = f"{name}_{fingerprint(source + used, numba.__version__.encode(), *(p.read_bytes() for p in depends))}"
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_cache_folder()
     path = folder / f"{stem}.py"
     ready = any((folder / "__pycache__").glob(f"{stem}*.nbi"))
     with contextlib.nullcontext() if ready else compiling(name), optimised(effort):

@@ -37,6 +37,16 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "softsm"
 
 
+def made_cache_folder() -> pathlib.Path:
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        why = f"SOFTSM_CACHE: got {folder}, accepted is a folder to write to ({problem.strerror})"
+        raise ValueError(why) from None
+    return folder
+
+
 @functools.cache
 def _vocabulary() -> bytes:
     """A hash of the vector vocabulary, the versions and the CPU."""
@@ -119,8 +129,7 @@ def compiling(name: str) -> Iterator[None]:
 
     from rich.console import Console
 
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_cache_folder()
     console = Console(stderr=True)
     text = f"softsm: compiling {name} for this CPU (once; kept in {folder})"
     with open(folder / f"{name}.lock", "w") as lock, console.status(text):

@@ -2,6 +2,7 @@
 
 import ctypes
 
+import pytest
 from llvmlite import ir
 
 from softsm.engine import native
@@ -37,3 +38,10 @@ def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.delenv("SOFTSM_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native.cache_folder() == tmp_path / "softsm"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"^SOFTSM_CACHE: got .*/cache, accepted is a folder to write to \(.*\)$"):
+        native.made_cache_folder()
