@@ -5,7 +5,6 @@ from typing import Any
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -18,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
 __all__ = [
-    "TRITON_VERSION", "TensorDescriptor", "Value", "aggregate", "async_copy", "barrier", "cluster_barrier", "cp_async",
+    "TRITON_VERSION", "TensorDescriptor", "Value", "aggregate", "async_copy", "barrier", "cp_async",
     "fence_async_shared", "gl", "gluon", "mbarrier", "reinterpret", "reinterpret_as", "store_wait", "tma_load",
     "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
@@ -43,7 +42,6 @@ tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 barrier = _first(gl, "barrier", "thread_barrier")
-cluster_barrier = hopper.cluster.barrier if hasattr(hopper, "cluster") else None  # before 3.9 nothing compiles clusters
 
 # The type of an aggregate's field that is no aggregate: a number, pointer, descriptor, barrier, known when compiled or
 # not. Every kernel has its own mixture of them.

@@ -100,6 +100,20 @@ def test_fp8_rows_by_block_table_and_requests():
     compare(*compared)
 
 
+@pytest.mark.slow  # a variant of its own: the quick tests have FP8 rows by block table
+@pytest.mark.parametrize("order", ["latest", "eager", "random"])
+def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(order):
+    """Six blocks, none, one and three, one query after the other: the ring goes on where the last one ended."""
+    window, compressed = dsv4.Fp8Cache.pack(rows(100), rows_per_page=64), dsv4.Fp8Cache.pack(rows(90), rows_per_page=64)
+    compared = run(
+        order, sms=1, q=torch.randn(4, 64, 512).bfloat16(), window=window, window_indices=numbers(4, 150, of=100),
+        compressed=compressed, compressed_indices=numbers(4, 130, of=60), sink=torch.randn(64),
+        window_lengths=torch.tensor([150, 0, 9, 150], dtype=torch.int32),
+        compressed_lengths=torch.tensor([130, 0, 0, 0], dtype=torch.int32),
+    )  # fmt: skip
+    compare(*compared)
+
+
 def test_splits_are_merged_whatever_is_in_the_buffers():
     """Four splits of three steps: the last has no rows. The angles are taken back before the merge. In fp16."""
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")

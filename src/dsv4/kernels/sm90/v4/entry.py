@@ -1,5 +1,5 @@
-"""V4 attention on sm_90a: which kernel takes a problem, listed.py, listed_pair.py, narrow.py or few.py, and what the
-host tells it."""
+"""V4 attention on sm_90a: which kernel takes a problem, listed.py, narrow.py or few.py, and what the host
+tells it."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.few import v4_few
 from dsv4.kernels.sm90.v4.listed import v4_listed
-from dsv4.kernels.sm90.v4.listed_pair import v4_listed_pair
 from dsv4.kernels.sm90.v4.narrow import v4_narrow
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -25,7 +24,6 @@ STEP = 128  # rows per step: two blocks of 64
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, EARLY=True)
-PAIR = dict(RIGHT_REGS=192, GATHER_REGS=104, num_ctas=2)
 
 
 class Cost(NamedTuple):
@@ -68,22 +66,8 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         kernel, options, splits = small
         prepare_listed(p, target, program, kernel, NARROW_KEYS, options, splits)
         return
-    if pairs(p, target):
-        prepare_listed(p, target, program, v4_listed_pair, STEP, PAIR)
-        return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
     prepare_listed(p, target, program, v4_listed, STEP, FP8 if fp8 else RESIDENT if resident(p) else PLAIN)
-
-
-def pairs(p: V4Problem, target: Target) -> bool:
-    """With DSV4_PAIR=1, whether two CTAs share the rows of a query: lists of FP8 rows, an even number of head tiles,
-    more of them than multiprocessors. It takes longer to begin than v4_listed, and less time for each block.
-    Deterministic: how many queries there are is no property of a query."""
-    pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
-    if p.deterministic or p.block_table is not None or not all(isinstance(pool, Fp8Cache) for pool in pools):
-        return False
-    tiles = -(-p.q_heads // 64)
-    return target.pair and tiles % 2 == 0 and p.batch * tiles > target.multiprocessors
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:

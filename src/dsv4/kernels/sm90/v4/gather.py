@@ -19,18 +19,18 @@ from dsv4.kernels.compat import (
     reinterpret,
     reinterpret_as,
 )
-from dsv4.kernels.shared import cluster, dependent
+from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 
 # What the job of an item says, in this order.
-STEPS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.constexpr_function
-def lanes(warps, ctas=1):
+def lanes(warps):
     """16 bytes of bf16 per thread, 8 threads for 64 values of a row."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0], cluster.split(ctas, 2))
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -126,16 +126,15 @@ def entries(L: gl.constexpr, KEYS: gl.constexpr = 64):
 
 @gluon.jit
 def panels_of(tile):
-    """Panels of 64 columns of a tile [rows, 256]."""
-    ROWS: gl.constexpr = tile.shape[0]
-    L: gl.constexpr = tile.layout
-    return reinterpret(tile, [4, ROWS, 64], L)
+    """Panels of 64 columns of a tile [64, 256]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(tile, [4, 64, 64], PANEL)
 
 
 @gluon.jit
 def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
-    """256 columns of the rows of a tile by cp.async; rows that are not there become zeros. offset: in units of 8."""
-    L: gl.constexpr = lanes(gl.num_warps(), gl.num_ctas())
+    """256 columns of 64 rows by cp.async -> tile; rows that are not there become zeros. offset: in units of 8."""
+    L: gl.constexpr = lanes(gl.num_warps())
     panels = panels_of(tile)
     pointers = ptr + offset[:, None] * 8 + (COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
     for panel in gl.static_range(4):
@@ -211,12 +210,7 @@ def pieces(warps, panels, words=4):
 @gluon.jit
 def fp8_load(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, WORDS: gl.constexpr = 4):
     """64 x PANELS of the 448 e4m3 values of each row, four to a word, WORDS a thread: int32 [rows, PANELS, 16]."""
-    return fp8_panels(ptr, data, there, FIRST, PANELS, UNIT, pieces(gl.num_warps(), PANELS, WORDS))
-
-
-@gluon.jit
-def fp8_panels(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, L: gl.constexpr):
-    """64 x PANELS of the 448 e4m3 values of each row, four to a word: int32 [rows, PANELS, 16] in layout L."""
+    L: gl.constexpr = pieces(gl.num_warps(), PANELS, WORDS)
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     data = gl.convert_layout(data, R)[:, None, None]
     there = gl.convert_layout(there, R)[:, None, None]
@@ -451,10 +445,10 @@ def mixed_blocks(lists, pools, memory, barriers, first, end, phase, HOW: gl.cons
 
 
 @gluon.jit
-def write_job(job, turn, steps, query, first_head, split):
+def write_job(job, turn, blocks, query, first_head, split):
     """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
-    L: gl.constexpr = cluster.one_value(gl.num_ctas(), gl.num_warps())
-    job.index(turn * 4 + STEPS).store(gl.full([1], steps, gl.int32, L))
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    job.index(turn * 4 + BLOCKS).store(gl.full([1], blocks, gl.int32, L))
     job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
     job.index(turn * 4 + FIRST_HEAD).store(gl.full([1], first_head, gl.int32, L))
     job.index(turn * 4 + SPLIT_NUMBER).store(gl.full([1], split, gl.int32, L))
@@ -463,7 +457,7 @@ def write_job(job, turn, steps, query, first_head, split):
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
                 FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr, AFTER: gl.constexpr):  # fmt: skip
-    """The items of this CTA, one after the other: Q and the number of steps, then blocks as the ring becomes free.
+    """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
     AFTER: the grid before makes rows, and may still run."""
     if AFTER:
         dependent.wait_for_grid_before()
@@ -484,7 +478,7 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         for h in gl.static_range(2):
             copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
         async_copy.mbarrier_arrive(barriers.q_ready, increment_count=False)
-        write_job(memory.job, 1 - turn, end - begin, query, first_head, split)
+        write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
         mbarrier.arrive(barriers.q_ready, count=1)
         turn = turn ^ 1
         if FP8[0] != FP8[1]:

@@ -40,15 +40,15 @@ next item. Sums and jobs have two places: a turn later the other, or gather, may
 """
 
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
-from dsv4.kernels.shared import cluster, dependent, softmax
+from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
 from dsv4.kernels.sm90.v4.gather import (
+    BLOCKS,
     FIRST_HEAD,
     QUERY,
     SPLIT_NUMBER,
-    STEPS,
     Pool,
     Pools,
     Queries,
@@ -56,14 +56,15 @@ from dsv4.kernels.sm90.v4.gather import (
     gather_role,
 )
 from dsv4.kernels.sm90.v4.steps import (
+    SCORES,
     left_begin,
     left_resident,
     left_step,
-    nothing_scored,
     right_resident,
     right_step,
-    scores_layout,
 )
+
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @aggregate
@@ -93,49 +94,40 @@ class Barriers:
     sum_ready: Value
 
 
-@gluon.constexpr_function
-def columns_layout(ctas, n):
-    """Of columns of O, n of them per product."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16], cluster.split(ctas, 2))
-
-
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr):
-    CTAS: gl.constexpr = gl.num_ctas()
-    MINE: gl.constexpr = cluster.matrices(CTAS, True)
-    ALIKE: gl.constexpr = cluster.matrices(CTAS, False)
-    VECTOR: gl.constexpr = cluster.vectors(CTAS)
-    FLAT: gl.constexpr = cluster.flat(CTAS)
-    M: gl.constexpr = 64 * CTAS
-    q = gl.allocate_shared_memory(DTYPE, [2, M, 256], MINE)
-    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], ALIKE)
-    p0 = gl.allocate_shared_memory(DTYPE, [M, 64], MINE)
-    p1 = gl.allocate_shared_memory(DTYPE, [M, 64], MINE)
-    m0 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
-    a0 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
-    m1 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
-    a1 = gl.allocate_shared_memory(gl.float32, [M], VECTOR)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
+    p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
+    m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    m1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [4, M], VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
 
 
 @gluon.jit
-def make_barriers(Q_ARRIVALS: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr):
-    """READY, FREE: arrivals that fill a slot, that free it."""
-    q_ready = cluster.own_barriers(1).index(0)
-    q_free = cluster.own_barriers(1).index(0)
-    ready = cluster.own_barriers(4)
-    free = cluster.own_barriers(4)
-    p_ready = cluster.own_barriers(2)
-    m_ready = cluster.own_barriers(2)
-    sum_ready = cluster.own_barriers(2)
-    mbarrier.init(q_ready, count=Q_ARRIVALS)
+def make_barriers(GATHER_WARPS: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
     mbarrier.init(q_free, count=2)
     for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=READY)
-        mbarrier.init(free.index(i), count=FREE)
+        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
+        mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(m_ready.index(i), count=1)
@@ -146,44 +138,43 @@ def make_barriers(Q_ARRIVALS: gl.constexpr, READY: gl.constexpr, FREE: gl.conste
 @gluon.jit
 def read(job, turn, WHAT: gl.constexpr):
     """A number that the gathering warps wrote about the item of this turn."""
-    return gl.max(job.index(turn * 4 + WHAT).load(cluster.one_value(gl.num_ctas(), 4)), 0)
+    return gl.max(job.index(turn * 4 + WHAT).load(ONE), 0)
 
 
 @gluon.jit
 def begin(q_ready, job, turn):
-    """Q of the next item is there -> its number of steps."""
+    """Q of the next item is there -> its number of blocks."""
     mbarrier.wait(q_ready, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
-    return read(job, turn, STEPS)
+    return read(job, turn, BLOCKS)
 
 
 @gluon.jit
 def halves(x, L: gl.constexpr):
-    """[M, 2 C] -> left and right [M, C] in layout L: registers change their names."""
-    a, b = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+    """[64, 2 C] -> left and right [64, C] in layout L: registers change their names."""
+    a, b = gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
     return gl.convert_layout(a, L), gl.convert_layout(b, L)
 
 
 @gluon.jit
 def store_quarter(o, smem, pointers, there):
-    """O [M, 64] by way of smem, 16 bytes per thread."""
-    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    """O [64, 64] by way of smem, 16 bytes per thread."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     smem.store(o.to(smem.dtype))
     gl.store(pointers, smem.load(L), mask=there)
 
 
 @gluon.jit
-def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
+def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
-    M: gl.constexpr = m.shape[0]
     LO: gl.constexpr = o.type.layout
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
     query, first_head = read(memory.job, turn, QUERY), read(memory.job, turn, FIRST_HEAD)
     split = read(memory.job, turn, SPLIT_NUMBER)
-    head = first_head + gl.arange(0, M, layout=RS)
-    sink = gl.full([M], -float("inf"), gl.float32, RS)
+    head = first_head + gl.arange(0, 64, layout=RS)
+    sink = gl.full([64], -float("inf"), gl.float32, RS)
     if not SPLIT:
         sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
@@ -202,7 +193,7 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         if HALF == 0:
             gl.store(output.part_lse_ptr + part, lse, mask=head < output.heads)
-        if steps > 0:
+        if blocks > 0:
             o = o * gl.convert_layout(factor, RO)[:, None]
             column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
             gl.store(output.part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
@@ -213,10 +204,9 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
             gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                      lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
-        L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
-        LH: gl.constexpr = columns_layout(gl.num_ctas(), 128)
-        SCORES: gl.constexpr = scores_layout(gl.num_ctas())
-        row = first_head + gl.arange(0, M, layout=gl.SliceLayout(1, L))
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+        row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
         offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
         pointers = output.out_ptr + offset[:, None] + column[None, :]
@@ -236,17 +226,16 @@ def end_half(o, m, l, memory, barriers, steps, turn, output, HALF: gl.constexpr,
 def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
               N: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
-    CTAS: gl.constexpr = gl.num_ctas()
-    M: gl.constexpr = 64 * CTAS
-    LO: gl.constexpr = columns_layout(CTAS, N)
-    LP: gl.constexpr = softmax.partial_sums(nothing_scored()).type.layout
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
     turn = 0
     for _item in range(gl.program_id(0), items, gl.num_programs(0)):
-        steps = begin(barriers.q_ready, memory.job, turn)
-        o = gl.zeros([M, 256], gl.float32, LO)
-        m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores_layout(CTAS)))
-        l = gl.full([M, 4], 0.0, gl.float32, LP)
+        blocks = begin(barriers.q_ready, memory.job, turn)
+        steps = blocks // 2
+        o = gl.zeros([64, 256], gl.float32, LO)
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.full([64, 4], 0.0, gl.float32, LP)
         if RESIDENT and HALF == 0:
             s = left_begin(memory, barriers, phase, steps, SIGN)
             for step in range(0, steps):
@@ -257,13 +246,13 @@ def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT:
                 if RESIDENT:
                     o, m, l = right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
                 elif HALF == 0:
-                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN)
                 else:
-                    o, m, l = right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN)
+                    o, m, l = right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN)
                 phase = phase ^ 1
-            if steps == 0:
+            if blocks == 0:
                 mbarrier.arrive(barriers.q_free, count=1)
-        end_half(o, m, l, memory, barriers, steps, turn, output, HALF, SPLIT)
+        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT)
         turn = turn ^ 1
 
 
@@ -314,7 +303,7 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
 
     memory = make_memory(q_ptr.dtype.element_ty)
-    barriers = make_barriers(arrivals(GATHER_WARPS), arrivals(GATHER_WARPS), 1)
+    barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([

@@ -17,35 +17,10 @@ A maximum moves only where it grew by more than 8, so that most factors are 1 an
 """
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from dsv4.kernels.shared import cluster, softmax
+from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.opaque import zero
 
-
-@gluon.constexpr_function
-def scores_layout(ctas):
-    """Of S: 64 heads of each CTA by 64 keys."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], cluster.split(ctas, 2))
-
-
-@gluon.jit
-def nothing_scored():
-    """S [64 heads of each CTA, 64] before the first product."""
-    CTAS: gl.constexpr = gl.num_ctas()
-    return gl.zeros([64 * CTAS, 64], gl.float32, scores_layout(CTAS))
-
-
-@gluon.jit
-def bias_of(memory, BLOCK: gl.constexpr):
-    return memory.bias.index(BLOCK).load(gl.SliceLayout(0, scores_layout(gl.num_ctas())))
-
-
-@gluon.jit
-def let_refill(free):
-    """A slot is free. In a pair of CTAs both fill it, so both hear of it, from each warp."""
-    if gl.num_ctas() == 1:
-        mbarrier.arrive(free, count=1)
-    else:
-        cluster.arrive_in_both(free)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
@@ -66,7 +41,7 @@ def half_scores(s, memory, ready, phase, step, SLOT: gl.constexpr, FIRST: gl.con
 @gluon.jit
 def scores(memory, ready, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
     """S of a block, its slots in this order: two groups issued, not waited for."""
-    s = half_scores(nothing_scored(), memory, ready, phase, step, FIRST, True)
+    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, ready, phase, step, FIRST, True)
     return half_scores(s, memory, ready, phase, step, SECOND, False)
 
 
@@ -81,16 +56,16 @@ def mask(s, bias, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 0, 1)
-    seen = bias_of(memory, 0)
+    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    if step + 1 == steps:
+    if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
     p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
@@ -105,7 +80,7 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(0))
+    mbarrier.arrive(free.index(0), count=1)
     mbarrier.wait(p_ready.index(1), phase)
     m = memory.m1.load(RS)
     a1 = memory.a1.load(RS)
@@ -113,20 +88,20 @@ def left_step(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.con
     o = softmax.rescale(o, a1)
     o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(2))
+    mbarrier.arrive(free.index(2), count=1)
     return o, m, l
 
 
 @gluon.jit
-def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
-    RS: gl.constexpr = gl.SliceLayout(1, scores_layout(gl.num_ctas()))
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 2, 3)
-    seen = bias_of(memory, 1)
+    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     landed(ready.index(1), phase)
     mbarrier.wait(p_ready.index(0), phase)
     m0 = memory.m0.load(RS)
@@ -137,7 +112,7 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
     o = o * gl.convert_layout(a0, RO)[:, None]
     o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    if step + 1 == steps:
+    if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
     s = mask(s, seen, SIGN)
     p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
@@ -149,11 +124,11 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
     fence_async_shared()
     mbarrier.arrive(p_ready.index(1), count=1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(1))
+    mbarrier.arrive(free.index(1), count=1)
     o = softmax.rescale(o, a1)
     o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(3))
+    mbarrier.arrive(free.index(3), count=1)
     return o, m, l
 
 
@@ -161,7 +136,7 @@ def right_step(o, l, memory, barriers, phase, step, steps, scale, SIGN: gl.const
 def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
     """The second half of S of block 0, whose first half is issued; masked."""
     s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
-    seen = bias_of(memory, 0)
+    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     return mask(s, seen, SIGN)
 
@@ -169,7 +144,7 @@ def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
 @gluon.jit
 def left_begin(memory, barriers, phase, steps, SIGN: gl.constexpr):
     """S of the first block 0 of an item."""
-    s = nothing_scored()
+    s = gl.zeros([64, 64], gl.float32, SCORES)
     if steps > 0:
         s = half_scores(s, memory, barriers.ready, phase, steps, 0, True)
         s = resident_scores(s, memory, barriers, phase, steps, SIGN)
@@ -193,7 +168,7 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
     o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(0))
+    mbarrier.arrive(free.index(0), count=1)
     mbarrier.wait(m_ready.index(1), phase)
     m = memory.m1.load(RS)
     a1 = gl.exp2(m0 - gl.where(m == -float("inf"), 0.0, m))
@@ -209,14 +184,14 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
         o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
         s = half_scores(s, memory, ready, phase ^ 1, step, 0, True)
         o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
-        let_refill(free.index(2))
+        mbarrier.arrive(free.index(2), count=1)
         s = resident_scores(s, memory, barriers, phase ^ 1, step, SIGN)
         if step + 2 == steps:
             mbarrier.arrive(barriers.q_free, count=1)
     else:
         o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        let_refill(free.index(2))
+        mbarrier.arrive(free.index(2), count=1)
     return o, s, m, l
 
 
@@ -224,11 +199,11 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
 def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
     """S and softmax of block 1, O[:, 256:] with its own P, then with left's."""
     ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
-    RS: gl.constexpr = gl.SliceLayout(1, scores_layout(gl.num_ctas()))
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 3, 2)
-    seen = bias_of(memory, 1)
+    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if step + 1 == steps:
         mbarrier.arrive(barriers.q_free, count=1)
@@ -249,7 +224,7 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     mbarrier.wait(p_ready.index(0), phase)
     o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
-    let_refill(free.index(3))
+    mbarrier.arrive(free.index(3), count=1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    let_refill(free.index(1))
+    mbarrier.arrive(free.index(1), count=1)
     return o, m1, l
