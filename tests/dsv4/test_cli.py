@@ -116,6 +116,9 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path) -> None:
         ("bench", "--from", str(record), "--write", str(tmp_path / "missing.md")),
         ("bench", "--from", str(tmp_path / "missing.json")),
         ("support", "--write", str(tmp_path / "missing.md")),
+        ("kernels", "--write", str(tmp_path / "no folder" / "missing.md")),  # before a kernel is compiled
+        ("bench", "--from", str(record), "--plot", str(tmp_path / "no folder" / "missing.svg")),
+        ("compile", "-o", str(tmp_path / "new"), "--model", str(file)),
     ):
         result = run(*arguments)
         assert result.code == 2 and arguments[-1].split("/")[-1] in result.err, (arguments, result)

@@ -50,6 +50,8 @@ def bench(
     """
     if suite not in SUITES:
         refuse(f"--suite {suite}: it is one of {', '.join(SUITES)}")
+    for option, path in (("--json", as_json), ("--plot", plot), ("--write", write)):
+        show.file_to_write(option, path)
     if recorded is not None:
         records = summary.records(recorded) if recorded.is_dir() else [read(recorded)]
         if not records:

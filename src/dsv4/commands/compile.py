@@ -33,7 +33,10 @@ def compile(  # noqa: A001 - the command's name
     show.chosen("--arch", [arch], CAPABILITIES)
     kinds, dims = show.chosen("--kind", kind, variants.KINDS), show.chosen("--head-dim", head_dim, checks.HEAD_DIMS)
     dtypes = show.chosen("--dtype", dtype or ["bf16"], variants.DTYPES)
-    sizes = variants.Sizes() if model is None else variants.Sizes.read(model)
+    try:
+        sizes = variants.Sizes() if model is None else variants.Sizes.read(model)
+    except ValueError as why:
+        raise typer.BadParameter(str(why), param_hint="--model") from None
     sizes = sizes._replace(page_size=page_size, index_rows=index_rows)
     wanted = variants.wanted(kinds, dims, dtypes)
     if not wanted:

@@ -97,6 +97,7 @@ def kernels(
     show.chosen("--arch", [arch], ["sm_100a"])
     operations = show.chosen("--operation", operation, ("fmha", "v4"))
     ways, dims = show.chosen("--way", way, WAYS), show.chosen("--head-dim", head_dim, DIMS)
+    show.file_to_write("--write", write)
     console = show.console()
     rows, v4_rows = [], []
     for d, p_tmem in PATHS if "fmha" in operations else ():

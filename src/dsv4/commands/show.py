@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import typer
@@ -29,6 +30,13 @@ def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> li
         if value not in known:
             raise typer.BadParameter(f"{value}: accepted: {', '.join(map(str, known))}", param_hint=option)
     return list(values or known)
+
+
+def file_to_write(option: str, path: Path | None) -> None:
+    """Refuse a place where nothing can be written now, not after the work."""
+    if path is not None and not path.absolute().parent.is_dir():
+        print(f"{option} {path}: there is no such folder", file=sys.stderr)
+        raise typer.Exit(2)
 
 
 def progress() -> Progress:

@@ -62,10 +62,15 @@ class Sizes(NamedTuple):
         names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
                      head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
                      index_dims="index_head_dim", topk="index_topk")  # fmt: skip
-        config = json.loads(path.read_text())
+        try:
+            config = json.loads(path.read_text())
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path}: got no JSON object; accepted: the config.json of a DeepSeek-V4")
         missing = [name for name in names.values() if not isinstance(config.get(name), int)]
         if missing:
-            raise ValueError(f"--model {path}: got no {', '.join(missing)}; accepted: the config.json of a DeepSeek-V4")
+            raise ValueError(f"{path}: got no {', '.join(missing)}; accepted: the config.json of a DeepSeek-V4")
         return cls(**{mine: config[name] for mine, name in names.items()})
 
 

@@ -1,6 +1,5 @@
 """What `dsv4 compile` writes is what a model launches: no call of a V4 layer is left to a compiler."""
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -126,10 +125,13 @@ def test_v4_attention_and_its_gradients_are_written(arch, dtype, deterministic):
     assert not missing, [launched[one] for one in missing]
 
 
-def test_a_config_without_the_sizes_is_refused(tmp_path):
+@pytest.mark.parametrize("text, got", [
+    ('{"hidden_size": 4096}', "q_lora_rank, "), ("[4096]", "JSON object"), ("import torch", "JSON object"),
+])  # fmt: skip
+def test_a_config_without_the_sizes_is_refused(tmp_path, text, got):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"hidden_size": 4096}))
-    with pytest.raises(ValueError, match=r"got no q_lora_rank, .*accepted: the config.json of a DeepSeek-V4"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"config.json: got no {got}.*accepted: the config.json of a DeepSeek-V4"):
         variants.Sizes.read(path)
 
 
