@@ -13,6 +13,8 @@ come from:
   [an account of it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). About 128 bytes per clock
   are also what products with both operands in shared memory were
   [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read.
+- With two query tiles and P in tensor memory a quarter of the exponentials is computed by multiplications and
+  additions; exp cycles are those of the rest.
 - A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
 - For tensor memory no rate was found, so its bytes are given and no cycles.
 - 8 TB/s of device memory
@@ -69,6 +71,7 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     rate = FLOPS_PER_CLOCK if rows == 128 else FLOPS_PER_CLOCK // 2
     tile = keys * head_dim * 2  # bytes of a K or V tile
     scores = rows * keys
+    by_unit = tiles * scores * 3 // 4 if p_tmem and tiles == 2 else tiles * scores
     # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
     # after softmax has written it, once for every 256 columns of O.
     p_bytes = 0 if p_tmem else (1 + -(-head_dim // MMA_N)) * 2 * scores
@@ -79,7 +82,7 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     tensor_memory = tiles * ((1 + reads) * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
     return Budget(
         head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
-        tiles * scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,
+        by_unit // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,
     )  # fmt: skip
 
 

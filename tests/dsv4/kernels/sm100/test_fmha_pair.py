@@ -102,11 +102,13 @@ def test_the_same_bits_whatever_else_is_in_the_call(pairs):
 
 @pytest.mark.parametrize(("change", "taken"), [
     ({}, True), ({"t": 64}, True), ({"t": 63}, False), ({"d": 256}, False), ({"window": (200, 0)}, True),
-    ({"window": (199, 0)}, False), ({"splits": 2}, False), ({"multiprocessors": 148}, False),
+    ({"window": (199, 0)}, False), ({"splits": 2}, True), ({"splits": 4, "multiprocessors": 148}, False),
+    ({"multiprocessors": 148}, False), ({"t": 16384, "s": 2048, "multiprocessors": 148}, True),
     ({"deterministic": True}, False), ({"deterministic": True, "t": 512}, True),
 ], ids=str)  # fmt: skip
 def test_what_pairs_take(change, taken):
-    """Whole tiles of rows, keys in one piece, and none that no query sees."""
+    """Whole tiles of rows, keys that are not better split, and none that no query sees. 256 tiles are 3.5 rounds of 74
+    pairs; split in two for one CTA they would be 7 rounds of half the keys, at half the rate."""
     size = dict(t=300, s=500, d=512, window=(-1, -1), splits=0, deterministic=False, multiprocessors=2) | change
     q, k = (torch.empty(1, n, h, size["d"], dtype=BF16) for n, h in ((size["t"], 2), (size["s"], 1)))
     p = problem.dense(q, k, k, window=size["window"], deterministic=size["deterministic"])

@@ -48,7 +48,7 @@ def batch_reason(p: FmhaProblem) -> str | None:
 
 def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any, c: Tiling) -> None:
     """The forward kernel, and the combine kernel where the keys are split. The tensors of p are slots."""
-    row_tiles = -(-p.max_seqlen_q * p.group // c.rows)
+    row_tiles = _row_tiles(p, c)
     splits, tiles_per_split = _splits(p, target, c, row_tiles)
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
     if c.loop:
@@ -156,8 +156,25 @@ def sign_and_scale(scale: float) -> tuple[int, float]:
 
 def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:
     """Whether a launch would split the keys of the problem."""
-    splits, tiles_per_split = _splits(p, target, c, -(-p.max_seqlen_q * p.group // c.rows))
+    splits, tiles_per_split = _splits(p, target, c, _row_tiles(p, c))
     return splits > 1 or tiles_per_split > 0 or is_partial(p)
+
+
+def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
+    """Steps of so many keys that a multiprocessor makes one after the other, with one more for each tile and split."""
+    tiles = _row_tiles(p, c)
+    splits, _ = _splits(p, target, c, tiles)
+    rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.multiprocessors)
+    return rounds * (-(-_longest(p) // (splits * c.keys)) + 1)
+
+
+def _row_tiles(p: FmhaProblem, c: Tiling) -> int:
+    return -(-p.max_seqlen_q * p.group // c.rows)
+
+
+def _longest(p: FmhaProblem) -> int:
+    """Keys that the queries of one sequence see at most."""
+    return min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
 
 
 def is_partial(p: Any) -> bool:
@@ -169,7 +186,7 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     """(number of splits, least tiles per split or 0 = as many as it takes to use all splits)."""
     if c.loop:
         return 1, 0
-    longest = min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
+    longest = _longest(p)
     if p.deterministic:
         # Nothing but T, which all sequences share, and a sequence's own keys may count; varlen has no such T.
         splits, each = (0, 0) if p.kind == "varlen" else splitting.deterministic_cut(p.max_seqlen_q * p.group, longest)

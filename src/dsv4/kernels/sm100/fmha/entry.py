@@ -1,7 +1,14 @@
 """FMHA forward on sm_100a: from a validated problem to a program. The kernels are in forward.py and forward_pair.py."""
 
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.shared.fmha.prepare import Tiling, batch_reason, prepare_split, splits_keys
+from dsv4.kernels.shared.fmha.prepare import (
+    Tiling,
+    batch_reason,
+    is_partial,
+    prepare_split,
+    rounds_of_steps,
+    splits_keys,
+)
 from dsv4.kernels.sm100.fmha.forward import fmha_forward, s_buffers
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -59,8 +66,15 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
 
 
 def pairs(p: FmhaProblem, target: Target) -> bool:
-    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys not split, and every
-    key seen by some query: what lies before them may be NaN, and a pair loads its tiles as they are."""
+    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys that are better not
+    split, and every key seen by some query: what lies before may be NaN, and a pair loads its tiles as they are."""
     if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
         return False
-    return not 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q and not splits_keys(p, target, tiling(512))
+    if 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q:
+        return False
+    alone = tiling(512)
+    if p.deterministic or is_partial(p) or not splits_keys(p, target, alone):
+        return not splits_keys(p, target, alone)
+    # A step takes one CTA, with 64 rows and 64 keys, as long as a pair with 128 and 128. A plan has room for splits; it
+    # does not ask for them.
+    return rounds_of_steps(p, target, PAIR) <= rounds_of_steps(p, target, alone)

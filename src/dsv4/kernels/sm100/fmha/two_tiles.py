@@ -9,7 +9,9 @@ is waited for. The tiles take one S in turn, each while the other is in its expo
     softmax 1   |        read S1, P1 ............ | read S1', P1' ...
 
 A row keeps its reference until its maximum has grown by 2^8; where one moves, the group itself rescales O, so that the
-tensor core waits for nobody else.
+tensor core waits for nobody else. Whether one moves is asked before the wait for P V of the keys before, and a quarter
+of the exponentials is computed without the unit that the groups share (`rows.exp2_by_fma`): between two products P V
+of a tile there is little else than exponentials.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -21,9 +23,16 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.sm100.fmha.load_role import advance
-from dsv4.kernels.sm100.fmha.rows import load_queries, scores, seen_by, store_p, store_rows
+from dsv4.kernels.sm100.fmha.rows import exp2_by_fma, load_queries, scores, seen_by, store_p, store_rows
 
 AT_A_TIME = gl.constexpr(32)  # columns of O, and of S where P goes through shared memory
+VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
+ANY = gl.constexpr("""{
+    .reg .pred mine, some;
+    setp.ne.b32 mine, $1, 0;
+    bar.red.or.pred some, $2, 128, mine;
+    selp.b32 $0, 1, 0, some;
+}""")
 
 
 @gluon.jit
@@ -84,6 +93,32 @@ def rescale(o, alpha):
 
 
 @gluon.jit
+def some_row(x, TILE: gl.constexpr):
+    """Whether x holds for some row of the tile. A maximum over rows would pass through shared memory, whose loads come
+    after those of products."""
+    return gl.inline_asm(ANY, "=r,r,n", [x.to(gl.int32), VOTES + TILE], gl.int32, False) > 0
+
+
+@gluon.jit
+def shifted(x, scale, m):
+    return x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def halves(x):
+    """The first columns and the last ones."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_some(y, p, FIRST: gl.constexpr):
+    """Columns of P from FIRST on -> tensor memory. Returns the sum of each row."""
+    part = p.slice(FIRST, y.shape[1])
+    part.store(gl.convert_layout(y.to(p.dtype), part.get_reg_layout()))
+    return gl.sum(y, 1)
+
+
+@gluon.jit
 def step(memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr,
          HOW: gl.constexpr):  # fmt: skip
     """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
@@ -102,10 +137,11 @@ def step(memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.conste
         for c in range(0, BN // C):
             top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, seen, LS, HOW), 1))
     top = top * scale
+    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
+    some = some_row(moves, TILE)
     if j > 0:
         mbarrier.wait(barriers.pv_done.index(TILE), (j - 1) % 2)  # O and P of the keys before are not in use any more
-    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
-    if gl.max(moves.to(gl.int32), 0) > 0:
+    if some:
         alpha = gl.where(moves, gl.exp2(m - top), 1.0)
         m = gl.where(moves, top, m)
         l *= alpha
@@ -113,9 +149,20 @@ def step(memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.conste
             rescale(memory.o.index(TILE), alpha)
     safe = gl.where(m == -float("inf"), 0.0, m)
     if P_TMEM:
-        y = store_p(x, scale, safe, p)
+        a, b = halves(x)
+        b, c = halves(b)
+        a = gl.exp2(shifted(a, scale, safe))
+        b = gl.exp2(shifted(b, scale, safe))
+        if masked:  # of -inf
+            c = gl.exp2(shifted(c, scale, safe))
+        else:
+            c = exp2_by_fma(shifted(c, scale, safe))
+        a = store_some(a, p, 0)
+        b = store_some(b, p, BN // 2)
+        c = store_some(c, p, BN // 4 * 3)
         mbarrier.arrive(barriers.p_ready.index(TILE), count=1)
-        l += gl.sum(y, 1)
+        l += gl.convert_layout(a, l.type.layout)
+        l += gl.convert_layout(b, l.type.layout) + gl.convert_layout(c, l.type.layout)
     else:
         panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], p.dtype))
         for c in range(0, BN // 64):
