@@ -57,6 +57,18 @@ def test_slots_are_filled_again_and_again(order, check):
     )  # fmt: skip
 
 
+def test_scores_that_rise_late(check):
+    """A block of nothing; one of small scores; one that lifts them by less than what moves a maximum; one far above."""
+    rows = torch.randn(192, 512) * torch.tensor([0.1, 1.0, 40.0]).repeat_interleave(64)[:, None]
+    window = torch.cat([torch.full((64,), -1), torch.arange(192), torch.arange(10)]).int()
+    check(
+        16, 1, q=torch.randn(1, 12, 512).bfloat16(), window=dsv4.Fp8Cache.pack(rows.bfloat16(), rows_per_page=64),
+        window_indices=window[None], window_lengths=torch.tensor([266], dtype=torch.int32), compressed=pool(90, 2),
+        compressed_indices=numbers(1, 70, of=90), compressed_lengths=torch.tensor([70], dtype=torch.int32),
+        sink=torch.randn(12), inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_32_heads_split_and_merged(order, check):

@@ -10,12 +10,17 @@ compute, one block after the other::
 
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
+P is made with the maxima as they are, and stored, before warps have told each other what they saw: the barrier that
+says P is there says that, too. Only where a score is far above its maximum, in the first block and seldom later, maxima
+move, P is made anew, and O is rescaled.
+
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 2 x 16384       [64, 128] each: columns of a block, by slot; at the end, of O
 p               128 HEADS           [64, HEADS]: P^T
 bias            2 x 256             fp32 per key: what is added to its scores, by slot
 tops            16 HEADS            fp32 per computing warp and head: maximum of its keys' scores
+highest         16                  of each computing warp: how far a score is above its maximum, at most
 barriers        8 each
 
 barrier         arrives     count   waits       means
@@ -35,7 +40,7 @@ from dsv4.kernels.compat import (
     mbarrier,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.shared import dependent
+from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
 from dsv4.kernels.shared.v4.items import NONE
@@ -49,8 +54,8 @@ from dsv4.kernels.sm90.v4.transposed import (
     left_scores,
     make_memory,
     masked,
+    maxima,
     output_layout,
-    over_keys,
     partial_sums,
     prefetch_lists,
     right_scores,
@@ -66,6 +71,20 @@ GROUPS = gl.constexpr(2)  # of gathering warps, and slots
 @gluon.constexpr_function
 def gather_fences(heads):
     return heads > 16
+
+
+@gluon.constexpr_function
+def for_all():
+    """A number of each computing warp: every thread has all of them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0], [0]], block_bases=[], shape=[4]
+    )
+
+
+@gluon.jit
+def highest_of_warps(x):
+    """Of x [64, HEADS], as bits: those of positive numbers are in the order of the numbers. [4]"""
+    return gl.max(x.to(gl.int32, bitcast=True).reshape([4, 16 * x.shape[1]]), 1)
 
 
 @gluon.jit
@@ -94,8 +113,8 @@ def gather_role(window, compressed, requests, pools, memory, ready, free, splits
 
 
 @gluon.jit
-def compute_role(q, window, compressed, requests, memory, ready, free, output, scale, splits, HEADS: gl.constexpr,
-                 HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def compute_role(q, window, compressed, requests, memory, highest, ready, free, output, scale, splits,
+                 HEADS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
     LO: gl.constexpr = output_layout(WARPS, HEADS)
@@ -107,7 +126,7 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
     o3 = gl.zeros([128, HEADS], gl.float32, LO)
-    m = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(0, LS))
+    m = gl.full([HEADS], softmax.LOWEST, gl.float32, gl.SliceLayout(0, LS))
     l = gl.zeros([4, 8, HEADS], gl.float32, LP)
     async_copy.wait_group(0)  # Q; seen by all warps after the barrier
     barrier()
@@ -132,16 +151,30 @@ def compute_role(q, window, compressed, requests, memory, ready, free, output, s
         if slot == GROUPS:
             slot = 0
             phase = phase ^ 1
-        p, m, factor = over_keys(masked(s, bias, SIGN), m, scale, memory.tops)
-        l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(p)
+        x = masked(s, bias, SIGN) * scale
+        above = x - m[None, :]
+        p = gl.exp2(above)
         memory.p.index(0).store(p.to(memory.p.dtype))
+        highest.store(highest_of_warps(above))
         fence_async_shared()
         barrier()
-        by = gl.convert_layout(factor, gl.SliceLayout(0, LO))
-        o0 = add(o0, memory.kv0.index(at), memory.p.index(at - here), by)
-        o1 = add(o1, memory.kv1.index(at), memory.p.index(at - here), by)
-        o2 = add(o2, memory.kv2.index(at), memory.p.index(at - here), by)
-        o3 = add(o3, memory.kv3.index(at), memory.p.index(at - here), by)
+        if gl.max(highest.load(for_all()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
+            top = maxima(x, memory.tops, m)
+            before = m
+            m = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
+            p = gl.exp2(x - m[None, :])
+            memory.p.index(0).store(p.to(memory.p.dtype))
+            factor = gl.exp2(before - m)
+            l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :]
+            by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
+            o0, o1, o2, o3 = o0 * by, o1 * by, o2 * by, o3 * by
+            fence_async_shared()
+            barrier()
+        l = l + partial_sums(p)
+        o0 = add(o0, memory.kv0.index(at), memory.p.index(at - here))
+        o1 = add(o1, memory.kv1.index(at), memory.p.index(at - here))
+        o2 = add(o2, memory.kv2.index(at), memory.p.index(at - here))
+        o3 = add(o3, memory.kv3.index(at), memory.p.index(at - here))
         o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
         mbarrier.arrive(free.index(2 * here), count=1)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
@@ -189,6 +222,7 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     splits = Splits(num_splits, splits_inverse, splits_shift)
     requests = Requests(starts_ptr, starts, requests)
     memory = make_memory(HEADS, 64, GROUPS)
+    highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
@@ -197,8 +231,8 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
         mbarrier.init(free.index(i), count=1)
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
-        (compute_role, (q, window, compressed, requests, memory, ready, free, output, scale, splits, HEADS, HOW, SIGN,
-                        SPLIT)),
+        (compute_role, (q, window, compressed, requests, memory, highest, ready, free, output, scale, splits, HEADS,
+                        HOW, SIGN, SPLIT)),
         (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 0, HOW, UNIT, FENCE)),
         (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 1, HOW, UNIT, FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

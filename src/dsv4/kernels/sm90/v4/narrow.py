@@ -76,11 +76,11 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
         at = zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
         if block > begin:
-            by = gl.convert_layout(factor, gl.SliceLayout(0, LO))
-            o0 = add(o0, memory.kv0.index(at), memory.p.index(at), by)
-            o1 = add(o1, memory.kv1.index(at), memory.p.index(at), by)
-            o2 = add(o2, memory.kv2.index(at), memory.p.index(at), by)
-            o3 = add(o3, memory.kv3.index(at), memory.p.index(at), by)
+            by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
+            o0 = add(o0 * by, memory.kv0.index(at), memory.p.index(at))
+            o1 = add(o1 * by, memory.kv1.index(at), memory.p.index(at))
+            o2 = add(o2 * by, memory.kv2.index(at), memory.p.index(at))
+            o3 = add(o3 * by, memory.kv3.index(at), memory.p.index(at))
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             barrier()
         if block < end:

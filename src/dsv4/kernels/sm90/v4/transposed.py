@@ -235,8 +235,8 @@ def partial_sums(p):
 
 
 @gluon.jit
-def over_keys(s, m, scale, tops):
-    """softmax.step with keys as rows: m per column.
+def maxima(s, tops, m):
+    """Of each column of s, in the layout of m.
 
     The maxima of 16 keys each, those of a warp, go through tops, and every thread takes the maximum of its columns: one
     exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
@@ -244,16 +244,21 @@ def over_keys(s, m, scale, tops):
     KEYS: gl.constexpr = s.shape[0]
     HEADS: gl.constexpr = s.shape[1]
     tops.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
-    top = gl.max(tops.load(tops_layout(gl.num_warps(), HEADS, KEYS)), 0)
-    m_new = gl.maximum(m, gl.convert_layout(top, m.type.layout) * scale)
+    return gl.convert_layout(gl.max(tops.load(tops_layout(gl.num_warps(), HEADS, KEYS)), 0), m.type.layout)
+
+
+@gluon.jit
+def over_keys(s, m, scale, tops):
+    """softmax.step with keys as rows: m per column."""
+    m_new = gl.maximum(m, maxima(s, tops, m) * scale)
     safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
 
 
 @gluon.jit
-def add(o, quarter, p, factor):
-    """O^T [128, HEADS] of a quarter of the columns, rescaled, += V^T P^T: issued, not waited for."""
-    return warpgroup_mma(quarter.permute((1, 0)), p, o * factor[None, :], is_async=True)
+def add(o, quarter, p):
+    """O^T [128, HEADS] of a quarter of the columns += V^T P^T: issued, not waited for."""
+    return warpgroup_mma(quarter.permute((1, 0)), p, o, is_async=True)
 
 
 @gluon.jit
