@@ -1,6 +1,7 @@
 """What `dsv4 compile` writes is what a model launches: no call of a V4 layer is left to a compiler."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,14 +34,15 @@ def recording(arch):
     def note(kernel, arguments, constants):
         found[name(arch, kernel, arguments, constants)] = kernel.__name__
 
-    def compiled(one, grid, target):
+    def ready(one, target, *_):
         note(one.kernel, one.arguments, one.constants)
-        return (lambda *arguments: None), None, (None, None), list(one.arguments)
+        step = SimpleNamespace(run=lambda *_: None)
+        return step, step
 
     calls.forget()
     with pytest.MonkeyPatch.context() as patch, softsm.use(arch), torch.no_grad():
         patch.setattr(launch, "now", lambda kernel, grid, *arguments, **constants: note(kernel, arguments, constants))
-        patch.setattr(launch, "_compiled", compiled)
+        patch.setattr(launch, "ready_launch", ready)
         patch.setattr(checks, "values_checked", lambda x: False)  # rows that nothing has chosen
         launches.multiprocessors(patch, dispatch.MULTIPROCESSORS)
         yield found
