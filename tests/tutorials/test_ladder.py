@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-import subprocess
+import runpy
 import sys
 from functools import cache
 from pathlib import Path
@@ -52,13 +53,17 @@ def test_every_chapter_names_its_exhibits() -> None:
         assert re.search(r"^Museum: exhibits? \d+", chapter(path).__doc__, re.M), path.name
 
 
-def test_a_chapter_run_directly_prints_its_page_and_its_checks() -> None:
-    """Chapter 2, which launches least."""
-    path = FOLDER / "02_tensor_memory.py"
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Museum: exhibits" in done.stdout
-    assert done.stdout.count("\nok ") == len(checks(path))
+def test_a_chapter_run_directly_prints_its_page_and_its_checks(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chapter 2, which launches least; in this process, as `python 02_tensor_memory.py` in one of its own."""
+    path, ended = FOLDER / "02_tensor_memory.py", []
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
+    assert ended == [0] and "Museum: exhibits" in said
+    assert said.count("\nok ") == len(checks(path))
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
