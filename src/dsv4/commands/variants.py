@@ -138,9 +138,9 @@ def v4_few(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
     """On Hopper: few items of 16 heads, not split, and split so that each variant of the combine kernel merges them; of
     32 heads, blocks of 64 and of 128 rows; few heads of many queries; and items that are not few. (queries, heads,
     splits, blocks of 64 rows)"""
-    of_16 = ((1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
+    of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
-    not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 16, 128))
+    not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 128))
     few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (40, 64, 1, 3), (32, 32, 4, 10))
     for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few):
         width = 64 * (blocks if named == "window only" else blocks - 1)
