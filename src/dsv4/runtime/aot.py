@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time: cubins with JSON metadata, made without a GPU, launched without a compiler.
 
 `dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or `dispatch.use_aot`) every launch whose
-variant is in DIR goes through the CUDA driver API; the others are compiled as usual. A variant is named by the kernel
+variant is in DIR takes it from there; the others are compiled as usual. A variant is named by the kernel
 and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
 whole record with the cubin. A file that is incomplete, stale or changed since it was written is refused by name. The
 hash finds accidents; against somebody who can write to the directory there is no protection.
@@ -17,14 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dsv4.runtime import dispatch
+from dsv4.runtime import dispatch, driver
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
+from dsv4.runtime.driver import Function
 
-FORMAT = 3
+FORMAT = 4
 # What the cubins are made of.
 SOURCES = ("compat.py", "shared/**/*.py", "sm90/**/*.py", "sm100/**/*.py")
-# Triton's element types of TMA descriptors -> CUtensorMapDataType
-TMA_TYPES = {0: 0, 8: 10, 9: 8, 10: 9}
 
 
 @cache
@@ -94,8 +93,8 @@ def write(
     record = {
         "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": arch, "arguments": types,
         "constants": constants, "threads": meta.num_warps * 32, "shared": meta.shared, "clusters": meta.num_ctas,
-        "descriptors": [dict(d) for d in meta.tensordesc_meta], "triton": _triton_version(),
-        "sources": source_hash(),
+        "dependent": bool(meta.launch_pdl), "descriptors": [dict(d) for d in meta.tensordesc_meta],
+        "triton": _triton_version(), "sources": source_hash(),
     }  # fmt: skip
     record["digest"] = digest(record, cubin)
     directory.mkdir(parents=True, exist_ok=True)
@@ -117,11 +116,10 @@ def _triton_version() -> str:
     return triton.__version__
 
 
-# ---------------------------------------------------------------------------------------------------- launching
+# ---------------------------------------------------------------------------------------------------- loading
 
 
-
-def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], target: Target) -> Loaded | None:
+def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], target: Target) -> Function | None:
     """The compiled variant of a launch on the current device, if the target's directory has it. RuntimeError where it
     has not and nothing else can be launched."""
     refused = dispatch.too_old(target.capability)
@@ -151,82 +149,31 @@ def check_clusters(kernel: Any, constants: dict[str, Any]) -> None:
 
 
 @cache
-def loaded(directory: str, name: str, device: int) -> Loaded:
-    return Loaded(Path(directory), name)
+def loaded(directory: str, name: str, device: int) -> Function:
+    """A variant, checked and loaded into the context of a device, where it stays."""
+    path = Path(directory) / f"{name}.json"
+    record = read(path)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    cubin = path.with_suffix(".cubin").read_bytes()
+    for call in (
+        ("cuModuleLoadData", ctypes.byref(module), cubin),
+        ("cuModuleGetFunction", ctypes.byref(function), module, record["entry"].encode()),
+        ("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, record["shared"]),
+    ):
+        driver.call(driver.cuda(), record["kernel"], device, *call)
+    assert function.value is not None
+    types = tuple("fp32" if kind == "f32" else kind for kind in record["arguments"])
+    return Function(record["kernel"], function.value, device, record["threads"], record["shared"], record["clusters"],
+                    record["dependent"], types, tuple(record["descriptors"]))  # fmt: skip
 
 
-class Loaded:
-    """One variant, checked and loaded into the current CUDA context."""
-
-    def __init__(self, directory: Path, name: str):
-        path = directory / f"{name}.json"
-        self.record = record = read(path)
-        self.pointers = [kind.startswith("*") for kind in record["arguments"]]
-        cubin = (directory / f"{name}.cubin").read_bytes()
-        self.driver = ctypes.CDLL("libcuda.so.1")
-        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), cubin)
-        self._call("cuModuleGetFunction", ctypes.byref(self.function), module, record["entry"].encode())
-        self._call("cuFuncSetAttribute", self.function, 8, record["shared"])  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.driver, name)(*arguments)
-        if status != 0:
-            text = ctypes.c_char_p()
-            self.driver.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({self.record['kernel']})")
-
-    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """On the current stream. A pointer is a tensor or a number."""
-        import torch
-
-        gx, gy, gz = (*grid, 1, 1)[:3]
-        stream = torch.cuda.current_stream().cuda_stream
-        self.run(gx, gy, gz, stream, None, None, None, None, None, *arguments)
-
-    def run(
-        self, gx: int, gy: int, gz: int, stream: int, function: None, metadata: None, launch_metadata: None,
-        enter_hook: None, exit_hook: None, *arguments: Any,
-    ) -> None:  # fmt: skip
-        """As `CompiledKernel.run` of Triton."""
-        values: list[Any] = []
-        descriptors = iter(self.record["descriptors"])
-        for x, pointer in zip(arguments, self.pointers):
-            if hasattr(x, "block_shape"):
-                values.append(self._tensor_map(x, next(descriptors)))
-                values += [ctypes.c_uint32(n) for n in x.shape]
-                values += [ctypes.c_uint64(n) for n in x.strides]
-            elif isinstance(x, float):
-                values.append(ctypes.c_float(x))
-            elif pointer:
-                values.append(ctypes.c_uint64(x if isinstance(x, int) else x.data_ptr()))
-            else:
-                values.append(ctypes.c_int32(x))
-        values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # global and profile scratch, unused
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        blocks = (gx * self.record["clusters"], gy, gz)  # the grid counts clusters, whose size is in the cubin
-        self._call("cuLaunchKernel", self.function, *blocks, self.record["threads"], 1, 1, self.record["shared"],
-                   ctypes.c_void_p(stream), pointers, None)  # fmt: skip
-
-    def _tensor_map(self, x: Any, meta: dict[str, Any]) -> Any:
-        """CUtensorMap, 64-byte aligned. Dimensions go innermost first."""
-        buffer = (ctypes.c_uint8 * 192)()
-        aligned = (ctypes.c_uint8 * 128).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
-        rank = len(x.shape)
-        shape = (ctypes.c_uint64 * rank)(*reversed(x.shape))
-        strides = (ctypes.c_uint64 * (rank - 1))(*(s * meta["elem_size"] for s in reversed(x.strides[:-1])))
-        box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
-        ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-        kind = TMA_TYPES.get(meta["elem_type"], meta["elem_type"])
-        # no interleave, the layout's swizzle, 128-byte L2 promotion, zeros out of bounds: as Triton's launcher does
-        self._call("cuTensorMapEncodeTiled", ctypes.byref(aligned), kind, rank, ctypes.c_void_p(x.base.data_ptr()),
-                   shape, strides, box, ones, 0, meta["swizzle"], 2, 0)  # fmt: skip
-        return aligned
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 FIELDS = {
     "format": int, "kernel": str, "entry": str, "arch": str, "arguments": list, "constants": dict, "threads": int,
-    "shared": int, "clusters": int, "descriptors": list, "triton": str, "sources": str, "digest": str,
+    "shared": int, "clusters": int, "dependent": bool, "descriptors": list, "triton": str, "sources": str,
+    "digest": str,
 }  # fmt: skip
 
 

@@ -16,13 +16,18 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from dsv4.runtime.program import Null, Slot
+from dsv4.runtime.program import Null, Number, Slot
 
 # Triton's types of numbers. No kernel here takes one in fp16 or bf16.
 NUMBERS: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+# The same as struct packs them, in 8 bytes each.
+PACKED = {
+    "i1": "b7x", "i8": "b7x", "i16": "h6x", "i32": "i4x", "i64": "q", "u1": "B7x", "u8": "B7x", "u16": "H6x",
+    "u32": "I4x", "u64": "Q", "fp32": "f4x", "fp64": "d",
 }  # fmt: skip
 # Triton's element types of TMA descriptors -> CUtensorMapDataType, where they differ
 TMA_TYPES = {8: 10, 9: 8, 10: 9}
@@ -105,22 +110,24 @@ class TensorMap:
 
 
 class DriverLaunch:
-    """One launch of a program. Arguments: numbers, Slots, Nulls, and TensorDescriptors of Slots."""
+    """One launch of a program. Arguments: numbers, Numbers, Slots, Nulls, and TensorDescriptors of Slots."""
 
     def __init__(self, function: Function, grid: tuple[int, ...], arguments: Sequence[Any], driver: Any = None):
         self.name, self.function, self.grid = function.name, function, grid
         self.driver = driver or cuda()
         self.handle = ctypes.c_void_p(function.handle)
         self.places: list[tuple[int, int]] = []  # (index into the memory of a call, bytes from its beginning)
+        packed = "="
         self.maps: list[TensorMap] = []
         self.parameters: list[tuple[Any, Any]] = []  # ("address" or "map", index into these), or (type, number)
         metas = iter(function.descriptors)
         for kind, x in zip(function.types, arguments, strict=True):
             if kind == "constexpr":
                 continue
-            if isinstance(x, Slot):
+            if isinstance(x, (Slot, Number)):
                 self.parameters.append(("address", len(self.places)))
-                self.places.append((x.index, x.offset))
+                self.places.append((x.index, x.offset if isinstance(x, Slot) else 0))
+                packed += "Q" if isinstance(x, Slot) else PACKED[kind]
             elif isinstance(x, Null):
                 self.parameters.append((ctypes.c_uint64, 0))
             elif kind.startswith("tensordesc"):
@@ -131,10 +138,11 @@ class DriverLaunch:
             else:
                 self.parameters.append((NUMBERS[kind], x))
         self.parameters += [(ctypes.c_uint64, 0)] * 2  # scratch memory, of which these kernels have none
-        self.pack = struct.Struct(f"{len(self.places)}Q").pack_into
+        self.pack = struct.Struct(packed).pack_into
         self.spare: list[Block] = []
 
-    def run(self, memory: list, addresses: list[int], stream: int) -> None:
+    def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
+        """addresses: of the memory of a call, or the numbers in their place. grid: where it is not always the same."""
         try:
             block = self.spare.pop()
         except IndexError:
@@ -145,6 +153,8 @@ class DriverLaunch:
             status = self.driver.cuTensorMapReplaceAddress(place, address)
             if status:
                 self.refused(status, "cuTensorMapReplaceAddress", place, address)
+        if grid is not None:
+            block.set_grid(grid, self.function.clusters)
         block.configuration.stream = stream
         status = self.driver.cuLaunchKernelEx(block.reference, self.handle, block.parameters, None)
         if status:
@@ -152,24 +162,7 @@ class DriverLaunch:
         self.spare.append(block)
 
     def refused(self, status: int, name: str, *arguments: Any) -> None:
-        """The driver refused this call. A thread that has not used the GPU yet has no context: it gets the device's,
-        and the call is made again. Anything else is an error."""
-        if status == INVALID_CONTEXT:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            again = (
-                ("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self.function.device)),
-                ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
-                ("cuCtxSetCurrent", context),
-                (name, *arguments),
-            )
-            for name, *given in again:
-                status = getattr(self.driver, name)(*given)
-                if status:
-                    break
-        if status:
-            text = ctypes.c_char_p()
-            self.driver.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{self.name}: {name}: {(text.value or b'').decode()} (error {status})")
+        refused(self.driver, self.name, self.function.device, status, name, *arguments)
 
 
 class Block:
@@ -205,14 +198,46 @@ class Block:
             attributes.append(Attribute(CLUSTER_DIMENSION, 0, (function.clusters, 1, 1)))
             attributes.append(Attribute(CLUSTER_POLICY, 0, (SPREAD,)))
         self.attributes = (Attribute * len(attributes))(*attributes)
-        gx, gy, gz = launch.grid
         self.configuration = Configuration(
-            gx * function.clusters, gy, gz, function.threads, 1, 1, function.shared, None,
-            ctypes.addressof(self.attributes), len(attributes),
-        )  # fmt: skip
+            0, 0, 0, function.threads, 1, 1, function.shared, None, ctypes.addressof(self.attributes), len(attributes)
+        )
+        self.set_grid(launch.grid, function.clusters)
         self.reference = ctypes.byref(self.configuration)
+
+    def set_grid(self, grid: tuple[int, ...], clusters: int) -> None:
+        """A grid counts clusters."""
+        x, self.configuration.gy, self.configuration.gz = grid
+        self.configuration.gx = x * clusters
 
 
 @cache
 def cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def call(driver: Any, kernel: str, device: int, name: str, *arguments: Any) -> None:
+    """A function of the driver, for a kernel on a device."""
+    status = getattr(driver, name)(*arguments)
+    if status:
+        refused(driver, kernel, device, status, name, *arguments)
+
+
+def refused(driver: Any, kernel: str, device: int, status: int, name: str, *arguments: Any) -> None:
+    """The driver refused this call. A thread that has not used the GPU yet has no context: it gets the device's, and
+    the call is made again. Anything else is an error."""
+    if status == INVALID_CONTEXT:
+        ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+        again = (
+            ("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device)),
+            ("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal),
+            ("cuCtxSetCurrent", context),
+            (name, *arguments),
+        )
+        for name, *given in again:
+            status = getattr(driver, name)(*given)
+            if status:
+                break
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{kernel}: {name}: {(text.value or b'').decode()} (error {status})")

@@ -2,16 +2,16 @@
 
 One path for the GPU and for the emulator, up to the launch itself. On a GPU that is a call of the CUDA driver
 (driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU where
-somebody watches launches through Triton's hooks (`triton.knobs.runtime`; Proton has some). A pointer is a number on the
-GPU; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
+somebody watches launches through Triton's hooks (`triton.knobs.runtime`; Proton has some; they see no kernels from
+files). A pointer is a number on the GPU; softsm gets the tensor, so that it knows how far the memory reaches and what
+its name is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from triton.runtime import driver
 from dsv4.runtime import aot, dispatch
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.driver import DriverLaunch, Function
-from dsv4.runtime.program import Launch, Null, Program, Slot
+from dsv4.runtime.program import Launch, Null, Number, Program, Slot
 
 
 class Ready:
@@ -50,17 +50,20 @@ class Ready:
 
 
 class TritonLaunch:
-    """A launch by Triton's own `compiled[grid](...)`, or what takes the same arguments."""
+    """A launch by Triton's own `compiled[grid](...)`. Arguments: as of DriverLaunch."""
 
-    def __init__(self, name: str, launch: Callable, arguments: list[Any], by_address: bool):
-        self.name, self.launch, self.by_address = name, launch, by_address
+    def __init__(self, name: str, compiled: Any, grid: tuple[int, ...], arguments: list[Any], by_address: bool):
+        self.name, self.compiled, self.grid, self.by_address = name, compiled, grid, by_address
         self.template: list[Any] = []
         self.tensors: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
+        self.numbers: list[tuple[int, int]] = []  # (place, index into memory)
         self.descriptors: list[tuple[int, int]] = []  # (place, index into memory)
         for place, x in enumerate(arguments):
             if isinstance(x, Slot):
                 self.tensors.append((place, x.index, x.offset))
                 x = None
+            elif isinstance(x, Number):
+                self.numbers.append((place, x.index))
             elif isinstance(x, Null):
                 x = 0
             elif hasattr(x, "block_shape"):
@@ -68,41 +71,42 @@ class TritonLaunch:
                 self.descriptors.append((place, x.base.index))
             self.template.append(x)
 
-    def run(self, memory: list, addresses: list[int], stream: int) -> None:
+    def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
         arguments = self.template.copy()
         for place, index, offset in self.tensors:
             arguments[place] = addresses[index] + offset if self.by_address else _from(memory[index], offset)
+        for place, index in self.numbers:
+            arguments[place] = memory[index]
         for place, index in self.descriptors:
             arguments[place] = copy(arguments[place])
             arguments[place].base = memory[index]
-        self.launch(*arguments, stream=stream)
+        self.compiled[grid or self.grid](*arguments, stream=stream)
 
 
-def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
+def ready_launch(launch: Launch, target: Target, changing: Sequence[Any] = ()) -> tuple[Any, Any]:
     """(the step where there are hooks, the step where there are none).
 
-    A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch, are Triton's.
+    changing: the arguments as the steps get them, with Numbers among them; those of the launch say for which numbers
+    it is compiled. A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch,
+    are Triton's.
     """
     grid = (*launch.grid, 1, 1)[:3]
     kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
     found = aot.find(kernel, arguments, constants, target)
     if found is not None:
-        by_file = TritonLaunch(kernel.__name__, partial(_from_file, found, grid), arguments, True)
-        return by_file, by_file
+        from_file = DriverLaunch(found, grid, changing or arguments)
+        return from_file, from_file
     aot.check_clusters(kernel, constants)
     compiled = kernel.warmup(*arguments, grid=launch.grid, **constants)
     # What Triton's own launch passes: every parameter, those fixed at compile time too.
-    everything = [*arguments, *[constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]]
-    by_triton = TritonLaunch(kernel.__name__, compiled[grid], everything, target.backend == "cuda")  # which loads it
+    fixed = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
+    everything = [*(changing or arguments), *fixed]
+    compiled[grid]  # loads it
+    by_triton = TritonLaunch(kernel.__name__, compiled, grid, everything, target.backend == "cuda")
     if target.backend != "cuda":
         return by_triton, by_triton
     function = Function.of(compiled, torch.cuda.current_device())
     return by_triton, by_triton if function is None or 0 in grid else DriverLaunch(function, grid, everything)
-
-
-def _from_file(loaded: aot.Loaded, grid: tuple[int, ...], *arguments: Any, stream: int) -> None:
-    gx, gy, gz = grid
-    loaded.run(gx, gy, gz, stream, None, None, None, None, None, *arguments)
 
 
 def _hooks() -> bool:
@@ -136,52 +140,64 @@ def collecting() -> Iterator[list[Launch]]:
 # What is prepared for a single launch, as calls.py has it for a call: (the step where there are hooks, ... are none).
 _prepared: dict[tuple, tuple[Any, Any]] = {}
 MOST = 4096  # the oldest goes first
+WORD = 1 << 31
 
 
 def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """kernel[grid](*arguments, **constants). Arguments: tensors on one device, numbers, TensorDescriptors.
 
-    The key is all that Triton specialises on, and the numbers; what changes within it are addresses."""
+    The key is what Triton compiles a kernel for: of a number its type, whether it is 1, and whether 16 divides it.
+    Addresses, numbers and the grid change from launch to launch."""
     if _collected is not None:
         _collected.append(Launch(kernel, grid, list(arguments), constants))
         return
     memory: list[Any] = []
-    addresses: list[int] = []
-    known: list[Any] = list(arguments)
-    for place, x in enumerate(arguments):
+    addresses: list[Any] = []
+    known: list[Any] = []
+    for x in arguments:
         if isinstance(x, (int, float)):
-            continue
-        if isinstance(x, Tensor):
+            if type(x) is not int:
+                known.append(type(x))
+            elif -WORD <= x < WORD:
+                known.append(1 if x == 1 else 2 if x % 16 else 16)
+            else:
+                known.append((int, x))
+            memory.append(x)
+            addresses.append(x)
+        elif isinstance(x, Tensor):
             address = x.data_ptr()
-            known[place] = x.dtype, address & 15
+            known.append((x.dtype, address & 15))
+            memory.append(x)
+            addresses.append(address)
         else:
-            address = x.base.data_ptr()
-            known[place] = x.base.dtype, *x.shape, *x.strides, *x.block_shape, x.layout, x.padding
-            x = x.base
-        memory.append(x)
-        addresses.append(address)
+            known.append((x.base.dtype, *x.shape, *x.strides, *x.block_shape, x.layout, x.padding))
+            memory.append(x.base)
+            addresses.append(x.base.data_ptr())
+    if 0 in grid:
+        return
+    grid = (*grid, 1, 1)[:3]
     device = memory[0].device
     target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
-    # 1, 1.0 and True compare equal, but are three types of an argument.
-    key = (kernel.fn, grid, target, device, *map(type, arguments), *known, *constants, *constants.values())
+    key = (kernel.fn, target, device, *known, *constants, *constants.values())
     steps = _prepared.get(key)
     if steps is None:
-        steps = ready_launch(Launch(kernel, grid, _slots(arguments), constants), target)
+        steps = ready_launch(Launch(kernel, grid, slots(arguments), constants), target, slots(arguments, numbers=True))
         if len(_prepared) >= MOST:
             del _prepared[next(iter(_prepared))]
         _prepared[key] = steps
-    steps[0 if _hooks() else 1].run(memory, addresses, driver.active.get_current_stream(device.index))
+    steps[0 if _hooks() else 1].run(memory, addresses, driver.active.get_current_stream(device.index), grid)
 
 
-def _slots(arguments: Sequence[Any]) -> list[Any]:
-    """With slots in place of tensors, counted in their order."""
+def slots(arguments: Sequence[Any], numbers: bool = False) -> list[Any]:
+    """With slots in place of tensors, counted in their order, with numbers; and Numbers in place of these."""
     found: list[Any] = []
-    count = 0
-    for x in arguments:
+    for index, x in enumerate(arguments):
         if isinstance(x, Tensor):
-            x, count = Slot.of(count, "", x), count + 1
+            x = Slot.of(index, "", x)
         elif hasattr(x, "block_shape"):
-            base, x, count = Slot.of(count, "", x.base), copy(x), count + 1
+            base, x = Slot.of(index, "", x.base), copy(x)
             x.base = base
+        elif numbers:
+            x = Number(index)
         found.append(x)
     return found

@@ -113,6 +113,13 @@ class Null:
 
 
 @dataclass(frozen=True)
+class Number:
+    """A number that changes from launch to launch: it is at this index among the tensors of the call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Copy:
     to: int
     source: Slot

@@ -2,6 +2,7 @@
 test-triton): its own names and layouts import and prepare them."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
-from dsv4.runtime import aot, dispatch, gradients  # noqa: E402
+from dsv4.runtime import aot, dispatch, driver, gradients, launch  # noqa: E402
 from dsv4.runtime.launch import ready_launch  # noqa: E402
 from dsv4.runtime.settings import settings  # noqa: E402
 
@@ -17,21 +18,30 @@ from dsv4.runtime.settings import settings  # noqa: E402
 @pytest.fixture
 def old(monkeypatch, tmp_path):
     """Triton 3.7 on a B200 with a directory of compiled kernels; the driver only notes what it is asked to launch."""
-    done = []
+    done, variants, types = [], [], []
 
     def loaded(directory, variant, device):
         assert directory == str(tmp_path)
-        return SimpleNamespace(
-            launch=lambda grid, arguments: done.append((variant, grid)),
-            run=lambda x, y, z, *rest: done.append((variant, (x, y, z))),
-        )
+        variants.append(variant)
+        kinds = tuple("fp32" if kind == "f32" else kind for kind in types)
+        meta = dict(elem_type=10, elem_size=2, block_size=[64, 64], swizzle=3)
+        descriptors = (meta,) * sum(kind.startswith("tensordesc") for kind in kinds)
+        return driver.Function(variant, len(variants), device, 128, 0, 1, False, kinds, descriptors)
+
+    def start(reference, handle, parameters, extra):
+        grid = reference._obj
+        done.append((variants[handle.value - 1], (grid.gx, grid.gy, grid.gz)))
+        return 0
+
+    nothing = dict(cuTensorMapEncodeTiled=lambda *_: 0, cuTensorMapReplaceAddress=lambda *_: 0)
+    monkeypatch.setattr(driver, "cuda", lambda: SimpleNamespace(cuLaunchKernelEx=start, **nothing))
 
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 7))
     monkeypatch.setattr(settings, "aot", tmp_path)
     monkeypatch.setattr(aot, "loaded", loaded)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     target = dispatch.compile_target("sm_100a")._replace(aot=tmp_path)
-    return SimpleNamespace(directory=tmp_path, target=target, done=done)
+    return SimpleNamespace(directory=tmp_path, target=target, done=done, types=types)
 
 
 PARTS = [
@@ -46,14 +56,13 @@ def test_every_launch_comes_from_a_file(old, part):
     found = variants.launches(part, variants.Sizes(), "sm_100a")
     assert found
     for x in found:
-        name = aot.variant(x.kernel.__name__, [aot.argument_type(a) for a in x.arguments], x.constants, "sm_100a")
+        old.types[:] = [aot.argument_type(a) for a in x.arguments]
+        name = aot.variant(x.kernel.__name__, old.types, x.constants, "sm_100a")
         (old.directory / f"{name}.json").touch()
-        grid = (*x.grid, 1, 1)[:3]
-        if part in GRADIENTS:  # launched one by one
-            aot.find(x.kernel, x.arguments, x.constants, old.target).launch(grid, x.arguments)
-        else:
-            ready_launch(x, old.target)[1].launch(stream=0)
-        assert old.done.pop() == (name, grid)
+        if part in (*GRADIENTS, ("compress",)):  # launched one by one, of tensors
+            x = replace(x, arguments=launch.slots(x.arguments))
+        ready_launch(x, old.target)[1].run([], [0] * 100, 0)
+        assert old.done.pop() == (name, (*x.grid, 1, 1)[:3])
 
 
 @pytest.mark.parametrize("operation", ["fmha", "v4"])

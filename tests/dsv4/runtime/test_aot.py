@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 from dsv4.commands.variants import problems  # noqa: E402
-from dsv4.runtime import aot, calls, dispatch  # noqa: E402
+from dsv4.runtime import aot, calls, dispatch, driver  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_a_tampered_cubin_is_refused(compiled):
 def test_a_record_with_any_field_changed_or_missing_is_refused(compiled, field):
     record = json.loads(compiled.read_text())
     value = record[field]
-    other = {str: lambda: value + "x", int: lambda: value + 32, list: lambda: [*value, "i32"],
+    other = {str: lambda: value + "x", int: lambda: value + 32, bool: lambda: not value, list: lambda: [*value, "i32"],
              dict: lambda: value | {"D": 64}}[type(value)]()  # fmt: skip
     without = {name: x for name, x in record.items() if name != field}
     for changed in ({**record, field: other}, {**record, field: None}, without):
@@ -102,3 +103,31 @@ def test_an_architecture_is_part_of_the_name(launches, tmp_path):
     kernel, arguments, constants = launches[1].kernel, launches[1].arguments, launches[1].constants
     paths = [aot.write(tmp_path, kernel, arguments, constants, arch) for arch in ("sm_90a", "sm_100a")]
     assert paths[0] != paths[1] and [aot.read(path)["arch"] for path in paths] == ["sm_90a", "sm_100a"]
+
+
+def test_a_kernel_from_a_file_is_launched_as_triton_launches_it(compiled, launches, monkeypatch):
+    called = []
+
+    def function(name):
+        def noted(*given):
+            called.append(name)
+            if name == "cuModuleGetFunction":
+                given[0]._obj.value = 77
+            return 0
+
+        return noted
+
+    names = "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"
+    monkeypatch.setattr(driver, "cuda", lambda: SimpleNamespace(**{name: function(name) for name in names}))
+    launch = launches[1]
+    found = aot.loaded(str(compiled.parent), compiled.stem, 0)
+    assert called == list(names) and found.handle == 77
+
+    made = aot.compile_kernel(launch.kernel, launch.arguments, launch.constants)
+    by_triton = driver.Function.of(SimpleNamespace(metadata=made.metadata, src=made.src, function=77), 0)
+    assert found._replace(types=()) == by_triton._replace(types=())
+    fixed = [launch.constants.get(p.name) for p in launch.kernel.params[len(launch.arguments) :]]
+    one, other = (driver.DriverLaunch(x, (1, 1, 1), arguments) for x, arguments in (
+        (found, launch.arguments), (by_triton, [*launch.arguments, *fixed])
+    ))  # fmt: skip
+    assert one.parameters == other.parameters and one.places == other.places

@@ -13,6 +13,7 @@ import dsv4
 import softsm
 from dsv4 import reference
 from dsv4.runtime import calls, driver, launch
+from dsv4.runtime.program import Number, Slot
 from softsm.memory import tensor_map
 from softsm.memory.global_memory import GlobalMemory
 
@@ -238,3 +239,26 @@ def test_kernels_that_need_more_are_left_to_triton(kernel):
     assert function_of() is not None
     assert function_of(types=("tensordesc<bf16[64, 64]>",), descriptors=[TILED]) is not None
     assert function_of(**kernel) is None
+
+
+def test_numbers_and_a_grid_may_change_from_launch_to_launch():
+    kinds = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "fp64")
+    function = function_of(types=("*bf16", *kinds), num_ctas=2)._replace(device=0)
+    seen = []
+
+    def start(reference, handle, parameters, extra):
+        grid = reference._obj.gx, reference._obj.gy, reference._obj.gz
+        values = [driver.NUMBERS[kind].from_address(at).value for kind, at in zip(kinds, parameters[1:])]
+        seen.append((grid, ctypes.c_uint64.from_address(parameters[0]).value, values))
+        return 0
+
+    arguments = [Slot.of(0, "", torch.empty(8)), *(Number(n + 1) for n in range(len(kinds)))]
+    found = driver.DriverLaunch(function, (1, 1, 1), arguments, SimpleNamespace(cuLaunchKernelEx=start))
+    given = [
+        (4096, [0, -7, -300, -70000, -(1 << 40), 1, 200, 60000, 4 << 29, 1 << 63, 0.5, 1e300], (3, 2, 1)),
+        (8192, [1, 7, 300, 70000, 1 << 40, 0, 1, 2, 3, 4, float("-inf"), -0.25], (5, 1, 4)),
+    ]
+    for address, numbers, grid in given:
+        found.run([], [address, *numbers], 0, grid)
+    assert seen == [((2 * x, y, z), address, numbers) for address, numbers, (x, y, z) in given]
+    assert len(found.spare) == 1

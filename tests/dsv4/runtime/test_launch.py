@@ -56,7 +56,7 @@ def prepared(monkeypatch):
     found = []
     ready = launch.ready_launch
     monkeypatch.setattr(launch, "_prepared", {})
-    monkeypatch.setattr(launch, "ready_launch", lambda given, target: found.append(given) or ready(given, target))
+    monkeypatch.setattr(launch, "ready_launch", lambda given, *rest: found.append(given) or ready(given, *rest))
     with softsm.use("sm_90a"):
         yield found
 
@@ -68,16 +68,17 @@ def scale(n, factor, skip=0, dtype=torch.float32, block=32):
     assert torch.equal(y[:n], x * factor) and y[n] == -1
 
 
-def test_a_single_launch_is_prepared_once_and_finds_other_tensors(prepared):
-    for _ in range(3):
-        scale(40, 3)
+def test_a_single_launch_is_prepared_once_and_finds_other_tensors_numbers_and_grids(prepared):
+    for n, factor in ((40, 3), (41, 5), (70, 3), (3, -9)):
+        scale(n, factor)
     assert len(prepared) == 1
 
 
 @pytest.mark.parametrize("other", [
-    dict(n=41), dict(factor=4), dict(factor=3.0), dict(skip=1), dict(dtype=torch.float16), dict(block=64)
+    dict(n=48), dict(n=1), dict(factor=1), dict(factor=32), dict(factor=3.0), dict(skip=1), dict(dtype=torch.float16),
+    dict(block=64),
 ], ids=str)  # fmt: skip
-def test_what_a_single_launch_is_compiled_for_or_passes_is_in_its_key(prepared, other):
+def test_what_a_kernel_is_compiled_for_is_in_the_key_of_a_single_launch(prepared, other):
     given = dict(n=40, factor=3)
     for _ in range(2):
         scale(**given)
@@ -85,10 +86,17 @@ def test_what_a_single_launch_is_compiled_for_or_passes_is_in_its_key(prepared, 
     assert len(prepared) == 2
 
 
-def test_one_and_one_point_nought_are_two_launches(prepared):
-    for factor in (1, 1.0, 1, 1.0):
-        scale(40, factor)
-    assert len(prepared) == 2
+def test_numbers_of_64_bits_and_flags_reach_a_kernel(prepared):
+    for number in (1 << 40, 3, True, (1 << 40) + 1, 5):
+        x, y = torch.arange(40, dtype=torch.int64), torch.empty(40, dtype=torch.int64)
+        launch.now(scaled, (2,), x, y, 40, number, BLOCK=32, num_warps=1)
+        assert torch.equal(y, x * number)
+    assert len(prepared) == 4
+
+
+def test_a_grid_of_nothing_is_no_launch(prepared):
+    launch.now(scaled, (0,), torch.randn(4), torch.empty(4), 4, 3, BLOCK=32, num_warps=1)
+    assert prepared == []
 
 
 def test_hooks_of_triton_see_single_launches(prepared, monkeypatch):
@@ -101,7 +109,7 @@ def test_hooks_of_triton_see_single_launches(prepared, monkeypatch):
 
 def test_the_oldest_single_launch_goes_when_too_many_are_kept(prepared, monkeypatch):
     monkeypatch.setattr(launch, "MOST", 2)
-    for n in (40, 41, 42, 42, 40):
+    for n in (40, 1, 48, 48, 40):
         scale(n, 3)
     assert len(prepared) == 4 and len(launch._prepared) == 2
 
@@ -113,5 +121,5 @@ def test_no_tensor_of_a_single_launch_is_kept(prepared):
     del x, y
     gc.collect()
     assert [x() for x in kept] == [None, None]
-    given = launch._slots([torch.randn(40), descriptor(torch.randn(2, 64, 64).bfloat16(), [1, 64, 64]), 3])
+    given = launch.slots([torch.randn(40), descriptor(torch.randn(2, 64, 64).bfloat16(), [1, 64, 64]), 3])
     assert [x.index for x in (given[0], given[1].base)] == [0, 1] and given[2] == 3
