@@ -103,6 +103,7 @@ def test_only_what_is_wanted(d):
         check(b, want, low)
 
 
+@pytest.mark.slow  # the kernels of dense batches are quick here, those of sequences with Blackwell's
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
     kernels = ("backward_keys", "backward_dq")
