@@ -210,12 +210,12 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
                 (two_tiles.softmax_role, (memory, barriers, share, tile_row, sign, is_split, 0, D, P_TMEM, HOW)),
                 (two_tiles.softmax_role, (memory, barriers, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, HOW)),
                 (two_tiles.mma_role, (memory, barriers, n)),
-                (load_role, (source, memory, barriers, tiles, k_is_v, D, TILES, HOW)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (one_tile.correction_role, (memory, barriers, share, tile_row, n, is_split, D)),
                 (one_tile.softmax_role, (memory, barriers, share, tile_row, sign, D, P_TMEM, HOW)),
                 (one_tile.mma_role, (memory, barriers, n, k_is_v, D, P_TMEM)),
-                (load_role, (source, memory, barriers, tiles, k_is_v, D, TILES, HOW)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -55,14 +55,14 @@ def load_v(state, source, memory, barriers, row, D: gl.constexpr, HOW: gl.conste
 
 
 @gluon.jit
-def load_role(source, memory, barriers, tiles, k_is_v, D: gl.constexpr, TILES: gl.constexpr, HOW: gl.constexpr):
+def load_role(source, memory, barriers, tiles, k_is_v, D: gl.constexpr, HOW: gl.constexpr):
     """Fills the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. when k is v."""
     SLOTS: gl.constexpr = memory.ring.shape[0]
     BN: gl.constexpr = memory.ring.shape[1]
     state = Filling(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     if tiles.begin < tiles.end:
         state = load_k(state, source, memory, barriers, tiles.first + tiles.begin * BN, D, HOW)
-        mbarrier.wait(barriers.q_ready.index(TILES - 1), 0)  # Q first: nothing starts without it
+        mbarrier.wait(barriers.q_ready.index(0), 0)  # Q of the first tile before more keys: nothing starts without it
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + tile * BN
         if tile + 1 < tiles.end:
