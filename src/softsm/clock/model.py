@@ -59,6 +59,17 @@ class Prediction:
     trace: LaunchTrace | None = None
     sources: list[Source] = field(default_factory=list)
     body_us: float = 0.0  # without the launch
+    lets_in_us: float | None = None  # when it lets a dependent grid begin
+    waits_us: float | None = None  # when one that was launched early waits for the grid before it
+
+    def behind(self, before: Prediction) -> float:
+        """us from the end of the launch before it to its own end."""
+        g = self.gpu
+        if self.waits_us is None or before.lets_in_us is None:
+            return g["launch.next"] + self.body_us
+        # Launched early it begins beside the one before it and does what comes before its wait.
+        waits = before.lets_in_us + g["launch.next"] + self.waits_us - before.body_us
+        return max(g["launch.dependent"], waits) + self.body_us - self.waits_us
 
     @property
     def limit(self) -> str:
@@ -84,6 +95,12 @@ class Run:
     s_ev: np.ndarray
     events: np.ndarray
     w_begin: np.ndarray
+    fetched: np.ndarray  # when the first warp had the code of each instruction, or -1
+
+    def reached(self, opcode: str) -> float | None:
+        """When the first warp came to such an instruction."""
+        times = [float(t) for t, ins in zip(self.fetched, self.code.instructions) if t >= 0 and ins.opcode == opcode]
+        return min(times, default=None)
 
 
 def occupancy(trace: LaunchTrace, code: Code) -> int:
@@ -309,7 +326,7 @@ class Model:
         kept = state.log.reshape(-1, 6)[: state.count[0]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.issued, kept, state.s_ins, state.s_ev, events,
-                   np.array(rows)[:, 0])  # fmt: skip
+                   np.array(rows)[:, 0], state.fetched)  # fmt: skip
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []
@@ -462,4 +479,9 @@ class Model:
             trace,
             self.sources,
             body,
+            self._us_of(run.reached("PREEXIT"), f),
+            self._us_of(run.reached("ACQBULK"), f) if trace.dependent else None,
         )
+
+    def _us_of(self, cycles: float | None, clock: float) -> float | None:
+        return None if cycles is None else cycles * 1e-3 / clock + self.gpu["cta.start"]

@@ -56,8 +56,7 @@ class Timer:
         found = self.predictions[first:]
         if not found:
             return 0.0
-        g = found[0].gpu
-        return g["launch"] + sum(p.body_us for p in found) + g["launch.next"] * (len(found) - 1)
+        return found[0].gpu["launch"] + found[0].body_us + sum(b.behind(a) for a, b in zip(found, found[1:]))
 
 
 @contextlib.contextmanager

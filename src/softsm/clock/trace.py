@@ -101,6 +101,7 @@ class LaunchTrace:
     tensors: list[tuple[str, int]]  # name, bytes
     samples: list[int]
     total: int  # clusters of the grid
+    dependent: bool = False  # launched early: it may begin before the grid before it has ended
 
 
 def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
@@ -458,5 +459,6 @@ class TracingMachine(Machine):
                 self.tensors,
                 self.samples,
                 self.total,
+                self.options.dependent,
             )
         )
