@@ -452,7 +452,9 @@ class Model:
             "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
             "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
         }
-        body = max(cycles * us + g["cta.start"], *roofline.values())  # nothing is faster than what it must do
+        # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
+        first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
+        body = g["cta.start"] + max(cycles * us, *(took + first.get(name, 0.0) for name, took in roofline.items()))
         busy = {name: took / body for name, took in (needs | roofline).items()}
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])
