@@ -45,6 +45,7 @@ OURS = "benchmarks/microbench, H200, 2026-11-15"
 STRIPS = "benchmarks/microbench, group strips, H200, 2026-11-16"
 TURNS = "benchmarks/microbench, groups products and turns, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
+DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
 
@@ -119,7 +120,7 @@ HOPPER = {
     "l2.held": _p(26e6, "bytes that random reads find again", STRIPS, "A", 23e6, 29e6),  # both halves hold it
     "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
     "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
-    "launch.dependent": _p(1.0, "us", OVERLAP, "D", 0.3, 1.2),
+    "launch.dependent": _p(0.7, "us", DEPENDENTS, "A", 0.6, 0.9),  # 1.4 to 1.5 in order, cta.start included
     "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
     "cta.gap": _p(500.0, "cycles", OVERLAP, "A", 470, 570),
     "branch": _p(5.0, "cycles", OURS, "B", 4, 12),

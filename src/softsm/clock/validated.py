@@ -5,8 +5,8 @@ from __future__ import annotations
 from softsm.clock.parameters import Gpu
 
 # From docs/timing.md, made by `python benchmarks/timing.py --table`: mean absolute error, worst.
-MEAN, WORST, CASES, DATE = 0.081, 0.23, 114, "2026-11-16"
-NINE_OF_TEN = 0.18  # nine of ten cases were off by at most this
+MEAN, WORST, CASES, DATE = 0.072, 0.23, 114, "2026-11-16"
+NINE_OF_TEN = 0.15  # nine of ten cases were off by at most this
 
 
 def band(p) -> tuple[float, float]:
