@@ -140,9 +140,11 @@ def v4_few(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
     splits, blocks of 64 rows)"""
     of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
-    not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 128))
+    # Many partial results are short; few are not.
+    not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 32, 64, 128, 256))
+    not_short = ((40, 64, 2, 12), (10, 64, 8, 40), (5, 64, 16, 80), (1, 64, 64, 600))
     few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (40, 64, 1, 3), (32, 32, 4, 10))
-    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few):
+    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few, *not_short):
         width = 64 * (blocks if named == "window only" else blocks - 1)
         if width > 0:
             yield v4_small(rows, named, splits, heads, wide, queries, width)

@@ -26,7 +26,6 @@ class Place:
     row: Value
     tokens: Value
     q_heads: Value
-    want_lse: Value
     stride_ob: Value
     stride_ot: Value
     stride_oh: Value
@@ -35,26 +34,40 @@ class Place:
     stride_lh: Value
 
 
+@aggregate
+class Goal:
+    """What does not depend on the partial results, and is asked for with them: where a row goes, and its sink."""
+
+    offset: Value  # of the row of out
+    lse: Value
+    sink: Value  # in base 2
+
+
 @gluon.jit
-def finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, VARLEN: gl.constexpr):
-    """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
+def goal_of(place, sink_ptr, VARLEN: gl.constexpr):
     token = place.row // place.q_heads
     head = place.row - token * place.q_heads
-    safe = gl.where(top == -float("inf"), 0.0, top)
-    sink = softmax.sink_of(sink_ptr, head, head < place.q_heads)
-    with_sink = total + gl.exp2(sink * LOG2E - safe)
-    nothing = total == 0.0
-    factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
+    sink = softmax.sink_of(sink_ptr, head, head < place.q_heads) * LOG2E
     batch = 0
     if not VARLEN:
         batch = token // place.tokens
         token = token - batch * place.tokens
     n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
     offset = n * place.stride_ob + token * place.stride_ot + head * place.stride_oh
-    gl.store(out_ptr + offset * 8 + column, (sums * factor).to(out_ptr.dtype.element_ty))
-    if (place.want_lse != 0) & (gl.program_id(1) == 0):
+    return Goal(offset * 8, n * place.stride_lb + token * place.stride_lt + head * place.stride_lh, sink)
+
+
+@gluon.jit
+def finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr):
+    """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
+    safe = gl.where(top == -float("inf"), 0.0, top)
+    with_sink = total + gl.exp2(goal.sink - safe)
+    nothing = total == 0.0
+    factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
+    gl.store(out_ptr + goal.offset + column, (sums * factor).to(out_ptr.dtype.element_ty))
+    if (want_lse != 0) & (gl.program_id(1) == 0):
         lse = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
-        gl.store(lse_ptr + n * place.stride_lb + token * place.stride_lt + head * place.stride_lh, lse)
+        gl.store(lse_ptr + goal.lse, lse)
 
 
 @gluon.jit(do_not_specialize=[
@@ -83,8 +96,10 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         # Rows past the last sequence have no partial results.
         belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
 
+    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
     if EARLY:
         dependent.wait_for_grid_before()
+    goal = goal_of(place, sink_ptr, VARLEN)
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
     acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
@@ -106,8 +121,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     scale = gl.exp2(m - gl.where(top == -float("inf"), 0.0, top))
     total = gl.sum(weights * scale, 0)
     sums = gl.sum(acc * scale[:, None], 0)
-    place = Place(row, tokens, q_heads, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
-    finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, VARLEN)
+    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
 
 
 @gluon.jit(do_not_specialize=[
@@ -128,6 +142,8 @@ def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     half = gl.program_id(1) * COLUMNS // (D // 2)
+    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    goal = goal_of(place, sink_ptr, False)
     split = gl.arange(0, SPLITS, layout=R)
     there = split < num_splits
     part = split.to(gl.int64) * total_rows + row
@@ -142,8 +158,7 @@ def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits
     total = gl.sum(weight, 0)
     share = gl.where(written, weight * factor, 0.0)
     sums = gl.sum(gl.where(written[:, None], o, 0.0) * share[:, None], 0)
-    place = Place(row, tokens, q_heads, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
-    finish(sums, top, total, column, place, out_ptr, lse_ptr, sink_ptr, False)
+    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
 
 
 @gluon.jit(do_not_specialize=["total_q", "q_heads", "last_sequence", "want_lse", "stride_ot", "stride_oh", "stride_lt",

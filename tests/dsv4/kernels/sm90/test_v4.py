@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import launches
 import pytest
 import torch
 from agreement import assert_agrees
@@ -9,6 +10,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference, suites
+from dsv4.kernels.shared.fmha import prepare
 from dsv4.kernels.sm90.v4 import entry, unpack
 from dsv4.runtime import calls, checks, dispatch
 from dsv4.v4 import problem
@@ -123,6 +125,25 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
         compressed=rows(99).half(), compressed_indices=numbers(1, 200, of=99), plan=plan, softmax_scale=-0.1,
         inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)),
     )  # fmt: skip
+    compare(*compared)
+
+
+@pytest.mark.slow  # a variant of its own
+@pytest.mark.parametrize("order", ["latest", "eager", "random"])
+def test_many_partial_results_are_short(order, monkeypatch):
+    """Of 80 heads in three splits, for the second query one without rows. The halves of a row have powers of two of
+    their own: one is a thousand times larger."""
+    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    names = launches.launched(monkeypatch)
+    size = torch.tensor([1024.0, 1.0]).repeat_interleave(256)
+    plan = dsv4.plan(dsv4.v4_attention, batch=2, q_heads=80, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 2 * 80 * 513,), NAN))
+    compared = run(
+        order, q=(torch.randn(2, 80, 512) / size).bfloat16(), window=(rows(130) * size).bfloat16(),
+        window_indices=numbers(2, 260, of=130), window_lengths=torch.tensor([260, 90], dtype=torch.int32),
+        sink=torch.randn(80), plan=plan,
+    )  # fmt: skip
+    assert names == ["v4_listed", "combine_short"]
     compare(*compared)
 
 

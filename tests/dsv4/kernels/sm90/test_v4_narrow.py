@@ -95,8 +95,10 @@ def test_rows_by_block_table_and_requests(check):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager"])
 @pytest.mark.parametrize("queries, rows, keys", [(8, 640, 128), (5, 576, 64)])
-def test_32_heads_in_a_cta(queries, rows, keys, order, check):
-    """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too."""
+def test_32_heads_in_a_cta(queries, rows, keys, order, check, monkeypatch):
+    """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too. By list v4_few
+    would take these queries; by table it does not, and then this kernel has them."""
+    monkeypatch.setattr(entry, "FEW", ())
     lengths = torch.tensor([0, 65, rows, 1, 500, 129, 64, rows], dtype=torch.int32)[:queries]
     lists = numbers(queries, rows, of=5200)
     problem = dict(q=torch.randn(queries, 64, 512).bfloat16(), window=pool(5200), window_indices=lists)
@@ -146,8 +148,8 @@ def test_one_pool_of_any_stride_and_one_without_rows(stride, check):
 
 
 def test_few_items_take_it():
-    """Until v4_few is faster, for two blocks of a CTA and more, or v4_listed; all CTAs run at once. Deterministic calls
-    do not: a query's result would depend on how many others there are."""
+    """Until v4_few is faster, for two blocks of a CTA and more, or v4_listed; all CTAs run at once, but for 16
+    heads. Deterministic calls do not: a query's result would depend on how many others there are."""
 
     def launch(queries: int, heads: int, rows: int = 640, **options):
         lists = torch.zeros(queries, rows, dtype=torch.int32)
@@ -166,8 +168,9 @@ def test_few_items_take_it():
     assert launch(8, 128) == ("v4_few", 32, None, (4, 8, 4))
     assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_few", 16, None, (1, 128, 1))
     assert launch(128, 32) == ("v4_few", 32, None, (1, 128, 1))
+    assert launch(512, 16) == ("v4_few", 16, None, (1, 512, 1))
     assert launch(32, 64)[0] == launch(128, 32, 704)[0] == "v4_listed"
-    assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 16)[0] == "v4_listed"
+    assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 32)[0] == launch(600, 16)[0] == "v4_listed"
     assert launch(1, 64, deterministic=True)[0] == "v4_listed"
 
 

@@ -73,11 +73,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
     part: Any = Null(torch.float32)
     part_lse = part
-    # Deterministic: the order of additions must not depend on how many splits there are. fp16: as exact as the results.
-    # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
-    values = splits * total_q * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
-    short = split and c.short and values >= SHORT_FROM and p.q.dtype == torch.bfloat16
-    short = short and not (varlen or p.deterministic or is_partial(p))
+    short = split and c.short and not varlen and are_short(p, splits * total_q)
     if split:
         part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
     unread = Null(torch.int32)
@@ -103,11 +99,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
                    num_warps=4, **c.options)  # fmt: skip
     if short:
-        at_once = max(1 << (splits - 1).bit_length(), 4)
-        columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
-        rows = total_q * p.q_heads
-        program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
-                       D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
+        prepare_short_merge(p, program, arguments, out, splits, total_q)
     elif split:
         prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
@@ -118,6 +110,25 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
 
 def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {prefix + letter: stride for letter, stride in zip(letters, strides)}
+
+
+def are_short(p: Any, tokens: int) -> bool:
+    """Whether partial results are short: many of them, of so many tokens in all. Deterministic: the order of additions
+    must not depend on how many splits there are. fp16: they would be as exact as the results."""
+    # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
+    values = tokens * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
+    return values >= SHORT_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
+
+
+def prepare_short_merge(
+    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int
+) -> None:
+    """As prepare_merge, for short partial results."""
+    at_once = max(1 << (splits - 1).bit_length(), 4)
+    columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
+    rows = total_q * p.q_heads
+    program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
+                   D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
 
 
 def prepare_merge(

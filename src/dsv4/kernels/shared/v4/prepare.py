@@ -11,11 +11,13 @@ from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.shared.fmha.prepare import (
+    are_short,
     inverse_of,
     is_aligned,
     is_partial,
     partials,
     prepare_merge,
+    prepare_short_merge,
     row_strides,
     sign_and_scale,
 )
@@ -45,14 +47,15 @@ def supports(p: V4Problem) -> str | None:
 
 
 def prepare_listed(
-    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0
-) -> None:
+    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0,
+    short: bool = False,
+) -> None:  # fmt: skip
     """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
 
     An item is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2). A
     kernel that names `items` loops over them, one CTA per multiprocessor; another has a CTA for each. step: rows that
     the kernel takes at a time, what splits are made of; options: further compile-time arguments; splits: how many, 0 =
-    to be chosen here.
+    to be chosen here; short: the kernel can write short partial results (combine.py).
     """
     ctas = options.get("num_ctas", 1)
     tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
@@ -68,7 +71,8 @@ def prepare_listed(
     part: Any = Null(torch.float32)
     part_lse = part
     if split:
-        part, part_lse = partials(p, program, splits, p.batch * p.q_heads)
+        short = short and are_short(p, splits * p.batch)
+        part, part_lse = partials(p, program, splits, p.batch * p.q_heads, short)
     window = PoolArguments.of(program, p.window)
     compressed = window.without_rows() if p.compressed is None else PoolArguments.of(program, p.compressed)
     how, names = _names(p, program)
@@ -114,14 +118,18 @@ def prepare_listed(
     program.launch(
         kernel, grid, arguments, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
         WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=unit_of(p.window),
-        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed), SPLIT=split,
+        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed),
+        SPLIT=2 if split and short else split,
         **dict(num_warps=4) | options,
     )  # fmt: skip
     if split:
         strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
         more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
-        early = options.get("EARLY", False)
-        prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)
+        if short:
+            prepare_short_merge(p, program, arguments | strides | more, out, splits, p.batch)
+        else:
+            early = options.get("EARLY", False)
+            prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)
     if out is not p.out:
         program.copy(p.out, out)
 

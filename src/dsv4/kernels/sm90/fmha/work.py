@@ -263,8 +263,18 @@ def part_rows(tile_row, share, R: gl.constexpr):
 
 
 @gluon.jit
+def short_half(o, norm):
+    """Half of the columns, O [64, D / 2], times norm, as a short partial result: see combine.py -> (values in pieces,
+    what undoes the factor of each row)."""
+    # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
+    exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
+    up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    return in_pieces((o * (norm * up)[:, None]).to(gl.float16)), ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr):
-    """Half of the columns, O [64, D / 2], normalised, as a short partial result: see combine.py."""
+    """Half of the columns, O [64, D / 2], normalised, as a short partial result."""
     tensors, tiles = share.tensors, share.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -273,13 +283,9 @@ def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr)
     if COLUMN == 0:
         gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
     if tiles.begin < tiles.end:
-        norm = gl.convert_layout(factor, RO)
-        # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
-        exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
-        up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-        down = gl.convert_layout(((exponent - 14) << 23).to(gl.float32, bitcast=True), RS)
+        x, down = short_half(o, gl.convert_layout(factor, RO))
+        down = gl.convert_layout(down, RS)
         gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
-        x = in_pieces((o * (norm * up)[:, None]).to(gl.float16))
         LW: gl.constexpr = x.type.layout
         to, written = part_rows(tile_row, share, gl.SliceLayout(1, LW))
         column = COLUMN + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LW))

@@ -44,6 +44,7 @@ from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
+from dsv4.kernels.sm90.fmha.work import SHORT, short_half
 from dsv4.kernels.sm90.v4.gather import (
     BLOCKS,
     FIRST_HEAD,
@@ -188,7 +189,22 @@ def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr
     mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
     mbarrier.wait(barriers.sum_ready.index(1 - HALF), turn)
     l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
-    if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+    if SPLIT == SHORT:
+        factor, lse = softmax.finish(m, l, sink)
+        part_row = (split.to(gl.int64) * output.queries + query) * output.heads
+        lse_ptr = output.part_lse_ptr + (part_row + head) * 4
+        if HALF == 0:
+            gl.store(lse_ptr, lse, mask=head < output.heads)
+        if blocks > 0:
+            x, down = short_half(o, gl.convert_layout(factor, RO))
+            gl.store(lse_ptr + 1 + HALF, gl.convert_layout(down, RS), mask=head < output.heads)
+            LW: gl.constexpr = x.type.layout
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
+            values_ptr = output.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+            gl.store(values_ptr + (part_row + row)[:, None] * 512 + column[None, :], x,
+                     mask=(row < output.heads)[:, None])  # fmt: skip
+    elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, sink)
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         if HALF == 0:
