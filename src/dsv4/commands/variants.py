@@ -127,7 +127,9 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         for splits in (1, 4, 8, 16, 128):  # each merged by a variant of its own
             yield v4_small(rows, named, splits, wide=wide)
         yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
-        yield v4_small(rows, named, wide=wide, queries=64)  # Hopper: FP8 rows unpacked first, plain ones in L2
+        for splits in (1, 2):  # Hopper: FP8 rows unpacked first, plain ones in L2
+            yield v4_small(rows, named, splits, wide=wide, queries=64)
+        yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several items of plain rows for a CTA
         if rows == "fp8":
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
         if rows in ("fp8", "bf16", "odd pages"):

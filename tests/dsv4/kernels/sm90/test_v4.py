@@ -244,3 +244,16 @@ def test_the_order_of_rows_in_the_l2_is_not_taken_by_deterministic_calls_nor_for
     assert resident(8192)
     assert not resident(8192, deterministic=True)
     assert not resident(65536)
+
+
+def test_o_leaves_from_registers_where_ctas_have_several_whole_queries():
+    def pieces(queries: int, **changes) -> bool:
+        q = torch.empty(queries, 64, 512, dtype=torch.bfloat16, device="meta")
+        lists = torch.empty(queries, 128, dtype=torch.int32, device="meta")
+        p = problem.build(q, torch.empty(65536, 512, dtype=torch.bfloat16, device="meta"), lists)
+        return entry.many(dataclasses.replace(p, **changes), dispatch.compile_target("sm_90a"))
+
+    assert pieces(4 * 132)
+    assert not pieces(4 * 132 - 1)
+    assert not pieces(4 * 132, deterministic=True)  # through the combine kernel
+    assert not pieces(4 * 132, num_splits=2)

@@ -7,6 +7,7 @@ import torch
 
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
+from dsv4.kernels.shared.fmha.prepare import is_partial
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
 from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.few import v4_few
@@ -14,7 +15,7 @@ from dsv4.kernels.sm90.v4.listed import v4_listed
 from dsv4.kernels.sm90.v4.narrow import v4_narrow
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
-from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, choose_splits, narrow_splits
+from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, WHOLE, choose_splits, narrow_splits
 from dsv4.v4.problem import V4Problem
 
 __all__ = ["prepare", "supports"]
@@ -22,7 +23,7 @@ __all__ = ["prepare", "supports"]
 STEP = 128  # rows per step: two blocks of 64
 # Copies need few registers and threads, the conversion of FP8 rows many threads.
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
-RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True)
+RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, PIECES=True)
 FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, EARLY=True)
 
 
@@ -60,7 +61,7 @@ L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if unpack.pays(p):
         p = unpack.unpacked(p, program)
-        options = (RESIDENT if resident(p) else PLAIN) | dict(AFTER=True, launch_pdl=True)
+        options = (RESIDENT if resident(p) else PLAIN) | dict(PIECES=True, AFTER=True, launch_pdl=True)
         prepare_listed(p, target, program, v4_listed, STEP, options)
         return
     small = narrow(p, target)
@@ -69,8 +70,15 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         prepare_listed(p, target, program, kernel, NARROW_KEYS, options, splits)
         return
     fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
-    options = FP8 if fp8 else RESIDENT if resident(p) else PLAIN
+    options = FP8 if fp8 else RESIDENT if resident(p) else PLAIN | dict(PIECES=many(p, target))
     prepare_listed(p, target, program, v4_listed, STEP, options, short=True)
+
+
+def many(p: V4Problem, target: Target) -> bool:
+    """Whether CTAs have several items each, all rows of a query: O leaves from registers (PIECES), which is less work
+    than to go through shared memory, and more code."""
+    whole = not p.deterministic and p.num_splits <= 1 and not is_partial(p)
+    return whole and p.batch * -(-p.q_heads // 64) >= WHOLE * target.multiprocessors
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:

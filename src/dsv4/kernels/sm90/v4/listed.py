@@ -11,7 +11,7 @@ output of one, Q and the first blocks of the next arrive. gather.py says how.
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h
-p0, p1          8192 each           [64, 64]: P of block 0 and 1; the output rows leave through them, left's through p0
+p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless PIECES, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
 sums            4 x 256             fp32 per row: sums of left and right, by turns of items
@@ -44,7 +44,7 @@ from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
-from dsv4.kernels.sm90.fmha.work import SHORT, short_half
+from dsv4.kernels.sm90.fmha.work import SHORT, in_pieces, short_half
 from dsv4.kernels.sm90.v4.gather import (
     BLOCKS,
     FIRST_HEAD,
@@ -166,7 +166,8 @@ def store_quarter(o, smem, pointers, there):
 
 
 @gluon.jit
-def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
+def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
+             PIECES: gl.constexpr):  # fmt: skip
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
     LO: gl.constexpr = o.type.layout
@@ -220,27 +221,35 @@ def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr
             gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                      lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-        row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-        column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-        offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
-        pointers = output.out_ptr + offset[:, None] + column[None, :]
-        there = (row < output.heads)[:, None]
-        mine = memory.p0 if HALF == 0 else memory.p1
-        # Both P are free: the other warpgroup's products have ended, too, before it gave its sums.
-        a, b = halves(o, LH)
-        a0, a1 = halves(a, SCORES)
-        store_quarter(a0, mine, pointers, there)
-        store_quarter(a1, mine, pointers + 64, there)
-        b0, b1 = halves(b, SCORES)
-        store_quarter(b0, mine, pointers + 128, there)
-        store_quarter(b1, mine, pointers + 192, there)
+        if PIECES:
+            x = in_pieces(o.to(output.out_ptr.dtype.element_ty))
+            LW: gl.constexpr = x.type.layout
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
+            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+            gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(row < output.heads)[:, None])
+        else:
+            L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+            pointers = output.out_ptr + offset[:, None] + column[None, :]
+            there = (row < output.heads)[:, None]
+            mine = memory.p0 if HALF == 0 else memory.p1
+            # Both P are free: the other warpgroup's products have ended, too, before it gave its sums.
+            a, b = halves(o, LH)
+            a0, a1 = halves(a, SCORES)
+            store_quarter(a0, mine, pointers, there)
+            store_quarter(a1, mine, pointers + 64, there)
+            b0, b1 = halves(b, SCORES)
+            store_quarter(b0, mine, pointers + 128, there)
+            store_quarter(b1, mine, pointers + 192, there)
 
 
 @gluon.jit
 def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
-              N: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
+              N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
@@ -268,7 +277,7 @@ def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT:
                 phase = phase ^ 1
             if blocks == 0:
                 mbarrier.arrive(barriers.q_free, count=1)
-        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT)
+        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT, PIECES)
         turn = turn ^ 1
 
 
@@ -291,7 +300,8 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False):  # fmt: skip
+              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False,
+              PIECES: gl.constexpr = False):  # fmt: skip
     if EARLY:
         gl.static_assert(not AFTER)  # the grid after the next would not wait for this one: see dependent.py
         dependent.let_next_begin()
@@ -323,8 +333,8 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N, RESIDENT)),
-        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N, RESIDENT)),
+        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT,
                        RESIDENT, AFTER)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
