@@ -129,8 +129,9 @@ class Together:
             self.joined.used()
 
     def end(self) -> None:
-        """Nothing joins them any more."""
-        self.engine.growing = None
+        """Nothing joins them any more. (Others may be growing when these complete.)"""
+        if self.engine.growing is self:
+            self.engine.growing = None
         if self.joined is not None:
             self.joined.end()
             self.joined = None
