@@ -15,7 +15,7 @@ from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, ru
 
 import dsv4
 from dsv4 import reference
-from dsv4.kernels.sm90.v4 import unpack
+from dsv4.kernels.shared.v4 import unpack
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
 

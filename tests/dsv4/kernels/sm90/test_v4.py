@@ -11,7 +11,8 @@ import dsv4
 import softsm
 from dsv4 import reference, suites
 from dsv4.kernels.shared.fmha import prepare
-from dsv4.kernels.sm90.v4 import entry, unpack
+from dsv4.kernels.shared.v4 import unpack
+from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, checks, dispatch
 from dsv4.v4 import problem
 

@@ -1,8 +1,8 @@
 """V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
 
 from dsv4.caches import Fp8Cache
+from dsv4.kernels.shared.v4 import unpack
 from dsv4.kernels.shared.v4.prepare import comes_by_tma, prepare_listed, supports
-from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm100.v4.listed import v4_listed
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program

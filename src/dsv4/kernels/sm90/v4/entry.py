@@ -8,8 +8,8 @@ import torch
 from dsv4 import caches
 from dsv4.caches import Fp8Cache
 from dsv4.kernels.shared.fmha.prepare import is_partial
+from dsv4.kernels.shared.v4 import unpack
 from dsv4.kernels.shared.v4.prepare import prepare_listed, supports
-from dsv4.kernels.sm90.v4 import unpack
 from dsv4.kernels.sm90.v4.few import v4_few
 from dsv4.kernels.sm90.v4.listed import v4_listed
 from dsv4.kernels.sm90.v4.narrow import v4_narrow

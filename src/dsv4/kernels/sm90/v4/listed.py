@@ -44,13 +44,13 @@ from dsv4.kernels.shared import dependent, softmax
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.kernels.shared.v4.items import NONE
+from dsv4.kernels.shared.v4.rows import Pool
 from dsv4.kernels.sm90.fmha.work import SHORT, in_pieces, short_half
 from dsv4.kernels.sm90.v4.gather import (
     BLOCKS,
     FIRST_HEAD,
     QUERY,
     SPLIT_NUMBER,
-    Pool,
     Pools,
     Queries,
     arrivals,

@@ -17,7 +17,8 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.items import LIST, lists_of
-from dsv4.kernels.sm90.v4.gather import fp8_load, fp8_rows, fp8_to_bf16, lanes, plain_rows, quotient, words_of
+from dsv4.kernels.shared.v4.rows import fp8_load, fp8_rows, fp8_to_bf16, plain_rows, quotient, words_of
+from dsv4.kernels.sm90.v4.gather import lanes
 
 
 @aggregate

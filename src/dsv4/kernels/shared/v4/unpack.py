@@ -14,7 +14,7 @@ from dsv4.caches import Fp8Cache
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.v4.prepare import PoolArguments, unit_of
-from dsv4.kernels.sm90.v4.gather import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words_of
+from dsv4.kernels.shared.v4.rows import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words_of
 from dsv4.runtime.program import Program
 from dsv4.v4.problem import V4Problem
 

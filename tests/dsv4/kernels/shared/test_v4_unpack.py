@@ -9,7 +9,8 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.kernels.sm90.v4 import entry, unpack
+from dsv4.kernels.shared.v4 import unpack
+from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
 
