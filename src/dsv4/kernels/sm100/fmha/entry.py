@@ -73,8 +73,10 @@ def pairs(p: FmhaProblem, target: Target) -> bool:
     if 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q:
         return False
     alone = tiling(512)
-    if p.deterministic or is_partial(p) or not splits_keys(p, target, alone):
-        return not splits_keys(p, target, alone)
+    if not splits_keys(p, target, alone):
+        return True
+    if p.deterministic or is_partial(p):
+        return False
     # A step takes one CTA, with 64 rows and 64 keys, as long as a pair with 128 and 128. A plan has room for splits; it
     # does not ask for them.
     return rounds_of_steps(p, target, PAIR) <= rounds_of_steps(p, target, alone)
