@@ -1,6 +1,6 @@
-"""The arguments of V4's gradient kernels by group, as they hand them to their roles."""
+"""The arguments of V4's gradient kernels by group, as they hand them to their roles, and a CTA's share of them."""
 
-from dsv4.kernels.compat import Value, aggregate
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 
 @aggregate
@@ -57,3 +57,18 @@ class Target:
     ptr: Value
     step: Value
     undo_ptr: Value
+
+
+@gluon.jit
+def share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC: gl.constexpr):
+    """-> Query, Target of this CTA, by the grid (queries, tiles of 64 heads)"""
+    number = query_begin + gl.program_id(0)
+    head = gl.program_id(1) * 64
+    blocks = gl.load(blocks_ptr + number)
+    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
+    target = Target(target_ptr, 0, undo_ptr)
+    if not ATOMIC:
+        padded = (width + 63) // 64 * 64
+        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
+        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
+    return query, target

@@ -1,8 +1,8 @@
-"""Gradients of V4 attention: a query's Q and dO, and the rows it lists, into shared memory. One role of 4 warps, the
-same on every architecture; the kernels' role charts say when it waits.
+"""Gradients of V4 attention: a query's Q and dO, and the rows it lists, into shared memory; dQ out of it. The same on
+every architecture. Gathering is one role of 4 warps; the kernels' role charts say when it waits.
 """
 
-from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, tma_load, tma_store
 
 PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -51,3 +51,12 @@ def numbers(query, block, L: gl.constexpr):
     """Of the rows of a block; -1 = nothing there."""
     slot = block * 64 + gl.arange(0, 64, layout=L)
     return gl.load(query.line + slot, mask=slot < query.width, other=-1)
+
+
+@gluon.jit
+def send_half(dq_desc, kv, query, H: gl.constexpr):
+    """A half of dQ's columns, which lies in its half of kv, to memory: asked for, not waited for."""
+    BOX: gl.constexpr = dq_desc.layout
+    panels = reinterpret(kv.index(H), [4, 1, 64, 64], BOX)
+    for panel in gl.static_range(4):
+        tma_store(dq_desc, [query.number, query.head, H * 256 + panel * 64], panels.index(panel))

@@ -60,11 +60,10 @@ from dsv4.kernels.compat import (
     mbarrier,
     reinterpret,
     store_wait,
-    tma_store,
 )
 from dsv4.kernels.shared.opaque import zero
-from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
-from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
+from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Terms, share_of
+from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers, send_half
 from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors, keep_undo
 
 
@@ -152,7 +151,6 @@ def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(barriers.ds_ready, count=1)
     mbarrier.wait(barriers.dq_done, 0)
-    BOX: gl.constexpr = dq_desc.layout
     LO: gl.constexpr = memory.dq.slice(0, 64).get_reg_layout()
     for h in gl.static_range(2):
         panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
@@ -165,9 +163,7 @@ def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
             panels.index(i).store(x.to(kv.dtype))
     fence_async_shared()
     for h in gl.static_range(2):
-        boxes = reinterpret(kv.index(h), [4, 1, 64, 64], BOX)
-        for i in gl.static_range(4):
-            tma_store(dq_desc, [query.number, query.head, h * 256 + i * 64], boxes.index(i))
+        send_half(dq_desc, kv, query, h)
     store_wait(0)
 
 
@@ -247,15 +243,7 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     mbarrier.init(part_ready, count=1)
     mbarrier.init(part_free, count=1)
     mbarrier.init(dq_done, count=1)
-    number = query_begin + gl.program_id(0)
-    head = gl.program_id(1) * 64
-    blocks = gl.load(blocks_ptr + number)
-    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0, undo_ptr)
-    if not ATOMIC:
-        padded = (width + 63) // 64 * 64
-        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
-        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
+    query, target = share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)

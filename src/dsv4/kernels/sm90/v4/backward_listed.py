@@ -40,13 +40,12 @@ from dsv4.kernels.compat import (
     mbarrier,
     reinterpret,
     store_wait,
-    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared.opaque import zero
-from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Query, Target, Terms
-from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers
+from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Terms, share_of
+from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers, send_half
 from dsv4.kernels.shared.v4.backward_scale import dkv_factors, factors, keep_undo
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -173,12 +172,9 @@ def gradients(dq, memory, barriers, rows, target, block, factor, H: gl.constexpr
 @gluon.jit
 def end(dq, kv, dq_desc, query, H: gl.constexpr):
     """This half of dQ to memory, by way of its half of kv."""
-    BOX: gl.constexpr = dq_desc.layout
     kv.index(H).store(dq.to(kv.dtype))
     fence_async_shared()
-    panels = reinterpret(kv.index(H), [4, 1, 64, 64], BOX)
-    for panel in gl.static_range(4):
-        tma_store(dq_desc, [query.number, query.head, H * 256 + panel * 64], panels.index(panel))
+    send_half(dq_desc, kv, query, H)
     store_wait(0)
 
 
@@ -285,15 +281,7 @@ def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     mbarrier.init(p_ready, count=1)
     mbarrier.init(ds_ready, count=1)
     mbarrier.init(used, count=2)
-    number = query_begin + gl.program_id(0)
-    head = gl.program_id(1) * 64
-    blocks = gl.load(blocks_ptr + number)
-    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0, undo_ptr)
-    if not ATOMIC:
-        padded = (width + 63) // 64 * 64
-        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
-        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
+    query, target = share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
