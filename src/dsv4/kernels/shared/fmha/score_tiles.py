@@ -4,7 +4,7 @@ Tiles of 128 query rows times 128 keys; the kernels backward_scores of every arc
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
-from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+from dsv4.kernels.shared.fmha.tiles import end_key, first_key, some_unseen
 
 
 @aggregate
@@ -90,6 +90,36 @@ def locate(item, tiles):
     pair = line // tiles.of_rows
     # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
     return pair, (line - pair * tiles.of_rows) * 128, (item + 5 * line) % tiles.of_keys * 128
+
+
+@gluon.jit
+def tiles_of(rows, keys, pairs):
+    row_tiles = (rows + 127) // 128
+    key_tiles = (keys + 127) // 128
+    return Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+
+
+@gluon.jit
+def row_terms(terms, pair, row, sizes):
+    """(lse2, delta) of rows of a pair; +inf and 0 past the slab's end."""
+    at = pair.to(gl.int64) * terms.all + sizes.row_begin + row
+    lse2 = gl.load(terms.lse2_ptr + at, mask=row < sizes.rows, other=float("inf"))
+    return lse2, gl.load(terms.delta_ptr + at, mask=row < sizes.rows, other=0.0)
+
+
+@gluon.jit
+def visible(p, row, key, sizes):
+    """P of rows of the slab from `row` and of keys from `key` on, with 0 where the row does not see the key."""
+    L: gl.constexpr = p.type.layout
+    ROWS: gl.constexpr = p.shape[0]
+    KEYS: gl.constexpr = p.shape[1]
+    token = (sizes.row_begin + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))) // sizes.group
+    if some_unseen(sizes.row_begin + row, key, sizes, ROWS, KEYS):
+        column = key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, L))[None, :]
+        seen = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
+            column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None])  # fmt: skip
+        p = gl.where(seen, p, 0.0)
+    return p
 
 
 @gluon.jit

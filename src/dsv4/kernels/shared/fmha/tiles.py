@@ -53,6 +53,15 @@ def end_key(token, tokens, keys, right):
 
 
 @gluon.jit
+def some_unseen(row, key, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Whether some of ROWS packed rows does not see some of KEYS keys: then scores need a mask."""
+    last = gl.minimum((row + ROWS - 1) // sizes.group, sizes.tokens - 1)
+    first = first_key(last, sizes.tokens, sizes.keys, sizes.left)
+    end = end_key(row // sizes.group, sizes.tokens, sizes.keys, sizes.right)
+    return (key < first) | (key + KEYS > end)
+
+
+@gluon.jit
 def split_range(tiles, split, num_splits, tiles_per_split):
     """The tiles [first, end) of one split.
 

@@ -60,13 +60,14 @@ from dsv4.kernels.shared.fmha.score_tiles import (
     Rows,
     ScoreScales,
     SlabSizes,
-    Tiles,
     advance,
     load_role,
     locate,
     needed,
+    row_terms,
+    tiles_of,
+    visible,
 )
-from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 
 
 @aggregate
@@ -125,11 +126,8 @@ def send(x, tile, desc, pair, row, key):
 @gluon.jit
 def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
-    rows, row_begin, tokens, keys = sizes.rows, sizes.row_begin, sizes.tokens, sizes.keys
-    group, left, right = sizes.group, sizes.left, sizes.right
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = stages.s.index(0).slice(0, 64).get_reg_layout()
-    R: gl.constexpr = gl.SliceLayout(1, L)
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
@@ -141,22 +139,12 @@ def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
         if some:
             i = count % 2
             phase = (count // 2) % 2
-            row = first_row + gl.arange(0, 128, layout=R)
-            at = pair.to(gl.int64) * terms.all + row_begin + row
-            lse2 = gl.load(terms.lse2_ptr + at, mask=row < rows, other=float("inf"))
-            delta = gl.load(terms.delta_ptr + at, mask=row < rows, other=0.0)
+            row = first_row + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+            lse2, delta = row_terms(terms, pair, row, sizes)
             mbarrier.wait(stages.s_ready.index(i), phase)
             p = gl.exp2(stages.s.index(i).slice(H * 64, 64).load() * scales.s - lse2[:, None])
             mbarrier.arrive(stages.s_free.index(i), count=1)
-            token = (row_begin + row) // group
-            token_last = gl.minimum((row_begin + first_row + 127) // group, tokens - 1)
-            whole_first = first_key(token_last, tokens, keys, left)
-            whole_end = end_key((row_begin + first_row) // group, tokens, keys, right)
-            if (mine < whole_first) | (mine + 64 > whole_end):
-                column = mine + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
-                seen = (column >= first_key(token, tokens, keys, left)[:, None]) & (
-                    column < end_key(token, tokens, keys, right)[:, None])  # fmt: skip
-                p = gl.where(seen, p, 0.0)
+            p = visible(p, first_row, mine, sizes)
             if SCALED:
                 send((p * scales.p).to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
             else:
@@ -209,9 +197,7 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
         mbarrier.init(s_free.index(i), count=2)
         mbarrier.init(dp_ready.index(i), count=1)
         mbarrier.init(dp_free.index(i), count=2)
-    row_tiles = (rows + 127) // 128
-    key_tiles = (keys + 127) // 128
-    tiles = Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+    tiles = tiles_of(rows, keys, pairs)
     sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     ring = Ring(a, b, ready, free)

@@ -40,13 +40,14 @@ from dsv4.kernels.shared.fmha.score_tiles import (
     Rows,
     ScoreScales,
     SlabSizes,
-    Tiles,
     advance,
     load_role,
     locate,
     needed,
+    row_terms,
+    tiles_of,
+    visible,
 )
-from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 
 
 @gluon.jit
@@ -79,10 +80,7 @@ def send(x, tile, desc, pair, row, key):
 def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
                SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Rows 64 W .. 64 W + 63 of every tile."""
-    rows, row_begin, tokens, keys = sizes.rows, sizes.row_begin, sizes.tokens, sizes.keys
-    group, left, right = sizes.group, sizes.left, sizes.right
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    R: gl.constexpr = gl.SliceLayout(1, L)
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
     ds_scale = 1.0
     if SCALED:
@@ -94,25 +92,14 @@ def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.c
         some, read = needed(tile_row, key, sizes)
         first_row = tile_row + 64 * W
         if some:
-            row = first_row + gl.arange(0, 64, layout=R)
-            at = pair.to(gl.int64) * terms.all + row_begin + row
-            lse2 = gl.load(terms.lse2_ptr + at, mask=row < rows, other=float("inf"))
-            delta = gl.load(terms.delta_ptr + at, mask=row < rows, other=0.0)
+            row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            lse2, delta = row_terms(terms, pair, row, sizes)
             s = gl.zeros([64, 128], gl.float32, L)
             s, slot, phase, last = chunks(s, ring, slot, phase, gl.to_tensor(-1), 0, CHUNKS, W, SLOTS)
             dp = gl.zeros([64, 128], gl.float32, L)
             dp, slot, phase, last = chunks(dp, ring, slot, phase, last, 0, EARLY, W, SLOTS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
-            p = gl.exp2(s * scales.s - lse2[:, None])
-            token = (row_begin + row) // group
-            token_last = gl.minimum((row_begin + first_row + 63) // group, tokens - 1)
-            whole_first = first_key(token_last, tokens, keys, left)
-            whole_end = end_key((row_begin + first_row) // group, tokens, keys, right)
-            if (key < whole_first) | (key + 128 > whole_end):
-                column = key + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
-                seen = (column >= first_key(token, tokens, keys, left)[:, None]) & (
-                    column < end_key(token, tokens, keys, right)[:, None])  # fmt: skip
-                p = gl.where(seen, p, 0.0)
+            p = visible(gl.exp2(s * scales.s - lse2[:, None]), first_row, key, sizes)
             if SCALED:
                 send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
             else:
@@ -153,9 +140,7 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    row_tiles = (rows + 127) // 128
-    key_tiles = (keys + 127) // 128
-    tiles = Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+    tiles = tiles_of(rows, keys, pairs)
     sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     ring = Ring(a, b, ready, free)
