@@ -14,7 +14,7 @@ k, v            SLOTS x 128 x D x 2  [SLOTS, 128, D] each
 barriers        8 each
 
 barrier         arrives            count       waits          means
-q_ready         load: TMA bytes    1 + bytes   left, right    Q and dO are there
+own_ready       load: TMA bytes    1 + bytes   left, right    Q and dO are there
 ready[slot]     load: TMA bytes    1 + bytes   left, right    K and V are in the slot
 free[slot]      left, right        2           load           both have used it
 landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
@@ -23,7 +23,6 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 from dsv4.kernels.compat import (
     Value,
     aggregate,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -32,16 +31,16 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.kernels.shared.fmha.loads import zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.sm90.fmha.backward_keys import (
     accumulator,
-    clear_own,
     finish,
+    load_next,
     load_own,
-    load_pair,
+    make_barriers,
     next_slot,
+    scores,
 )
 
 
@@ -51,14 +50,6 @@ class Memory:
     dout: Value
     k: Value
     v: Value
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    ready: Value
-    free: Value
-    landed: Value
 
 
 @gluon.jit
@@ -72,17 +63,11 @@ def keys_of(row, sizes):
 
 @gluon.jit
 def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr):
-    landed_phase = gl.to_tensor(0)
     past: gl.constexpr = False
     if VARLEN:
         past = share.own + 128 > sizes.rows
-    q_desc, dout_desc, q, dout = operands.q_desc, operands.dout_desc, memory.q, memory.dout
-    if past:
-        load_own(q_desc, dout_desc, q, dout, barriers.landed, share, share.first_row, D)
-        clear_own(q, dout, barriers.landed, barriers.q_ready, share, 0, sizes.rows, D)
-        landed_phase = landed_phase ^ 1
-    else:
-        load_own(q_desc, dout_desc, q, dout, barriers.q_ready, share, share.first_row, D)
+    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, barriers, past, share,
+                            share.first_row, 0, sizes.rows, D)  # fmt: skip
     first, end = keys_of(share.own, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
@@ -93,18 +78,8 @@ def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: 
         foreign: gl.constexpr = False
         if VARLEN:
             foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
-        if foreign:
-            mbarrier.expect(barriers.landed, 2 * 128 * D * 2)
-            load_pair(operands.k_desc, operands.v_desc, k, v, barriers.landed, share, place, D)
-            mbarrier.wait(barriers.landed, landed_phase)
-            zero_unseen(k, key, first_seen(sizes), sizes.keys, 128, D)
-            zero_unseen(v, key, first_seen(sizes), sizes.keys, 128, D)
-            fence_async_shared()  # generic stores -> tensor-core reads
-            mbarrier.arrive(ready, count=1)
-            landed_phase = landed_phase ^ 1
-        else:
-            mbarrier.expect(ready, 2 * 128 * D * 2)
-            load_pair(operands.k_desc, operands.v_desc, k, v, ready, share, place, D)
+        landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, barriers.landed, landed_phase, foreign,
+                                 share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
         slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -122,13 +97,6 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, k, LS: gl.constexpr):
-    """Q [64, D] times K [128, D], transposed; under way."""
-    s = gl.zeros([64, 128], gl.float32, LS)
-    return warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, sizes, scales, ds_scale,
          W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """128 keys, S of which is under way -> S of the next 128 with MORE."""
@@ -137,7 +105,7 @@ def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, size
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    dp = scores(dout.index(opaque + W), v.index(slot), LS)
+    dp = scores(dout.index(opaque + W), v.index(slot))
     p = gl.exp2(s * scales.s - lse2[:, None])
     p = visible(p, row, key, sizes, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
@@ -148,7 +116,7 @@ def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, size
     after, after_phase = next_slot(slot, phase, SLOTS)
     if MORE:
         mbarrier.wait(barriers.ready.index(after), after_phase)
-        s = scores(q.index(opaque + W), k.index(after), LS)
+        s = scores(q.index(opaque + W), k.index(after))
         dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
     else:
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -170,12 +138,12 @@ def dq_role(memory, barriers, result, terms, share, sizes, scales, W: gl.constex
         ds_scale = gl.load(scales.ds_ptr)
     dq = gl.zeros([64, D], gl.float32, accumulator(D))
     first, end = keys_of(share.own, sizes)
-    mbarrier.wait(barriers.q_ready, 0)
+    mbarrier.wait(barriers.own_ready, 0)
     if first < end:
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         mbarrier.wait(barriers.ready.index(0), 0)
-        s = scores(memory.q.index(W), memory.k.index(0), LS)
+        s = scores(memory.q.index(W), memory.k.index(0))
         steps = (end - first + 127) // 128
         for turn in range(0, steps - 1):
             s, dq, slot, phase = step(s, dq, memory, barriers, row, first + turn * 128, slot, phase, turn, lse2, delta,
@@ -198,22 +166,11 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     packed row, column] like q. VARLEN, cu_q, cu_k and strides as in backward_keys."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     k = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    landed = q_ready
-    if VARLEN:
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(landed, count=1)
-    mbarrier.init(q_ready, count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    barriers = make_barriers(SLOTS, VARLEN)
     tiles = (rows + 127) // 128
     if VARLEN:
         tiles = rows // 128 + sequences
@@ -231,7 +188,6 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(q, dout, k, v)
-    barriers = Barriers(q_ready, ready, free, landed)
     terms = Terms(lse2_ptr, delta_ptr)
     result = Result(dq_desc, dq_ptr, dq_head, dq_row)
     scales = Scales(scale2, 1.0, scale, ds_scale_ptr)

@@ -16,7 +16,7 @@ stat            SLOTS x 512         [SLOTS x 2, 64]: lse2 and delta of the rows,
 barriers        8 each
 
 barrier       arrives            count       waits          means
-kv_ready      load: TMA bytes    1 + bytes   left, right    K and V are there
+own_ready     load: TMA bytes    1 + bytes   left, right    K and V are there
 ready[slot]   load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
 free[slot]    left, right        2           load           both have used it
 landed        TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
@@ -58,10 +58,27 @@ class Memory:
 
 @aggregate
 class Barriers:
-    kv_ready: Value
+    own_ready: Value
     ready: Value
     free: Value
     landed: Value
+
+
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr, VARLEN: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    own_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    landed = own_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
+    mbarrier.init(own_ready, count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return Barriers(own_ready, ready, free, landed)
 
 
 @gluon.constexpr_function
@@ -99,39 +116,60 @@ def load_pair(x_desc, y_desc, x, y, ready, share, row, D: gl.constexpr):
 
 
 @gluon.jit
-def load_own(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
-    """The 128 rows from `own` on of the sequence that begins at `first`, by halves."""
+def load_halves(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
     mbarrier.expect(ready, 2 * 128 * D * 2)
     for half in gl.static_range(2):
         load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, share, first + share.own + half * 64, D)
 
 
 @gluon.jit
-def clear_own(x, y, landed, ready, share, begin, end, D: gl.constexpr):
-    """When they have landed: 0 in rows outside of [begin, end) of the sequence."""
-    mbarrier.wait(landed, 0)
-    for half in gl.static_range(2):
-        zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
-        zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
-    fence_async_shared()  # generic stores -> tensor-core reads
-    mbarrier.arrive(ready, count=1)
+def load_own(x_desc, y_desc, x, y, barriers, foreign, share, first, begin, end, D: gl.constexpr):
+    """The 128 rows from `own` on of the sequence that begins at `first`, by halves; if some are foreign, 0 in rows
+    outside of [begin, end) of it -> next phase of landed."""
+    landed_phase = gl.to_tensor(0)
+    if foreign:
+        load_halves(x_desc, y_desc, x, y, barriers.landed, share, first, D)
+        mbarrier.wait(barriers.landed, 0)
+        for half in gl.static_range(2):
+            zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
+            zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(barriers.own_ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_halves(x_desc, y_desc, x, y, barriers.own_ready, share, first, D)
+    return landed_phase
+
+
+@gluon.jit
+def load_next(x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share, place, row, begin, end,
+              D: gl.constexpr):  # fmt: skip
+    """Rows from `row` of the sequence on, which are those from `place` on of the tensors; otherwise as load_own."""
+    ROWS: gl.constexpr = x.shape[0]
+    if foreign:
+        mbarrier.expect(landed, 2 * ROWS * D * 2)
+        load_pair(x_desc, y_desc, x, y, landed, share, place, D)
+        mbarrier.wait(landed, landed_phase)
+        zero_unseen(x, row, begin, end, ROWS, D)
+        zero_unseen(y, row, begin, end, ROWS, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        mbarrier.expect(ready, 2 * ROWS * D * 2)
+        load_pair(x_desc, y_desc, x, y, ready, share, place, D)
+    return landed_phase
 
 
 @gluon.jit
 def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr,
               VARLEN: gl.constexpr):  # fmt: skip
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    landed_phase = gl.to_tensor(0)
     foreign: gl.constexpr = False
     if VARLEN:
         foreign = (share.own < first_seen(sizes)) | (share.own + 128 > sizes.keys)
-    k_desc, v_desc, k, v = operands.k_desc, operands.v_desc, memory.k, memory.v
-    if foreign:
-        load_own(k_desc, v_desc, k, v, barriers.landed, share, share.first_key, D)
-        clear_own(k, v, barriers.landed, barriers.kv_ready, share, first_seen(sizes), sizes.keys, D)
-        landed_phase = landed_phase ^ 1
-    else:
-        load_own(k_desc, v_desc, k, v, barriers.kv_ready, share, share.first_key, D)
+    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, barriers, foreign, share,
+                            share.first_key, first_seen(sizes), sizes.keys, D)  # fmt: skip
     first, end = rows_of(share.own, sizes)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
@@ -147,25 +185,16 @@ def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, 
         past: gl.constexpr = False
         if VARLEN:
             past = row + 64 > sizes.rows
-        if past:
-            mbarrier.expect(barriers.landed, 2 * 64 * D * 2)
-            load_pair(operands.q_desc, operands.dout_desc, q, dout, barriers.landed, share, place, D)
-            mbarrier.wait(barriers.landed, landed_phase)
-            zero_unseen(q, row, 0, sizes.rows, 64, D)
-            zero_unseen(dout, row, 0, sizes.rows, 64, D)
-            fence_async_shared()
-            mbarrier.arrive(ready, count=1)
-            landed_phase = landed_phase ^ 1
-        else:
-            mbarrier.expect(ready, 2 * 64 * D * 2)
-            load_pair(operands.q_desc, operands.dout_desc, q, dout, ready, share, place, D)
+        landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, barriers.landed, landed_phase,
+                                 past, share, place, row, 0, sizes.rows, D)  # fmt: skip
         slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
-def scores(x, y, LS: gl.constexpr):
-    """x [64 keys, D] times y [64 rows, D], transposed; under way."""
-    s = gl.zeros([64, 64], gl.float32, LS)
+def scores(x, y):
+    """x [64, D] times y [rows, D], transposed; under way."""
+    ROWS: gl.constexpr = y.shape[0]
+    s = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
     return warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
@@ -192,7 +221,7 @@ def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales
     lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
-    dp = scores(v.index(opaque + W), dout.index(slot), LS)
+    dp = scores(v.index(opaque + W), dout.index(slot))
     p = gl.exp2(s * scales.s - lse2[None, :])
     p = visible(p, row, key, sizes, LS)
     if SCALED:
@@ -211,7 +240,7 @@ def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales
     after, after_phase = next_slot(slot, phase, SLOTS)
     if MORE:
         mbarrier.wait(barriers.ready.index(after), after_phase)
-        s = scores(k.index(opaque + W), q.index(after), LS)
+        s = scores(k.index(opaque + W), q.index(after))
     NEWER: gl.constexpr = 1 if MORE else 0
     dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
     mbarrier.arrive(barriers.free.index(slot), count=1)
@@ -251,7 +280,6 @@ def send(x, tile, desc, share, row, D: gl.constexpr):
 def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
                   SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
-    LS: gl.constexpr = accumulator(64)
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
@@ -259,12 +287,12 @@ def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, 
         ds_scale = gl.load(scales.ds_ptr)
     first, end = rows_of(share.own, sizes)
     mine = share.own + 64 * W
-    mbarrier.wait(barriers.kv_ready, 0)
+    mbarrier.wait(barriers.own_ready, 0)
     if first < end:
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         mbarrier.wait(barriers.ready.index(0), 0)
-        s = scores(memory.k.index(W), memory.q.index(0), LS)
+        s = scores(memory.k.index(W), memory.q.index(0))
         steps = (end - first + 63) // 64
         for turn in range(0, steps - 1):
             s, dk, dv, slot, phase = step(s, dk, dv, memory, barriers, first + turn * 64, mine, slot, phase, turn,
@@ -293,23 +321,12 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
     stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, 64], FLAT)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    landed = kv_ready
-    if VARLEN:
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(landed, count=1)
-    mbarrier.init(kv_ready, count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    barriers = make_barriers(SLOTS, VARLEN)
     tiles = (keys + 127) // 128
     if VARLEN:
         tiles = keys // 128 + sequences
@@ -327,7 +344,6 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(k, v, q, dout, stat)
-    barriers = Barriers(kv_ready, ready, free, landed)
     terms = Terms(lse2_ptr, delta_ptr)
     dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
     dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
