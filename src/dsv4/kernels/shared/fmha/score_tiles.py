@@ -4,6 +4,7 @@ Tiles of 128 query rows times 128 keys; the kernels backward_scores of every arc
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.shared.fmha.loads import advance
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key, some_unseen
 
 
@@ -120,13 +121,6 @@ def visible(p, row, key, sizes):
             column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None])  # fmt: skip
         p = gl.where(seen, p, 0.0)
     return p
-
-
-@gluon.jit
-def advance(slot, phase, SLOTS: gl.constexpr):
-    slot = slot + 1
-    phase = gl.where(slot == SLOTS, phase ^ 1, phase)
-    return gl.where(slot == SLOTS, 0, slot), phase
 
 
 @gluon.jit

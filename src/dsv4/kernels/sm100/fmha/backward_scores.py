@@ -55,12 +55,12 @@ from dsv4.kernels.compat import (
     tma_store,
 )
 from dsv4.kernels.shared.fmha.backward_arguments import Operands
+from dsv4.kernels.shared.fmha.loads import advance
 from dsv4.kernels.shared.fmha.score_tiles import (
     Ring,
     Rows,
     ScoreScales,
     SlabSizes,
-    advance,
     load_role,
     locate,
     needed,

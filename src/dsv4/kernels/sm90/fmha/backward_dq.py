@@ -31,6 +31,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.kernels.shared.fmha.loads import advance
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.sm90.fmha.backward_keys import (
@@ -39,7 +40,6 @@ from dsv4.kernels.sm90.fmha.backward_keys import (
     load_next,
     load_own,
     make_barriers,
-    next_slot,
     scores,
 )
 
@@ -80,7 +80,7 @@ def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: 
             foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
         landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, barriers.landed, landed_phase, foreign,
                                  share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
-        slot, phase = next_slot(slot, phase, SLOTS)
+        slot, phase = advance(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, size
     if SCALED:
         d = d * ds_scale
     dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), k.index(slot), dq, is_async=True)
-    after, after_phase = next_slot(slot, phase, SLOTS)
+    after, after_phase = advance(slot, phase, SLOTS)
     if MORE:
         mbarrier.wait(barriers.ready.index(after), after_phase)
         s = scores(q.index(opaque + W), k.index(after))

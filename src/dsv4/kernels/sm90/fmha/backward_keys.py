@@ -42,7 +42,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.kernels.shared.fmha.loads import zero_unseen
+from dsv4.kernels.shared.fmha.loads import advance, zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
@@ -85,13 +85,6 @@ def make_barriers(SLOTS: gl.constexpr, VARLEN: gl.constexpr):
 def accumulator(columns):
     """[64, columns] of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def next_slot(slot, phase, SLOTS: gl.constexpr):
-    slot = slot + 1
-    phase = gl.where(slot == SLOTS, phase ^ 1, phase)
-    return gl.where(slot == SLOTS, 0, slot), phase
 
 
 @gluon.jit
@@ -187,7 +180,7 @@ def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, 
             past = row + 64 > sizes.rows
         landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, barriers.landed, landed_phase,
                                  past, share, place, row, 0, sizes.rows, D)  # fmt: skip
-        slot, phase = next_slot(slot, phase, SLOTS)
+        slot, phase = advance(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -237,7 +230,7 @@ def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales
     d16 = d.to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(d16, LA), q.index(slot), dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
-    after, after_phase = next_slot(slot, phase, SLOTS)
+    after, after_phase = advance(slot, phase, SLOTS)
     if MORE:
         mbarrier.wait(barriers.ready.index(after), after_phase)
         s = scores(k.index(opaque + W), q.index(after))
