@@ -46,6 +46,8 @@ from dsv4.kernels.shared.fmha.loads import advance, zero_unseen
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
+AT_ONCE = gl.constexpr(4)
+
 
 @aggregate
 class Memory:
@@ -323,14 +325,21 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     tiles = (keys + 127) // 128
     if VARLEN:
         tiles = keys // 128 + sequences
-    pair = gl.program_id(0) // tiles
-    key = (gl.program_id(0) - pair * tiles) * 128
+    pairs = gl.num_programs(0) // tiles
+    # Pairs go AT_ONCE together, the longest tiles of all of them first: a pair by itself would begin its longest ones
+    # when others end. More at once would have more rows in use than the L2 holds.
+    begun = gl.program_id(0) // (tiles * AT_ONCE) * AT_ONCE
+    width = gl.minimum(pairs - begun, AT_ONCE)
+    place = gl.program_id(0) - begun * tiles
+    tile = place // width
+    pair = begun + (place - tile * width)
+    key = tile * 128
     share = Share(pair // kv_heads, pair % kv_heads, key, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
     lse2_ptr += pair.to(gl.int64) * rows
     delta_ptr += pair.to(gl.int64) * rows
     if VARLEN:
-        seq, key = tile_of(gl.program_id(0) - pair * tiles, cu_k_ptr, sequences, 1)
+        seq, key = tile_of(tile, cu_k_ptr, sequences, 1)
         first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
         share = Share(0, pair, key, first_row, first_key)
         lse2_ptr += first_row
