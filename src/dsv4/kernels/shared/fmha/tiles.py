@@ -87,6 +87,37 @@ def bad_pages(pages, begin, end):
     return gl.max(bad, 0) != 0
 
 
+@aggregate
+class Sight:
+    """What rows see: each row's keys [first, end); the keys that all of them see, which need no mask; the keys of the
+    sequence; its pages, and whether the block table names some that are none, whose keys nobody sees."""
+
+    row_first: Value
+    row_end: Value
+    full_first: Value
+    full_end: Value
+    keys: Value
+    pages: Pages
+    bad: Value
+
+
+@gluon.jit
+def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
+    """What the M rows from tile_row on see of the CTA's tiles of BN keys. RS: layout of the rows."""
+    problem, tiles = share.problem, share.tiles
+    group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
+    row = tile_row + gl.arange(0, M, layout=RS)
+    row_first = first_key(row // group, tokens, keys, left)
+    row_end = end_key(row // group, tokens, keys, right)
+    token_last = gl.minimum((tile_row + M - 1) // group, tokens - 1)
+    full_first = first_key(token_last, tokens, keys, left)
+    full_end = end_key(tile_row // group, tokens, keys, right)
+    bad = False
+    if HOW >= PAGES:
+        bad = bad_pages(share.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
+    return Sight(row_first, row_end, full_first, full_end, keys, share.pages, bad)
+
+
 @gluon.jit
 def see_pages(s, first_column, keys, pages, L: gl.constexpr):
     """Scores of keys in pages that are none become -inf. s: [rows, keys] of keys from first_column on."""

@@ -9,8 +9,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.fmha.tiles import sight
 from dsv4.kernels.sm100.fmha.load_role import advance
-from dsv4.kernels.sm100.fmha.rows import load_queries, scores, seen_by, store_p, store_rows
+from dsv4.kernels.sm100.fmha.rows import load_queries, scores, store_p, store_rows
 
 AT_A_TIME = gl.constexpr(64)  # columns of O
 
@@ -111,7 +112,7 @@ def softmax_role(memory, barriers, share, tile_row, sign, D: gl.constexpr, P_TME
     BN: gl.constexpr = memory.ring.shape[1]
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
     load_queries(memory, barriers, share, tile_row, sign, 0, D, 64)
-    seen = seen_by(share, tile_row, BM, BN, RS, HOW)
+    seen = sight(tile_row, share, BM, BN, HOW, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     for j in range(0, tiles.end - tiles.begin):

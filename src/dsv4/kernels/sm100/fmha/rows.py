@@ -2,26 +2,12 @@
 
 from triton.language import PropagateNan
 
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
-from dsv4.kernels.shared.fmha.tiles import Pages, bad_pages, end_key, first_key, see_pages_by_bits
+from dsv4.kernels.shared.fmha.tiles import see_pages_by_bits
 
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
-
-
-@aggregate
-class Seen:
-    """What rows see: each row's keys [first, end); the keys of the sequence; its pages, and whether any is none. All
-    rows of the tile see the keys [full_first, full_end): no mask is needed there."""
-
-    row_first: Value
-    row_end: Value
-    keys: Value
-    pages: Pages
-    bad: Value
-    full_first: Value
-    full_end: Value
 
 
 @gluon.jit
@@ -37,23 +23,6 @@ def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D:
                         problem.group, strides.qt, strides.qh, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(barriers.q_ready.index(TILE), count=1)
-
-
-@gluon.jit
-def seen_by(share, tile_row, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, HOW: gl.constexpr):
-    """ROWS: layout of the rows."""
-    problem, tiles, pages = share.problem, share.tiles, share.pages
-    group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
-    row = tile_row + gl.arange(0, BM, layout=ROWS)
-    row_first = first_key(row // group, tokens, keys, left)
-    row_end = end_key(row // group, tokens, keys, right)
-    token_last = gl.minimum((tile_row + BM - 1) // group, tokens - 1)
-    full_first = first_key(token_last, tokens, keys, left)
-    full_end = end_key(tile_row // group, tokens, keys, right)
-    bad = False
-    if HOW >= loads.PAGES:
-        bad = bad_pages(pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
-    return Seen(row_first, row_end, keys, pages, bad, full_first, full_end)
 
 
 @gluon.jit

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import softmax
+from dsv4.kernels.shared.fmha.tiles import sight
 from dsv4.kernels.sm100.fmha.load_role import advance
-from dsv4.kernels.sm100.fmha.rows import exp2_by_fma, load_queries, scores, seen_by, store_p, store_rows
+from dsv4.kernels.sm100.fmha.rows import exp2_by_fma, load_queries, scores, store_p, store_rows
 
 AT_A_TIME = gl.constexpr(32)  # columns of O, and of S where P goes through shared memory
 VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
@@ -185,7 +186,7 @@ def softmax_role(memory, barriers, share, tile_row, sign, split, TILE: gl.conste
     LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     load_queries(memory, barriers, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
-    seen = seen_by(share, tile_row, BM, BN, RS, HOW)
+    seen = sight(tile_row, share, BM, BN, HOW, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     n = tiles.end - tiles.begin

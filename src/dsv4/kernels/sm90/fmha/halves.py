@@ -7,7 +7,7 @@ two CTAs the shapes are those of both, [128, ..] where it says 64 rows here, and
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, warpgroup_mma
 from dsv4.kernels.shared import cluster
 from dsv4.kernels.shared.fmha import loads
-from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS
+from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS, sight
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.sm90.fmha import work
 
@@ -90,7 +90,7 @@ def begin_half(room, tile_row, share, HALF: gl.constexpr, HOW: gl.constexpr, SIG
     fence_async_shared()
     mbarrier.arrive(room.q_ready, count=1)
     RS: gl.constexpr = gl.SliceLayout(1, score_layout(gl.num_ctas()))
-    seen = work.sight(tile_row, share, M, 128, HOW, RS)
+    seen = sight(tile_row, share, M, 128, HOW, RS)
     mbarrier.wait(room.q_ready, 0)
     return seen
 

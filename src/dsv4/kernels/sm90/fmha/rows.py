@@ -36,7 +36,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Lists, Sizes, Strides, Tensors
-from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS
+from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS, sight
 from dsv4.kernels.sm90.fmha import work
 
 
@@ -139,7 +139,7 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
     loads.load_rows(tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 0,
                     64, D, D, SIGN)  # fmt: skip
     fence_async_shared()
-    seen = work.sight(tile_row, share, 64, BN, HOW, RS)
+    seen = sight(tile_row, share, 64, BN, HOW, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
@@ -152,7 +152,7 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(k_free.index(slot), count=1)
-        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, HOW)
+        s = work.mask(s, tiles.first + tiles.begin * BN, seen, HOW)
         p, m, alpha = softmax.step(s, m, scale)
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
@@ -170,7 +170,7 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 mbarrier.arrive(k_free.index(after), count=1)
-            s = work.mask(s, tiles.first + tile * BN, seen, share, HOW)
+            s = work.mask(s, tiles.first + tile * BN, seen, HOW)
             p, m, alpha = softmax.step(s, m, scale)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))

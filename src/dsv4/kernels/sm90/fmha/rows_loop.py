@@ -40,7 +40,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
-from dsv4.kernels.shared.fmha.tiles import DENSE, NO_BOUND, Pages, end_key, first_key
+from dsv4.kernels.shared.fmha.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, sight
 from dsv4.kernels.sm90.fmha import rows, work
 
 NO = gl.constexpr(NO_BOUND)
@@ -222,7 +222,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     tiles = share.tiles
     first, end, step = course(scan, M)
     more = at + step < end
-    seen = work.sight(tile_row, share, 64, BN, DENSE, RS)
+    seen = sight(tile_row, share, 64, BN, DENSE, RS)
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
@@ -231,7 +231,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     if not SAME_KV:
         mbarrier.arrive(k_free.index(slot), count=1)
     if not EVEN:
-        s = work.mask(s, tiles.first + tiles.begin * BN, seen, share, DENSE, OWN)
+        s = work.mask(s, tiles.first + tiles.begin * BN, seen, DENSE, OWN)
     m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
     p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
     l = sums(p, OWN)
@@ -247,7 +247,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
         if not SAME_KV:
             mbarrier.arrive(k_free.index(after), count=1)
         if not EVEN:
-            s = work.mask(s, tiles.first + tile * BN, seen, share, DENSE, OWN)
+            s = work.mask(s, tiles.first + tile * BN, seen, DENSE, OWN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))

@@ -13,7 +13,6 @@ from dsv4.kernels.shared.fmha.tiles import (
     PAGES,
     ROWS,
     Pages,
-    bad_pages,
     end_key,
     first_key,
     see_pages,
@@ -49,18 +48,6 @@ class Place:
     first: Value  # key of tile 0
     begin: Value  # its tiles [begin, end)
     end: Value
-
-
-@aggregate
-class Sight:
-    """What rows see: each row's keys; the keys that all of them see, which need no mask; and whether the block table
-    names pages that are none, whose keys nobody sees."""
-
-    row_first: Value
-    row_end: Value
-    full_first: Value
-    full_end: Value
-    bad: Value
 
 
 @gluon.jit
@@ -111,25 +98,7 @@ def share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_d
 
 
 @gluon.jit
-def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
-    """What the M rows from tile_row on see."""
-    group, tokens, keys = share.problem.group, share.problem.tokens, share.problem.keys
-    left, right = share.problem.left, share.problem.right
-    tiles = share.tiles
-    row = tile_row + gl.arange(0, M, layout=RS)
-    row_first = first_key(row // group, tokens, keys, left)
-    row_end = end_key(row // group, tokens, keys, right)
-    token_last = gl.minimum((tile_row + M - 1) // group, tokens - 1)
-    full_first = first_key(token_last, tokens, keys, left)
-    full_end = end_key(tile_row // group, tokens, keys, right)
-    bad = False
-    if HOW >= PAGES:
-        bad = bad_pages(share.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
-    return Sight(row_first, row_end, full_first, full_end, bad)
-
-
-@gluon.jit
-def mask(s, column, seen, share, HOW: gl.constexpr, APART: gl.constexpr = False):
+def mask(s, column, seen, HOW: gl.constexpr, APART: gl.constexpr = False):
     """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
     if (column < seen.full_first) | (column + s.shape[1] > seen.full_end):
@@ -139,7 +108,7 @@ def mask(s, column, seen, share, HOW: gl.constexpr, APART: gl.constexpr = False)
             s = softmax.see(s, column, seen.row_first, seen.row_end, L)
     if HOW >= PAGES:
         if seen.bad:
-            s = see_pages(s, column, share.problem.keys, share.pages, L)
+            s = see_pages(s, column, seen.keys, seen.pages, L)
     return s
 
 
