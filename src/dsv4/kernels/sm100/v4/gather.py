@@ -251,9 +251,7 @@ def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, i
                      reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
         for block in range(begin, end):
             following = numbers_at(lists, block + 1, end, pools.compressed, HOW)
-            if HOW == NONE:
-                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
-            elif block < lists.window_blocks:
+            if HOW == NONE or block < lists.window_blocks:
                 gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
             else:
                 gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1])

@@ -54,25 +54,19 @@ def lines_of(pool, number):
 
 
 @gluon.jit
-def fetch_k(pool, number, memory, barriers, place, use):
-    kv, k_ready, free = memory.kv, barriers.k_ready, barriers.free
-    line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS_K))
+def fetch(pool, number, memory, barriers, place, use, V: gl.constexpr):
+    """Rows as V, or as K."""
+    FOURS: gl.constexpr = FOURS_V if V else FOURS_K
+    ready = barriers.v_ready if V else barriers.k_ready
+    line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS))
     for h in gl.static_range(2):
         slot = 2 * place + h
-        mbarrier.wait(free.index(slot), (use + 1) % 2)
-        mbarrier.expect(k_ready.index(slot), SLOT_BYTES)
-        async_gather(pool.desc, line, h * 256, k_ready.index(slot), kv.index(slot))
-
-
-@gluon.jit
-def fetch_v(pool, number, memory, barriers, place, use):
-    kv, v_ready, free = memory.kv, barriers.v_ready, barriers.free
-    line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS_V))
-    for h in gl.static_range(2):
-        slot = 2 * place + h
-        mbarrier.wait(free.index(slot), (use + 1) % 2)
-        mbarrier.expect(v_ready.index(slot), SLOT_BYTES)
-        async_gather(pool.desc, line, h * 256, v_ready.index(slot), reinterpret(kv.index(slot), [KEYS, 256], SLOT_V))
+        mbarrier.wait(barriers.free.index(slot), (use + 1) % 2)
+        mbarrier.expect(ready.index(slot), SLOT_BYTES)
+        to = memory.kv.index(slot)
+        if V:
+            to = reinterpret(to, [KEYS, 256], SLOT_V)
+        async_gather(pool.desc, line, h * 256, ready.index(slot), to)
 
 
 @gluon.jit
@@ -173,19 +167,23 @@ def fp8_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def gather_k(pool, number, memory, barriers, place, use, WAY: gl.constexpr, UNIT: gl.constexpr):
+def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY: gl.constexpr, UNIT: gl.constexpr):
     if WAY == TMA:
-        fetch_k(pool, number, memory, barriers, place, use)
+        fetch(pool, number, memory, barriers, place, use, V)
+    elif V:
+        fp8_v(pool, number, memory, barriers, place, use, UNIT)
     else:
         fp8_k(pool, number, memory, barriers, place, use, UNIT)
 
 
 @gluon.jit
-def gather_v(pool, number, memory, barriers, place, use, WAY: gl.constexpr, UNIT: gl.constexpr):
-    if WAY == TMA:
-        fetch_v(pool, number, memory, barriers, place, use)
+def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, HOW: gl.constexpr,
+                 WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """A block of the lists as V, or as K."""
+    if HOW == NONE or block < lists.window_blocks:
+        gather_from(pools.window, number, memory, barriers, place, use, V, WAYS[0], UNITS[0])
     else:
-        fp8_v(pool, number, memory, barriers, place, use, UNIT)
+        gather_from(pools.compressed, number, memory, barriers, place, use, V, WAYS[1], UNITS[1])
 
 
 @gluon.jit
@@ -193,12 +191,7 @@ def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.con
             UNITS: gl.constexpr):  # fmt: skip
     """V of block i of an item of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
-    if HOW == NONE:
-        gather_v(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-    elif begin + i < lists.window_blocks:
-        gather_v(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-    else:
-        gather_v(pools.compressed, number, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+    gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS)
 
 
 @gluon.jit
@@ -263,12 +256,7 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
             bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
             mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
             place, use = place_of_k(i)
-            if HOW == NONE:
-                gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-            elif begin + i < lists.window_blocks:
-                gather_k(pools.window, number, memory, barriers, place, at + use, WAYS[0], UNITS[0])
-            else:
-                gather_k(pools.compressed, number, memory, barriers, place, at + use, WAYS[1], UNITS[1])
+            gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, False, HOW, WAYS, UNITS)
             # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
             if i > 0:
                 later = numbers_at(lists, begin + i + 2, end, pools.compressed, HOW, KEYS, ONE)
