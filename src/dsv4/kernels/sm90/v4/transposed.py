@@ -282,9 +282,7 @@ def lay(o, quarter, width, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
     """A quarter of O^T, normalised -> shared memory, in fp32 where `put` has to compute with it, else in bf16.
     width: how many columns are turned back, the last ones."""
     HEADS: gl.constexpr = o.shape[1]
-    if SPLIT:
-        turned(quarter, HEADS).permute((1, 0)).store(o)
-    elif COLUMN + 128 > 512 - width:
+    if SPLIT or COLUMN + 128 > 512 - width:
         turned(quarter, HEADS).permute((1, 0)).store(o)
     else:
         rounded(quarter, HEADS).permute((1, 0)).store(o.to(gl.bfloat16))
