@@ -26,6 +26,18 @@ from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import FP8, LIST, NONE, TMA, lists_of, place_of
 
+# Arguments of listed.py and listed_pair.py whose values, or alignment, must not make Triton compile again.
+NOT_SPECIALIZED = [
+    "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
+    "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
+    "compressed_page_stride", "compressed_row_stride", "compressed_gap", "compressed_width", "compressed_line",
+    "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line",
+    "num_splits", "tiles_per_split", "stride_on", "stride_oh", "stride_ln", "stride_lh", "split",
+]  # fmt: skip
+NOT_ALIGNED = [
+    "lse_ptr", "sink_ptr", "part_lse_ptr", "window_list_ptr", "window_lengths_ptr", "compressed_list_ptr",
+    "compressed_lengths_ptr", "starts_ptr", "cos_sin_ptr", "positions_ptr",
+]  # fmt: skip
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
 FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread

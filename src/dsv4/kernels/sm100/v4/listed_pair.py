@@ -33,7 +33,7 @@ from dsv4.kernels.sm100.pair_roles import (
     values_role,
     write,
 )
-from dsv4.kernels.sm100.v4.gather import Pool, Pools
+from dsv4.kernels.sm100.v4.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools
 from dsv4.kernels.sm100.v4.gather_pair import gather_role, plan_role
 from dsv4.kernels.sm100.v4.results import angles_of, finish_rows, place_rows
 
@@ -85,16 +85,7 @@ def store_role(memory, barriers, output, items, split):
         write(factor, n, out, partial, memory, barriers, (angles_ptr, output.rope.width), split)
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
-    "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
-    "compressed_page_stride", "compressed_row_stride", "compressed_gap", "compressed_width", "compressed_line",
-    "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line",
-    "num_splits", "tiles_per_split", "stride_on", "stride_oh", "stride_ln", "stride_lh", "split",
-], do_not_specialize_on_alignment=[
-    "lse_ptr", "sink_ptr", "part_lse_ptr", "window_list_ptr", "window_lengths_ptr", "compressed_list_ptr",
-    "compressed_lengths_ptr", "starts_ptr", "cos_sin_ptr", "positions_ptr",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
 def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
                    window_list_ptr, window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr,
                    compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items,
