@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.caches import Fp8Cache
 from dsv4.index.cache import IndexCache
+from dsv4.kernels.shared.compress.rows import finished, pooled
 from dsv4.kernels.shared.index.keys import store_keys
 from dsv4.kernels.shared.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
 from dsv4.runtime import launch
@@ -44,22 +45,9 @@ def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_
             there = there & (column[None, :] >= 0)
             value = tl.load(at, mask=there, other=0.0)
             logit = tl.load(at + width, mask=there, other=-float("inf"))
-            new_top = tl.maximum(top, tl.max(logit, 0))
-            safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet
-            weight = tl.exp(logit - safe[None, :])
-            decay = tl.exp(top - safe)
-            total = total * decay + tl.sum(weight, 0)
-            row = row * decay + tl.sum(weight * value, 0)
-            top = new_top
-        row = row / total
-        row *= tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-        row *= tl.load(norm_ptr + column).to(tl.float32)
-        even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
-        pair = tl.arange(0, D // 2) - (D - R) // 2
-        angle = cos_sin_ptr + (position // m * m).to(tl.int64) * rope_line + pair
-        cos = tl.load(angle, mask=pair >= 0, other=1.0).to(tl.float32)
-        sin = tl.load(angle + R // 2, mask=pair >= 0, other=0.0).to(tl.float32)
-        row = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [1, D])
+            top, total, row = pooled(top, total, row, logit, value)
+        row = finished(row / total, norm_ptr, cos_sin_ptr, position // m * m, rope_line, eps, column, D, R)
+        row = tl.reshape(row, [1, D])
         row = row.to(tl.bfloat16).to(tl.float32)  # as it would be handed out, before it is packed
         one = tl.zeros([1], tl.int64) + slot
         if KEYS:

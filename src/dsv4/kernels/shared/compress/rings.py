@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.caches import Fp8Cache
+from dsv4.kernels.shared.compress.rows import finished, pooled
 from dsv4.kernels.shared.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
 from dsv4.runtime import launch
 
@@ -58,22 +59,8 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
                 # One of the two is 0. A choice by predicate instead makes the compiler wait for every load in turn.
                 value += fresh
                 logit = tl.where(there, logit + gate, -float("inf"))
-                new_top = tl.maximum(top, tl.max(logit, 0))
-                safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet
-                weight = tl.exp(logit - safe[None, :])
-                decay = tl.exp(top - safe)
-                total = total * decay + tl.sum(weight, 0)
-                row = row * decay + tl.sum(weight * value, 0)
-                top = new_top
-            row = row / total
-            row *= tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-            row *= tl.load(norm_ptr + column).to(tl.float32)
-            even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
-            pair = tl.arange(0, D // 2) - (D - R) // 2
-            angle = cos_sin_ptr + number * m * R + pair
-            cos = tl.load(angle, mask=pair >= 0, other=1.0)
-            sin = tl.load(angle + R // 2, mask=pair >= 0, other=0.0)
-            row = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
+                top, total, row = pooled(top, total, row, logit, value)
+            row = finished(row / total, norm_ptr, cos_sin_ptr, number * m, R, eps, column, D, R)
             page = (target // page_rows) * page_stride
             place = target % page_rows
             if PACKED:

@@ -39,6 +39,31 @@ def tokens_at(token, column, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_
     return kv + old_kv, gate + bias + old_gate
 
 
+@triton.jit
+def pooled(top, total, row, gate, kv):
+    """More tokens [n, D] into the softmax by columns: (the greatest gate, the sum of the weights, that of the rows)."""
+    new_top = tl.maximum(top, tl.max(gate, 0))
+    safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet, or a column that is none
+    weight = tl.exp(gate - safe[None, :])
+    decay = tl.exp(top - safe)
+    total = total * decay + tl.sum(weight, 0)
+    row = row * decay + tl.sum(weight * kv, 0)
+    return new_top, total, row
+
+
+@triton.jit
+def finished(row, norm_ptr, cos_sin_ptr, position, line, eps, column, D: tl.constexpr, R: tl.constexpr):
+    """A pooled row [D], normalised and its last R columns turned; line: how far positions are apart in cos_sin."""
+    row *= tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+    row *= tl.load(norm_ptr + column).to(tl.float32)
+    even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
+    pair = tl.arange(0, D // 2) - (D - R) // 2
+    angle = cos_sin_ptr + position.to(tl.int64) * line + pair
+    cos = tl.load(angle, mask=pair >= 0, other=1.0).to(tl.float32)
+    sin = tl.load(angle + R // 2, mask=pair >= 0, other=0.0).to(tl.float32)
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
+
+
 @triton.jit(do_not_specialize=[
     "tokens", "kept", "base", "first_window", "windows", "drop", "m", "d", "r", "stride_kvb", "stride_kv",
     "stride_gateb", "stride_gate", "rope_line", "rows", "page_rows", "page_stride", "row_stride",
@@ -81,13 +106,7 @@ def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr,
             kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
                                  tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width)  # fmt: skip
             gate = tl.where(there, gate, -float("inf"))
-            new_top = tl.maximum(top, tl.max(gate, 0))
-            safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing yet, or a column that is none
-            weight = tl.exp(gate - safe[None, :])
-            decay = tl.exp(top - safe)
-            total = total * decay + tl.sum(weight, 0)
-            row = row * decay + tl.sum(weight * kv, 0)
-            top = new_top
+            top, total, row = pooled(top, total, row, gate, kv)
         row = tl.where(column < d, row / total, 0.0)
         row *= tl.rsqrt(tl.sum(row * row, 0) / d + eps)
         row *= tl.load(norm_ptr + column, mask=column < d, other=0.0).to(tl.float32)
