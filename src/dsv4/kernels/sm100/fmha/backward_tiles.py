@@ -71,7 +71,7 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.fmha.backward_arguments import Sizes
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
 from dsv4.kernels.shared.fmha.loads import zero_unseen
-from dsv4.kernels.shared.fmha.tiles import end_key, first_key
+from dsv4.kernels.shared.fmha.tiles import end_key, first_key, some_unseen
 from dsv4.kernels.shared.opaque import zero
 
 
@@ -327,11 +327,7 @@ def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr,
         at = first + H * 64  # in Y
         row = first if KEYS else own
         key = own if KEYS else first
-        # A tile of which every row sees every key needs no mask.
-        token_last = gl.minimum((row + 127) // sizes.group, sizes.tokens - 1)
-        all_first = first_key(token_last, sizes.tokens, sizes.keys, sizes.left)
-        all_end = end_key(row // sizes.group, sizes.tokens, sizes.keys, sizes.right)
-        masked = (key < all_first) | (key + 128 > all_end)
+        masked = some_unseen(row, key, sizes, 128, 128)
         mbarrier.wait(barriers.s_ready, j % 2)
         # P of the first 32 columns lies where their S was.
         p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
