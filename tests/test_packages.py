@@ -57,6 +57,7 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A path in a .pth file is added as it is: the editable installation of this repository there stays inactive.
     specs = [importlib.util.find_spec(name) for name in ("torch", "triton", "numba", "typer")]
     homes = {str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin}
+    homes = sorted(homes, key=sys.path.index)  # where two hold a package, the one that counts here
     (packages / "dependencies.pth").write_text("\n".join(homes) + "\n")
     wheels = built.glob("*.whl")
     python = folder / "bin" / "python"

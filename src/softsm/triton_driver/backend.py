@@ -20,6 +20,13 @@ class SoftsmBackend(nvidia.CUDABackend):
     def supports_target(target) -> bool:
         return target.backend == "cuda"
 
+    def parse_options(self, opts):
+        """Where a program does not say so, sums and products fuse as Triton has it by default. Said here: 3.9 warns
+        whoever leaves it open, and a first check should begin with what was found."""
+        if opts.get("enable_fp_fusion") is None:
+            opts = {**opts, "enable_fp_fusion": nvidia.knobs.language.default_fp_fusion}
+        return super().parse_options(opts)
+
     def add_stages(self, stages, options, language):
         super().add_stages(stages, options, language)
         stages.pop("cubin")
