@@ -23,7 +23,7 @@ Bits and tolerances:
   partial. lse is fp32 throughout; it is as exact as that of the partials, 2^-12 of the largest (or of 1).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -408,12 +408,17 @@ def _gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
 
 def _exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
     """This rank's share, along dim, of every rank's x."""
+    _alike(name, x, group)
+    return list(_swapped(x.chunk(_place(group)[1], dim), group).unbind())
+
+
+def _swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
+    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 takes no lists."""
     import torch.distributed as dist
 
-    _alike(name, x, group)
-    parts = [part.contiguous() for part in x.chunk(_place(group)[1], dim)]
-    result = [torch.empty_like(part) for part in parts]
-    dist.all_to_all(result, parts, group=group)
+    given = torch.stack([*parts])
+    result = torch.empty_like(given)
+    dist.all_to_all_single(result, given, group=group)
     return result
 
 

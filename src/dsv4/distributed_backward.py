@@ -135,16 +135,12 @@ class Unshard(torch.autograd.Function):
 
 def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
     """This rank's part of the sum over the ranks of a whole tensor: what unshard brings together, the other way."""
-    import torch.distributed as dist
-
     _, size = distributed._place(group)
     if size == 1:
         return whole
     pieces = whole.chunk(size * distributed._pieces(None, order), dim)
     send = [torch.cat([pieces[n] for n in distributed._numbers(r, size, order)], dim) for r in range(size)]
-    parts = [torch.empty_like(send[0]) for _ in range(size)]
-    dist.all_to_all(parts, [x.contiguous() for x in send], group=group)
-    return torch.stack(parts).float().sum(0).to(whole.dtype)
+    return distributed._swapped(send, group).float().sum(0).to(whole.dtype)
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:

@@ -47,8 +47,13 @@ def test_overwriting_what_another_lane_wrote_requires_a_warp_barrier():
 
 
 def test_a_lane_needs_no_barrier_to_itself():
+    """Nor does it matter that in a launch before it other lanes read the same words."""
     again = "st.shared.u32 [%r40], 9;\n" + READ
-    assert not findings(one_warp(WRITE + READ + again + READ), ARGS, block=32)
+    for before in ("", WRITE + OTHER + READ):
+        if before:
+            assert findings(one_warp(before), ARGS, block=32)
+        report = findings(one_warp(WRITE + READ + again + READ), ARGS, block=32)
+        assert not report, str(report)
 
 
 def test_a_word_written_by_two_lanes_is_not_read_whole_without_a_warp_barrier():

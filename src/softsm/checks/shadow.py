@@ -258,15 +258,16 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     reads = sget(S, S_READS) + word * 8
     if not write:
         mine = reads + index * words * 8
-        before = i8(load32(mine + 4))
+        before, readers = i8(load32(mine + 4)), load32(at + 40)
         several, bytes_read = i8(0), touched & 15
-        if i8(load32(mine)) >> 1 == now >> 1:
+        # Else what is there is of a CTA that is over (SpareShadows).
+        if (readers >> u4(index & 31)) & u4(1) and i8(load32(mine)) >> 1 == now >> 1:
             bytes_read |= (before >> READ_BYTES) & 15
             if before & READ_SEVERAL or (before >> READ_LANE) & 63 != who:
                 several = i8(READ_SEVERAL)
         store32(mine, u4(now))
         store32(mine + 4, u4(pc & PC | bytes_read << READ_BYTES | who << READ_LANE | several))
-        store32(at + 40, load32(at + 40) | u4(1) << u4(index & 31))
+        store32(at + 40, readers | u4(1) << u4(index & 31))
         return
     slot0 = sget(S, S_SLOT0)
     if theirs & LIVE and lane >= 0:

@@ -127,7 +127,7 @@ NEVER_WRITTEN = product(0, True) + product(1, True) + product(2, True)
         "a store behind", "a store before the second", "one before them completes"])  # fmt: skip
 def test_products_of_compiled_code_are_compared_like_those_of_python(products, again, in_python, monkeypatch):
     """`again`: products that Python issues when the kernel runs once more; the others join the one before them."""
-    k = load(kernel(products))
+    k = load(kernel(products) + "// not that of another test, which has run before\n")
     first = checked(k)
     assert len(in_python) == products.count(MMA) - products.count("@!%p6")
     in_python.clear()

@@ -105,8 +105,8 @@ def run(folder, text: str, *options: str, before: str = "") -> subprocess.Comple
     (folder / "pytest.ini").write_text("[pytest]\n")
     installed = any(e.value == "softsm.pytest_plugin" for e in importlib.metadata.entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "softsm.pytest_plugin"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *options, "test_before.py",
-               "test_it.py"]  # fmt: skip
+    in_order = ["-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [sys.executable, "-m", "pytest", "-q", *in_order, *plugin, *options, "test_before.py", "test_it.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
 
 
