@@ -373,6 +373,7 @@ def main(rank, size, folder, failing=None):
     for name in CHECKS:
         store = f"file://{folder}/{name}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+        dist.barrier()  # else a rank may be through and gone while another still connects
         try:
             assert rank or name != failing, "as asked"
             globals()[name](rank, size)
