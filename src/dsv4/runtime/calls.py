@@ -83,6 +83,7 @@ class Call(NamedTuple):
     """What is prepared for a key."""
 
     layouts: tuple[Layout, Layout]  # of the outputs
+    like_q: bool  # whether the first has the layout of q: torch.empty_like takes less time
     ready: Any  # launch.Ready; None: torch code
 
 
@@ -103,7 +104,7 @@ def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | Non
         op.check_values(problem)
         _apart(op, given)
         layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
-        return _in_torch(op, problem, _allocated(layouts, given, device))
+        return _in_torch(op, problem, _allocated(layouts, False, given, device))
     if found == "cuda" and torch.cuda.current_device() == device.index:
         return _run(op, given, backend, dispatch.cuda_target(device), device)
     with dispatch.entered(found, device) as target:
@@ -133,7 +134,7 @@ def _run(
             del _calls[next(iter(_calls))]
         _calls[key] = call
     _apart(op, given)
-    outputs = _allocated(call.layouts, given, device)
+    outputs = _allocated(call.layouts, call.like_q, given, device)
     if call.ready is None:
         return _in_torch(op, problem or _problem(op, given), outputs)
     out, second = outputs
@@ -207,11 +208,11 @@ def _apart(op: Operation, given: Given) -> None:
 
 
 def _allocated(
-    layouts: tuple[Layout, Layout], given: Given, device: torch.device
+    layouts: tuple[Layout, Layout], like_q: bool, given: Given, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     out, second = given.out, given.second
     if out is None:
-        out = layouts[0].empty(device)
+        out = torch.empty_like(given.tensors[0]) if like_q else layouts[0].empty(device)
     if second is None and given.want_second:
         second = layouts[1].empty(device)
     return out, second
@@ -221,6 +222,8 @@ def _prepare(
     op: Operation, given: Given, problem: Any, backend: str, target: Target, device: torch.device
 ) -> Call:
     layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
+    q = given.tensors[0]
+    like_q = layouts[0] == (tuple(q.shape), q.stride(), q.dtype)
     module = dispatch.kernel_module(op.folder, target.capability)
     if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
         accepted = "bfloat16, float16; float32 on backend 'cpu'"
@@ -228,15 +231,15 @@ def _prepare(
     reason = module.supports(problem)
     if reason is not None:
         if op.falls_back and backend == "auto":
-            return Call(layouts, None)
+            return Call(layouts, like_q, None)
         raise ValueError(f"backend: {target.backend!r} cannot run this {op.folder} problem: {reason}")
     from dsv4.runtime.launch import Ready
 
-    stand_ins = _allocated(layouts, given, torch.device("meta"))  # for those not provided
+    stand_ins = _allocated(layouts, False, given, torch.device("meta"))  # for those not provided
     results = dict(zip(("out", op.second), stand_ins))
     tensors = dict(zip(op.tensors, given.tensors))
     program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
-    return Call(layouts, Ready(program, target))
+    return Call(layouts, like_q, Ready(program, target))
 
 
 def _distinct(given: Given) -> Given:

@@ -51,6 +51,7 @@ def use_aot(directory: str | Path | None, only: bool = False) -> None:
     settings.aot, settings.aot_only = None if directory is None else Path(directory), only
 
 
+@cache  # device.type makes a string of it in every call
 def resolve(backend: str, device: torch.device) -> str:
     """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm."""
     if backend == "auto":

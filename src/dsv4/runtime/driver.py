@@ -14,6 +14,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from dsv4.runtime.program import Null, Number, Slot
@@ -139,6 +140,8 @@ class DriverLaunch:
                 self.parameters.append((NUMBERS[kind], x))
         self.parameters += [(ctypes.c_uint64, 0)] * 2  # scratch memory, of which these kernels have none
         self.pack = struct.Struct(packed).pack_into
+        self.taken = items_at([index for index, _ in self.places])
+        self.moved = [(place, offset) for place, (_, offset) in enumerate(self.places) if offset]
         self.spare: list[Block] = []
 
     def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
@@ -147,7 +150,12 @@ class DriverLaunch:
             block = self.spare.pop()
         except IndexError:
             block = Block(self, addresses)
-        self.pack(block.memory, 0, *[addresses[index] + offset for index, offset in self.places])
+        values = self.taken(addresses)
+        if self.moved:
+            values = list(values)
+            for n, offset in self.moved:
+                values[n] += offset
+        self.pack(block.memory, 0, *values)
         for place, index in block.maps:
             address = ctypes.c_void_p(addresses[index])
             status = self.driver.cuTensorMapReplaceAddress(place, address)
@@ -163,6 +171,11 @@ class DriverLaunch:
 
     def refused(self, status: int, name: str, *arguments: Any) -> None:
         refused(self.driver, self.name, self.function.device, status, name, *arguments)
+
+
+def items_at(indices: list[int]) -> Any:
+    """A function: a list -> its items at these indices. (A loop in Python takes four times as long.)"""
+    return itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
 
 
 class Block:

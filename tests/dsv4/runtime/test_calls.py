@@ -139,6 +139,15 @@ def test_other_alignments_and_strides_are_other_calls(prepared):
         assert len(prepared) == 2, turn
 
 
+def test_an_output_is_contiguous_whatever_q_is(prepared):
+    """A contiguous q lends its layout to the output; one whose heads lie first does not."""
+    k, heads_first = torch.randn(1, 9, 1, 64).bfloat16(), torch.randn(1, 3, 2, 64).bfloat16()
+    for q in (heads_first.clone(), heads_first.view(1, 2, 3, 64).transpose(1, 2)):
+        got = dsv4.fmha(q, k, k, return_lse=True, backend="softsm")
+        assert got[0].is_contiguous() and got[0].shape == q.shape
+        assert_agrees(got, reference.fmha, q=q, k=k, v=k)
+
+
 def test_an_output_that_a_kernel_cannot_write_is_copied_each_time(prepared):
     for _ in range(2):
         q, k = torch.randn(1, 2, 1, 64).bfloat16(), torch.randn(1, 9, 1, 64).bfloat16()
