@@ -37,6 +37,16 @@ def see_apart(s, first_column, row_first, row_end, L: gl.constexpr):
 
 
 @gluon.jit
+def biased(s, bias, SIGN: gl.constexpr):
+    """Scores of rows that are not there, whose bias is -inf, become -inf. SIGN: of the softmax scale."""
+    if SIGN == 0:
+        s = gl.zeros_like(s)
+    elif SIGN < 0:
+        s = -s
+    return s + bias
+
+
+@gluon.jit
 def step(s, m, scale, ABOVE: gl.constexpr = 0, FINITE: gl.constexpr = False):
     """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before).
 

@@ -46,16 +46,6 @@ def scores(memory, ready, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr
 
 
 @gluon.jit
-def mask(s, bias, SIGN: gl.constexpr):
-    """Scores of rows that are not there become -inf. SIGN: of the softmax scale."""
-    if SIGN == 0:
-        s = gl.zeros_like(s)
-    elif SIGN < 0:
-        s = -s
-    return s + bias[None, :]
-
-
-@gluon.jit
 def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
@@ -67,7 +57,7 @@ def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.co
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = mask(s, seen, SIGN)
+    s = softmax.biased(s, seen[None, :], SIGN)
     p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     pb = p.to(memory.q.dtype)
@@ -114,7 +104,7 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = mask(s, seen, SIGN)
+    s = softmax.biased(s, seen[None, :], SIGN)
     p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
     l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
     pb = p.to(memory.q.dtype)
@@ -138,7 +128,7 @@ def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
     s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
     seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    return mask(s, seen, SIGN)
+    return softmax.biased(s, seen[None, :], SIGN)
 
 
 @gluon.jit
@@ -207,7 +197,7 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if step + 1 == steps:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = mask(s, seen, SIGN)
+    s = softmax.biased(s, seen[None, :], SIGN)
     mbarrier.wait(m_ready.index(0), phase)
     p, m1, _ = softmax.step(s, memory.m0.load(RS), scale, softmax.RESCALE_ABOVE)
     memory.m1.store(m1)

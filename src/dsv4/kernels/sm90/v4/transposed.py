@@ -339,12 +339,8 @@ def write_lse(m, l, place, output, SPLIT: gl.constexpr):
 
 @gluon.jit
 def masked(s, bias, SIGN: gl.constexpr):
-    """Scores of rows that are not there become -inf. SIGN: of the softmax scale."""
-    if SIGN == 0:
-        s = gl.zeros_like(s)
-    elif SIGN < 0:
-        s = -s
-    return s + bias[:, None]
+    """softmax.biased with keys as rows."""
+    return softmax.biased(s, bias[:, None], SIGN)
 
 
 @gluon.jit
