@@ -120,16 +120,32 @@ def load_role(source, ring, landed, tiles, SAME_KV: gl.constexpr, HOW: gl.conste
 
 
 @gluon.jit
+def scores(q, ring, slot, phase):
+    """S [64, BN] of the K tile in ``slot``: issued, not waited for."""
+    BN: gl.constexpr = ring.k.shape[1]
+    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    mbarrier.wait(ring.k_ready.index(slot), phase)
+    s = gl.zeros([64, BN], gl.float32, LS)
+    return warpgroup_mma(q, ring.k.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_values(o, pa, ring, slot, phase, SAME_KV: gl.constexpr):
+    """O += P V with the V tile in ``slot``: issued, not waited for."""
+    if not SAME_KV:
+        mbarrier.wait(ring.v_ready.index(slot), phase)
+    return warpgroup_mma(pa, ring.v.index(slot), o, is_async=True)
+
+
+@gluon.jit
 def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
            SIGN: gl.constexpr):  # fmt: skip
     """The 64 query rows from tile_row on, their first K tile in ``slot`` -> where the ring stands afterwards."""
     tensors, strides, problem, tiles = share.tensors, share.strides, share.problem, share.tiles
-    k, v = ring.k, ring.v
-    k_ready, k_free, v_ready, v_free = ring.k_ready, ring.k_free, ring.v_ready, ring.v_free
-    scale = problem.scale
-    STAGES: gl.constexpr = k.shape[0]
-    BN: gl.constexpr = k.shape[1]
-    D: gl.constexpr = k.shape[2]
+    k_free, v_free, scale = ring.k_free, ring.v_free, problem.scale
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BN: gl.constexpr = ring.k.shape[1]
+    D: gl.constexpr = ring.k.shape[2]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -146,9 +162,7 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
     l = gl.full([64], 0.0, gl.float32, RS)
     if tiles.begin < tiles.end:
         # S of the first tile
-        mbarrier.wait(k_ready.index(slot), phase)
-        s = gl.zeros([64, BN], gl.float32, LS)
-        s = warpgroup_mma(q, k.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = scores(q, ring, slot, phase)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(k_free.index(slot), count=1)
@@ -159,14 +173,8 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
 
         for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
             after, after_phase = next_slot(slot, phase, STAGES)
-            mbarrier.wait(k_ready.index(after), after_phase)
-            s = gl.zeros([64, BN], gl.float32, LS)
-            s = warpgroup_mma(q, k.index(after).permute((1, 0)), s, use_acc=False, is_async=True)
-            if SAME_KV:
-                o = warpgroup_mma(pa, k.index(slot), o, is_async=True)
-            else:
-                mbarrier.wait(v_ready.index(slot), phase)
-                o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+            s = scores(q, ring, after, after_phase)
+            o = add_values(o, pa, ring, slot, phase, SAME_KV)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 mbarrier.arrive(k_free.index(after), count=1)
@@ -174,25 +182,15 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
             p, m, alpha = softmax.step(s, m, scale)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            if SAME_KV:
-                mbarrier.arrive(k_free.index(slot), count=1)
-            else:
-                mbarrier.arrive(v_free.index(slot), count=1)
+            mbarrier.arrive(v_free.index(slot), count=1)
             o = o * gl.convert_layout(alpha, RO)[:, None]
             pa = gl.convert_layout(p.to(q.dtype), LA)
             slot = after
             phase = after_phase
 
-        if SAME_KV:
-            o = warpgroup_mma(pa, k.index(slot), o, is_async=True)
-        else:
-            mbarrier.wait(v_ready.index(slot), phase)
-            o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+        o = add_values(o, pa, ring, slot, phase, SAME_KV)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        if SAME_KV:
-            mbarrier.arrive(k_free.index(slot), count=1)
-        else:
-            mbarrier.arrive(v_free.index(slot), count=1)
+        mbarrier.arrive(v_free.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
     work.write(o, m, l, q, tile_row, share, 0, D, SPLIT)
     return slot, phase

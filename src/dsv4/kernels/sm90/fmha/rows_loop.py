@@ -34,7 +34,6 @@ from dsv4.kernels.compat import (
     gl,
     gluon,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from dsv4.kernels.shared import softmax
@@ -174,16 +173,6 @@ def arrived(SIGN: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, ring, slot, phase):
-    """S [64, BN] of the K tile in ``slot``: issued, not waited for."""
-    BN: gl.constexpr = ring.k.shape[1]
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    mbarrier.wait(ring.k_ready.index(slot), phase)
-    s = gl.zeros([64, BN], gl.float32, LS)
-    return warpgroup_mma(q, ring.k.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def sums(p, OWN: gl.constexpr):
     """Row sums; OWN: what each thread has of them."""
     if OWN:
@@ -207,10 +196,10 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
                 W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
                 EVEN: gl.constexpr):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
-    k_free, v_ready, v_free, v = ring.k_free, ring.v_ready, ring.v_free, ring.v
-    STAGES: gl.constexpr = v.shape[0]
-    BN: gl.constexpr = v.shape[1]
-    D: gl.constexpr = v.shape[2]
+    k_free, v_free = ring.k_free, ring.v_free
+    STAGES: gl.constexpr = ring.v.shape[0]
+    BN: gl.constexpr = ring.v.shape[1]
+    D: gl.constexpr = ring.v.shape[2]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -226,7 +215,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
-    s = scores(rows_q, ring, slot, phase)
+    s = rows.scores(rows_q, ring, slot, phase)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         mbarrier.arrive(k_free.index(slot), count=1)
@@ -239,10 +228,8 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     o = gl.zeros([64, D], gl.float32, LO)
     for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
         after, after_phase = rows.next_slot(slot, phase, STAGES)
-        s = scores(rows_q, ring, after, after_phase)
-        if not SAME_KV:
-            mbarrier.wait(v_ready.index(slot), phase)
-        o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+        s = rows.scores(rows_q, ring, after, after_phase)
+        o = rows.add_values(o, pa, ring, slot, phase, SAME_KV)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             mbarrier.arrive(k_free.index(after), count=1)
@@ -263,9 +250,7 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
         next_row, following = rows_of(item_of(at + step, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
-    if not SAME_KV:
-        mbarrier.wait(v_ready.index(slot), phase)
-    o = warpgroup_mma(pa, v.index(slot), o, is_async=True)
+    o = rows.add_values(o, pa, ring, slot, phase, SAME_KV)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(v_free.index(slot), count=1)
     slot, phase = rows.next_slot(slot, phase, STAGES)
