@@ -74,6 +74,20 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 
 
 @gluon.jit
+def key_tiles(tile_row, tokens, keys, split, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr,
+              HOW: gl.constexpr):  # fmt: skip
+    """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
+    token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
+    first = first_key(tile_row // sizes.group, tokens, keys, sizes.left)
+    end = end_key(token_last, tokens, keys, sizes.right)
+    if HOW == PAGES:
+        first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
+    tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
+    tile_begin, tile_end = split_range(tiles, split, sizes.num_splits, sizes.tiles_per_split)
+    return first, tile_begin, tile_end
+
+
+@gluon.jit
 def bad_pages(pages, begin, end):
     """Whether the block table names a page that is none for any of the keys [begin, end); for four warps."""
     page_size = pages.page_size

@@ -43,8 +43,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier
 from dsv4.kernels.shared.fmha import loads
-from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Strides, Tensors, Tiles
-from dsv4.kernels.shared.fmha.tiles import Pages, end_key, first_key, sequence, split_range
+from dsv4.kernels.shared.fmha.arguments import Problem, Share, Sizes, Source, Strides, Tensors, Tiles
+from dsv4.kernels.shared.fmha.tiles import Pages, first_key, key_tiles, sequence
 from dsv4.kernels.sm100.fmha import one_tile, two_tiles
 from dsv4.kernels.sm100.fmha.load_role import load_role
 
@@ -167,13 +167,10 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < rows:
-        token_last = gl.minimum((tile_row + BM * TILES - 1) // group, tokens - 1)
-        first = first_key(tile_row // group, tokens, keys, left)
-        end = end_key(token_last, tokens, keys, right)
-        if HOW == loads.PAGES:
-            first = first // k_desc.block_shape[1] * k_desc.block_shape[1]  # a TMA box stays within one page
-        tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
-        tile_begin, tile_end = split_range(tiles, split, num_splits, tiles_per_split)
+        sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                      num_splits, tiles_per_split)  # fmt: skip
+        first, tile_begin, tile_end = key_tiles(tile_row, tokens, keys, split, sizes, k_desc.block_shape[1], BM * TILES,
+                                                BN, HOW)  # fmt: skip
         n = tile_end - tile_begin
 
         memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)

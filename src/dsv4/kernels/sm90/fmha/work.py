@@ -9,16 +9,7 @@ from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Problem, Share, Source, Tensors, Tiles
 from dsv4.kernels.shared.fmha.loads import Where
-from dsv4.kernels.shared.fmha.tiles import (
-    PAGES,
-    ROWS,
-    Pages,
-    end_key,
-    first_key,
-    see_pages,
-    sequence,
-    split_range,
-)
+from dsv4.kernels.shared.fmha.tiles import PAGES, ROWS, Pages, first_key, key_tiles, see_pages, sequence
 
 # Arguments of the kernels whose values must not make Triton compile again.
 NOT_SPECIALIZED = [
@@ -61,14 +52,8 @@ def place_of(lists, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.const
                                               lists.cu_q_ptr, lists.cu_k_ptr, lists.lengths_ptr, HOW)  # fmt: skip
     rows = tokens * sizes.group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
-    token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
-    first = first_key(tile_row // sizes.group, tokens, keys, sizes.left)
-    end = end_key(token_last, tokens, keys, sizes.right)
-    if HOW == PAGES:
-        first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
-    tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
-    tile_begin, tile_end = split_range(tiles, split, sizes.num_splits, sizes.tiles_per_split)
-    return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, tile_begin, tile_end)
+    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, BOX_ROWS, M, BN, HOW)
+    return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
 
 
 @gluon.jit
