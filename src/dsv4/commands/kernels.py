@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,9 +158,8 @@ def compiled_cells(launch: Launch) -> str:
     from dsv4.kernels.figures import figures
     from dsv4.runtime import aot
 
-    started = time.perf_counter()
     compiled = aot.compile_kernel(launch.kernel, launch.arguments, launch.constants, capability=100)
-    f = figures(compiled, "sm_100a", time.perf_counter() - started)
+    f = figures(compiled, "sm_100a")
     regs = " ".join(str(n) for n in f.setmaxnreg)
     return (f"{f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | {f.stack} | "
             f"{f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions}")  # fmt: skip

@@ -1,12 +1,15 @@
 """What a compiled kernel costs, by the assembler's own account: registers, spills, and where the spills are.
 
-The tools are those of the Triton wheel: ptxas with ``-v`` for the totals, cuobjdump for the SASS. A spill is a store to
-or load from local memory (STL, LDL). It lies in a main loop when a backward branch encloses both it and a tensor-core,
+The tools are those of the Triton wheel: ptxas with ``-v`` for the totals, cuobjdump for the SASS. What they say is kept
+in Triton's cache, by the PTX: `dsv4 kernels` assembles what has changed since it last ran. A spill is a store to or
+load from local memory (STL, LDL). It lies in a main loop when a backward branch encloses both it and a tensor-core,
 tensor-memory-load or exponential instruction.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
@@ -34,7 +37,6 @@ class Figures:
     spill_loads: int  # bytes
     loop_spills: int  # instructions that spill inside a main loop
     instructions: int
-    seconds: float  # that compiling took; 0 when it came from the cache
 
 
 def tool(name: str) -> str:
@@ -43,19 +45,32 @@ def tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def figures(compiled: Any, arch: str, seconds: float = 0.0) -> Figures:
-    """Of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
-    ptx = compiled.asm["ptx"]
+def assembled(ptx: str, arch: str) -> tuple[str, str]:
+    """(what ptxas reports, the SASS)"""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    options = ["-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
+    kept = get_cache_manager(hashlib.sha256(f"{triton.__version__} {options}\n{ptx}".encode()).hexdigest())
+    found = kept.get_file("figures.json")
+    if found is not None:
+        said, sass = json.loads(Path(found).read_text())
+        return said, sass
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         source.write_text(ptx)
-        command = [tool("ptxas-blackwell"), "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
-        said = subprocess.run(
-            [*command, str(source), "-o", str(cubin)], capture_output=True, text=True, check=True
-        ).stderr
-        sass = subprocess.run(
-            [tool("cuobjdump"), "-sass", str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool("ptxas-blackwell"), *options, str(source), "-o", str(cubin)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [tool("cuobjdump"), "-sass", str(cubin)]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kept.put(json.dumps([said, sass]), "figures.json", binary=False)
+    return said, sass
+
+
+def figures(compiled: Any, arch: str) -> Figures:
+    """Of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
+    ptx = compiled.asm["ptx"]
+    said, sass = assembled(ptx, arch)
     lines = instructions(sass)
     return Figures(
         registers=_number(r"Used (\d+) registers", said),
@@ -68,7 +83,6 @@ def figures(compiled: Any, arch: str, seconds: float = 0.0) -> Figures:
         spill_loads=_number(r"(\d+) bytes spill loads", said),
         loop_spills=len(loop_spills(lines)),
         instructions=len(lines),
-        seconds=seconds,
     )
 
 
