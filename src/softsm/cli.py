@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -245,14 +245,15 @@ def time(
     timers, ends = [], []
     for given in (file, compare):
         if given is not None:
-            with command.timed(device, clock, values) as timer, command.ending(given) as end:
+            aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
+            with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
                 _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
             timers.append(timer)
             ends.append(end)
     typer.echo(command.shown(timers, json))
     if output is not None:
         for path in command.timelines(timers[0], output):
-            typer.echo(f"wrote {path}")
+            typer.echo(f"wrote {path}", err=json)
     for end in ends:
         if end.words:
             typer.echo(end.words, err=True)

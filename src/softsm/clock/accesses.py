@@ -19,7 +19,9 @@ GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 LOOKS = 400  # at the addresses of one instruction
 L1_BYTES, SECTOR = 200 << 10, 32
+ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
+AT_ONCE = 512  # loads that are looked at together at first
 
 
 def _counts() -> dict:
@@ -63,6 +65,13 @@ def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
     return found
 
 
+def shifts(starts: list[int]) -> np.ndarray:
+    """What moves the addresses of each tensor to where a GPU's allocator might have it, a multiple of 512 bytes. Here
+    it is one of 64 or 16, which differs from run to run. The last is for addresses before all."""
+    first = np.array([*starts, 0], np.int64)
+    return (-first) % ALIGNED + 2 * ALIGNED * np.arange(len(first))  # apart from each other
+
+
 class Instructions:
     """The memory instructions of a program, by record."""
 
@@ -99,24 +108,28 @@ class Looks:
             rows = rows[~known.generic[rows[:, noting.RECORD]] | (rows[:, noting.LANES :].max(1) < pg.LOCAL_WINDOW)]
         if not len(rows):
             return {}
-        records, active = rows[:, noting.RECORD], rows[:, noting.ACTIVE]
-        sizes = known.size[records]
-        addresses = rows[:, noting.LANES :] + known.offset[records][:, None]
-        first, nbytes = addresses[:, 0], 32 * sizes
-        if (active != pg.ALL).any():  # lanes that are off get the address of one that is on
+        records, active, warps, steps, first = rows[:, : noting.LANES + 1].T.copy()
+        sizes, offsets = known.size[records], known.offset[records]
+        first += offsets
+        nbytes = 32 * sizes
+        lanes = None
+        if (active != pg.ALL).any():
             lanes = active[:, None] >> np.arange(32) & 1
-            first = addresses[np.arange(len(lanes)), lanes.argmax(1)]
-            addresses = np.where(lanes == 1, addresses, first[:, None])
+            first = rows[np.arange(len(rows)), noting.LANES + lanes.argmax(1)] + offsets
             nbytes = sizes * lanes.sum(1)
+
+        def addresses(those: np.ndarray) -> np.ndarray:
+            """Lanes that are off get the address of one that is on."""
+            found = rows[those, noting.LANES :] + offsets[those, None]
+            return found if lanes is None else np.where(lanes[those] == 1, found, first[those, None])
+
         shared = known.shared[records]
         if known.any_generic:
-            inside = known.generic[records] & (first >= pg.SHARED_WINDOW)
-            addresses = np.where(inside[:, None], addresses - pg.SHARED_WINDOW, addresses)
-            shared |= inside
+            shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
         units, missed, asked_lines = np.zeros((3, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
-            units[those] = wavefronts(addresses[those], size)
+            units[those] = wavefronts(addresses(those), size)
         of, count = known.of[records], len(known.lines)
         looks = np.bincount(of, minlength=count).tolist()
         out = [Access() if n else None for n in looks]
@@ -124,11 +137,14 @@ class Looks:
         those = (~shared).nonzero()[0]
         if len(those):
             tensor = np.searchsorted(starts, first[those], "right") - 1
+            shift = shifts(starts)[tensor]
             store = known.store[records[those]]
-            warps = rows[:, noting.WARP]
             cta = np.array(ctas)[warps[those]]
+            step, ends = steps[those], None
+            if (active[those] == pg.ALL).all() and 0 <= step.min() and step.max() <= SECTOR:
+                ends = (first[those] + shift)[:, None] + 31 * np.outer(step, (0, 1))
             units[those], missed[those], asked_lines[those] = sectors_of(
-                addresses[those], store, cta, turns_of(warps)[those]
+                ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
             )
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 2 + store) * len(traces) + cta
@@ -166,27 +182,28 @@ def turns_of(warps: np.ndarray) -> np.ndarray:
     return out
 
 
-def sectors_of(addresses: np.ndarray, store: np.ndarray, cta: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, ...]:
+def sectors_of(
+    ends: np.ndarray | None, addresses: Callable[[], np.ndarray], store: np.ndarray, cta: np.ndarray, turn: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
-    The warps of a CTA run in step on a GPU, while the emulator takes one after the other: the first of every warp come
-    first, then the second."""
-    steps = addresses[:, 1:] - addresses[:, :-1]
+    ends: addresses of the first and the last lane, where no sector between them is left out. The warps of a CTA run in
+    step on a GPU, while the emulator takes one after the other: the first of every warp come first, then the second."""
     fresh = None
-    if (steps == steps[:, :1]).all() and 0 <= steps[:, 0].min() and steps[:, 0].max() <= SECTOR:
-        sectors = addresses[:, :: len(steps[0])] >> 5  # lanes side by side: all from the first to the last
+    if ends is not None:
+        sectors = ends >> 5
         units, lines = sectors[:, 1] - sectors[:, 0] + 1, (sectors[:, 1] >> 2) - (sectors[:, 0] >> 2) + 1
     else:
-        sectors, fresh = apart(addresses)
+        sectors, fresh = apart(addresses())
         of_line = sectors >> 2
         units, lines = fresh.sum(1), 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
     missed = units.copy()
-    for k in set(cta.tolist()):
+    for k in np.bincount(cta).nonzero()[0].tolist():
         mine = (~store & (cta == k)).nonzero()[0]
         mine = mine[turn[mine].argsort(kind="stable")]
         found = ranges_first_asked(sectors[mine], units[mine])
         if found is None:
             if fresh is None:
-                sectors, fresh = apart(addresses)
+                sectors, fresh = apart(addresses())
             found = first_asked(sectors[mine], fresh[mine])
         missed[mine] = found
     return units, missed, lines
@@ -211,10 +228,12 @@ def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | N
     which = np.zeros(len(order), np.int64)  # of the ranges
     which[order[1:]] = (~again).cumsum()
 
-    def new_from(begin: int) -> np.ndarray:
-        place = np.empty(len(order), np.int64)
-        place[which[begin:][::-1]] = np.arange(len(order) - 1, begin - 1, -1)
-        return np.where(place[which[begin:]] == np.arange(begin, len(order)), units[begin:], 0)
+    place = np.empty(len(order), np.int64)
+
+    def new_from(begin: int, end: int) -> np.ndarray:
+        those = which[begin:end]
+        place[those[::-1]] = np.arange(end - 1, begin - 1, -1)
+        return np.where(place[those] == np.arange(begin, end), units[begin:end], 0)
 
     return filled_again(len(order), new_from)
 
@@ -223,23 +242,28 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
     """How many of the sectors of each load [n, 32] the loads before it had not asked for."""
     units = fresh.sum(1)
 
-    def new_from(begin: int) -> np.ndarray:
-        there = fresh[begin:]
-        of = np.arange(len(there)).repeat(units[begin:])
-        return np.bincount(of[first_places(sectors[begin:][there])], minlength=len(there))
+    def new_from(begin: int, end: int) -> np.ndarray:
+        there = fresh[begin:end]
+        of = np.arange(len(there)).repeat(units[begin:end])
+        return np.bincount(of[first_places(sectors[begin:end][there])], minlength=len(there))
 
     return filled_again(len(sectors), new_from)
 
 
-def filled_again(loads: int, new_from: Callable[[int], np.ndarray]) -> np.ndarray:
-    """The sectors that each load brings into L1, which begins anew when it is full; new_from: of the loads from one on,
-    if it were empty there and held all of them."""
+def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    """The sectors that each load brings into L1, which begins anew when it is full; new_from: of the loads from one on
+    up to another, if it were empty there and held all of them."""
     out = np.zeros(loads, np.int64)
-    begin = 0
+    begin, many = 0, AT_ONCE
     while begin < loads:
-        found = new_from(begin)
+        end = min(begin + many, loads)
+        found = new_from(begin, end)
         held = SECTOR * found.cumsum()
-        end = begin + (int((held > L1_BYTES).argmax()) + 1 if held[-1] > L1_BYTES else len(found))
+        if held[-1] > L1_BYTES:
+            end = begin + int((held > L1_BYTES).argmax()) + 1
+        elif end < loads:  # it is not full yet
+            many *= 4
+            continue
         out[begin:end] = found[: end - begin]
         begin = end
     return out

@@ -88,6 +88,7 @@ class Costs:
     ints: np.ndarray
     values: np.ndarray
     accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes of a lane
+    products: bool  # whether the tensor core makes any while warps do other things
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
@@ -191,7 +192,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     for i, ins in enumerate(code.instructions):
         op, name = ins.opcode, pipe_of(ins.opcode)
         kind, units, extra, port = _kind(ins)
-        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, 0
+        quiet = kind in (r.PLAIN, r.TAKEN)
+        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, quiet
         narrow = f"product.rs.{round(2 * units)}"
         if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
             units = gpu[narrow]
@@ -199,7 +201,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
                      name in COMPUTES, port, 0)  # fmt: skip
         if kind in (r.SHARED, r.READ, r.WRITE) and not op.startswith(("LDL", "STL")):
             accesses.append((i, ins.line, _width(op)))
-    return Costs(ints, values, accesses)
+    products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
+    return Costs(ints, values, accesses, products)
 
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
@@ -226,4 +229,4 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
                 ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
         else:
             values[i, r.UNITS] = 32 * found.units / each
-    return Costs(ints, values, fixed.accesses)
+    return Costs(ints, values, fixed.accesses, fixed.products)

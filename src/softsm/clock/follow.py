@@ -3,66 +3,135 @@
 Two ways are known. A CTA waits for memory that another one writes: the run then stands still. Or a branch depends on
 what an atomic operation on global memory returned (a counter that hands out work, the last CTA of a group): the few
 CTAs that run would take the work of all others.
+
+Branches on data that the program loads are followed in the CTAs that run; where those go different ways, what the
+others do is a guess, and the report says so.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from softsm.errors import SoftsmError
 
 _STATEMENT = re.compile(r"^\s*(?:[\w$]+:\s*)*(?:@!?(%[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 _REGISTER = re.compile(r"%[A-Za-z_$][\w$]*")
 _ADDRESS = re.compile(r"\[([^\]]*)\]")
+_TARGET = re.compile(r"\s*(\{[^}]*\}|[^,]*)")
+_SUM = re.compile(r"^([%\w$]+)(?:\+(-?\d+))?$")
+_LOADS = ("ld.global", "ld.acquire", "ld.relaxed", "ld.volatile", "ld.weak")
 
 
 class CannotFollow(SoftsmError):
     """The model has no number for this program."""
 
 
-def branch_on_atomic(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
-    """(line of an atomic operation, line of a branch that depends on its result) of a PTX text; `ran`: the lines that
-    were executed. Values are followed through registers, and through shared memory under one and the same address."""
-    executed = set(ran)
-    statements = [
-        (number, m.groups())
+class Statement(NamedTuple):
+    line: int
+    guard: str | None
+    name: str
+    rest: str
+
+    @property
+    def target(self) -> str:
+        found = _TARGET.match(self.rest)
+        return found[0] if found else ""
+
+
+def statements_of(source: str) -> list[Statement]:
+    return [
+        Statement(number, *m.groups())
         for number, line in enumerate(source.splitlines(), 1)
         for text in line.partition("//")[0].split(";")
         if (m := _STATEMENT.match(text))
     ]
-    origin: dict[str, int] = {}  # register or shared address -> line of the atomic
-    for line, (_, name, rest) in statements:
-        shared = ".shared" in name
-        if name.startswith("atom.") and not shared and line in executed:
-            written = _REGISTER.findall(rest.partition("[")[0])
-            origin |= {r: line for r in written if r != "%_"}
+
+
+class Addresses:
+    """Shared addresses as a name and a number, whatever register holds them: `[box]` and, behind `mov.b32 %r6, box`,
+    `[ %r6 + 0 ]` are one."""
+
+    def __init__(self, statements: list[Statement]):
+        written = Counter(r for s in statements for r in _REGISTER.findall(s.target) if not s.name.startswith("st."))
+        self.known: dict[str, str] = {}
+        for s in statements:
+            register = s.target.strip()
+            if written[register] == 1 and s.guard is None and s.name.startswith(("mov.", "add.")):
+                terms = [x.strip() for x in s.rest.split(",")[1:]]
+                found = "+".join(terms)
+                if _SUM.match(found) and not found[:1].isdigit():
+                    self.known[register] = found
+
+    def of(self, text: str) -> str:
+        name, number = text.replace(" ", ""), 0
+        for _ in range(8):  # names of names
+            found = _SUM.match(name)
+            if found is None:
+                break
+            name, number = found[1], number + int(found[2] or 0)
+            if name not in self.known:
+                break
+            name = self.known[name]
+        return f"[{name}+{number}]"
+
+
+def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> tuple[int, int] | None:
+    """(line of an operation on global memory whose name begins so, line of a branch that depends on its result) of a
+    PTX text; `ran`: the lines that were executed. Values are followed through registers, and through shared memory
+    under one and the same address."""
+    executed = set(ran)
+    statements = statements_of(source)
+    addresses = Addresses(statements)
+    origin: dict[str, int] = {}  # register or shared address -> line of the operation
+    for s in statements:
+        if s.name.startswith(beginnings) and ".shared" not in s.name and s.line in executed:
+            origin |= {r: s.line for r in _REGISTER.findall(s.rest.partition("[")[0]) if r != "%_"}
     grew = bool(origin)
     while grew:
         grew = False
-        for _, (guard, name, rest) in statements:
-            if name.startswith(("bra", "bar", "ret")):
+        for s in statements:
+            if s.name.startswith(("bra", "bar", "ret")):
                 continue
-            address = _ADDRESS.search(rest)
-            if name.startswith("st.shared") and address:
-                target = [f"[{address[1].strip()}]"]
-                read = _REGISTER.findall(rest[address.end() :])
-            elif name.startswith("ld.shared") and address:
-                target = _REGISTER.findall(rest[: address.start()])
-                read = [f"[{address[1].strip()}]"]
-            elif name.startswith(("st.", "red.")):
+            address = _ADDRESS.search(s.rest)
+            if s.name.startswith("st.shared") and address:
+                target = [addresses.of(address[1])]
+                read = _REGISTER.findall(s.rest[address.end() :])
+            elif s.name.startswith("ld.shared") and address:
+                target = _REGISTER.findall(s.rest[: address.start()])
+                read = [addresses.of(address[1])]
+            elif s.name.startswith(("st.", "red.")):
                 continue
             else:
-                first = re.match(r"\s*(\{[^}]*\}|[^,]*)", rest)
-                end = first.end() if first else 0
-                target, read = _REGISTER.findall(rest[:end]), _REGISTER.findall(rest[end:])
-            found = next((origin[r] for r in [*read, guard or ""] if r in origin), None)
+                target, read = _REGISTER.findall(s.target), _REGISTER.findall(s.rest[len(s.target) :])
+            found = next((origin[r] for r in [*read, s.guard or ""] if r in origin), None)
             if found is not None:
                 for r in target:
                     if r not in origin:
                         origin[r] = found
                         grew = True
-    for line, (guard, name, _) in statements:
-        if name.startswith("bra") and guard in origin and line in executed:
-            return origin[guard], line
+    for s in statements:
+        if s.name.startswith("bra") and s.guard in origin and s.line in executed:
+            return origin[s.guard], s.line
     return None
+
+
+def branch_on_atomic(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
+    return _branch_on(source, ran, ("atom.",))
+
+
+def branch_on_load(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
+    return _branch_on(source, ran, _LOADS)
+
+
+def places_of(source: str, kernel: str) -> dict[int, str]:
+    """PTX line -> file:line of the program."""
+    from softsm.engine.launch import load
+
+    return {
+        ins.line: f"{ins.loc.file.rpartition('/')[2]}:{ins.loc.line}"
+        for ins in load(source, kernel).program.instructions
+        if ins.loc
+    }

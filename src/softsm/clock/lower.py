@@ -42,32 +42,33 @@ ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS))
 
 @dataclass
 class Streams:
-    """Of each warp of a cluster: machine instructions in order, and the event of each (or -1)."""
+    """Of each warp of a cluster: its way, and the number of its first event; the events of all warps."""
 
-    instructions: list[np.ndarray] = field(default_factory=list)
-    events: list[np.ndarray] = field(default_factory=list)  # number of the first event at that instruction
-    counts: list[np.ndarray] = field(default_factory=list)  # how many
+    paths: list[Path] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
     table: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # kind, a, b, c
 
 
 def kinds_of(streams: list[Streams]) -> list[int]:
     """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
 
+    def one_way(a: Path, b: Path) -> bool:
+        return a is b or np.array_equal(a.instructions, b.instructions) and np.array_equal(a.events, b.events)
+
     def alike(one: Streams, other: Streams) -> bool:
-        pairs = [*zip(one.instructions, other.instructions), *zip(one.events, other.events), (one.table, other.table)]
-        same = len(one.instructions) == len(other.instructions)
-        return same and all(a is b or np.array_equal(a, b) for a, b in pairs)
+        same = one.firsts == other.firsts and np.array_equal(one.table, other.table)
+        return same and all(map(one_way, one.paths, other.paths))
 
     return [next(m for m in range(n + 1) if m == n or alike(streams[m], streams[n])) for n in range(len(streams))]
 
 
 @dataclass
 class Path:
-    """The machine instructions of one way through the program; `events` counts from the first event of the warp."""
+    """The machine instructions of one way through the program."""
 
     instructions: np.ndarray
-    events: np.ndarray
-    counts: np.ndarray
+    events: np.ndarray  # the first at each of them, counted from the warp's first, or -1
+    counts: np.ndarray  # how many
     order: np.ndarray  # the warp's events in the order of the instructions
 
 
@@ -206,7 +207,7 @@ class Lowering:
             if found[n] < 0:
                 before = [found[m] for m in range(n) if found[m] >= 0]
                 same = next((found[m] for m in range(n - 1, -1, -1) if events[m] == (line, kind) and found[m] >= 0), -1)
-                if same >= 0:
+                if same >= 0 and kind != tr.BAR:  # nobody comes to a barrier again who waits there
                     found[n] = same
                 else:
                     free = [at for at in by_kind[kind] if at not in taken]
@@ -295,15 +296,10 @@ class Lowering:
             path = self.paths.get(key)
             if path is None:
                 path = self.paths[key] = self._path(warp.blocks, warp.marks, kinds)
-            out.instructions.append(path.instructions)
-            out.counts.append(path.counts)
+            out.paths.append(path)
+            out.firsts.append(first)
             if warp.events:
-                events = path.events + np.int32(first)
-                events[path.events < 0] = -1
-                out.events.append(events)
                 tables.append(np.array(warp.events, np.float64)[path.order, 1:])
                 first += len(warp.events)
-            else:
-                out.events.append(path.events)
         out.table = np.concatenate(tables)
         return out

@@ -1,14 +1,17 @@
 """What a replay (clock/replay.py) reads and changes: the kinds and columns of machine instructions, the parameters by
-their place in an array, and the arrays themselves, all of one dimension.
+their place in an array, and the arrays themselves, all of one dimension; and the replay as compiled code.
 """
 
 from __future__ import annotations
 
+import functools
+import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
 INF = 1e18
+LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
 # Kinds of machine instructions.
 PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR = range(10)
 # Reasons to wait.
@@ -91,7 +94,7 @@ PARAMETERS = (
 NEAR, FAR = 96, 480  # instructions that the measured jumps went over
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (clock/costs.py): whole numbers, and others.
-KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR = range(7)
+KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: it changes nothing but its warp and pipe
 INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
 # Of a multiprocessor.
 (
@@ -120,7 +123,7 @@ class State(NamedTuple):
     issued: np.ndarray
     asked: np.ndarray  # bytes that loads have still to fetch
     stalls: np.ndarray  # reasons of each, one after the other
-    s_ins: np.ndarray  # streams: machine instruction, first event, events
+    s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
     s_ev: np.ndarray
     s_cnt: np.ndarray
     e_kind: np.ndarray  # events
@@ -129,10 +132,12 @@ class State(NamedTuple):
     e_c: np.ndarray
     w_pos: np.ndarray  # warps
     w_end: np.ndarray
+    w_event: np.ndarray
     w_sm: np.ndarray
     w_sched: np.ndarray
     w_inst: np.ndarray
     w_group: np.ndarray
+    w_alone: np.ndarray  # whether no other warp has its scheduler, and no product is made
     w_time: np.ndarray
     w_since: np.ndarray
     w_tag: np.ndarray
@@ -149,7 +154,7 @@ class State(NamedTuple):
     i_end: np.ndarray
     c_count: np.ndarray  # the cluster's barrier: arrived, turns
     c_time: np.ndarray  # latest, 8 turns
-    b_count: np.ndarray  # mbarriers: pending, expected, bytes, phases done, last cause, 16 causes
+    b_count: np.ndarray  # mbarriers: pending, expected, bytes, phases done, last cause (warp and position), 16 causes
     b_time: np.ndarray  # latest, 16 completions
     named: np.ndarray  # 256 of each instance: arrived, latest
     g_count: np.ndarray  # products of a warpgroup that have arrived, RING of each
@@ -204,3 +209,16 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         np.zeros(11 * sms),
         np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers, ending]),
     )  # fmt: skip
+
+
+@functools.cache
+def compiled():
+    """The replay, compiled at the first use and kept on disk under a name that stands for its text, for this one and
+    for clock/parts.py."""
+    from numba import njit
+
+    from softsm.engine import build
+
+    text, *rest = (pathlib.Path(__file__).with_name(f"{name}.py") for name in ("replay", "machine", "parts"))
+    module = build.load("replay", text.read_text(), tuple(rest))
+    return njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(module.simulate)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from softsm.clock import costs as cs
-from softsm.clock import machine, replay
-from softsm.clock.follow import CannotFollow, branch_on_atomic
+from softsm.clock import machine
+from softsm.clock.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.clock.grid import makespan, over_grid
-from softsm.clock.lower import Lowering, Streams, kinds_of, lowering_of
+from softsm.clock.lower import Lowering, Path, Streams, kinds_of, lowering_of
 from softsm.clock.parameters import Gpu
 from softsm.clock.sass import Code, code_of
 from softsm.clock.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
@@ -94,13 +94,18 @@ class Run:
     s_ins: np.ndarray
     s_ev: np.ndarray
     events: np.ndarray
-    w_begin: np.ndarray
+    w_event: np.ndarray
     fetched: np.ndarray  # when the first warp had the code of each instruction, or -1
+
+    def event(self, warp: int, pos: int) -> np.ndarray | None:
+        """The first at a position of the warp's stream."""
+        number = int(self.s_ev[pos])
+        return self.events[number + self.w_event[warp]] if number >= 0 else None
 
     def reached(self, opcode: str) -> float | None:
         """When the first warp came to such an instruction."""
-        times = [float(t) for t, ins in zip(self.fetched, self.code.instructions) if t >= 0 and ins.opcode == opcode]
-        return min(times, default=None)
+        times = self.fetched[self.code.places.get(opcode, [])].tolist()
+        return min((t for t in times if t >= 0), default=None)
 
 
 def occupancy(trace: LaunchTrace, code: Code) -> int:
@@ -180,8 +185,7 @@ class Model:
     def _unknown_tensors(self) -> None:
         """Loads that no tensor is known for get the number behind the last."""
         tensors = len(self.sources)
-        for streams in self.streams:
-            events = streams.table
+        for events in (x.table for x in self.streams if len(x.table)):
             loads = (events[:, 0] == LOAD) | (events[:, 0] == GATHER)
             events[loads & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors)), 3] = tensors
             copies = events[:, 0] == CP_ASYNC
@@ -193,13 +197,13 @@ class Model:
         trace = self.trace
         if trace.total <= len(trace.clusters) or "atom." not in trace.source:
             return
-        visited = {b for c in trace.clusters for w in c.warps for b in w.blocks}
-        found = branch_on_atomic(trace.source, (n for n, b in trace.blocks.of_line.items() if b in visited))
+        found = branch_on_atomic(trace.source, trace.lines())
         if found is not None:
+            atomic, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
             raise CannotFollow(
-                f"{trace.name}: the branch at PTX line {found[1]} depends on what the atomic operation at line "
-                f"{found[0]} returns, that is on other CTAs; a timing run executes {len(trace.clusters)} of "
-                f"{trace.total} and has no prediction for this kernel"
+                f"{trace.name}: the branch at {branch} depends on what the atomic operation at {atomic} returns, that "
+                f"is on other CTAs; a timing run executes {len(trace.clusters)} of {trace.total} and has no prediction "
+                "for this kernel"
             )
 
     def l1_share(self) -> float:
@@ -255,11 +259,10 @@ class Model:
         stores = {self.trace.blocks.of(line) for line, a in self.trace.access.items() if a.space == "store"}
         turns = 1
         for w in self.trace.clusters[0].warps:
-            visits = Counter(b for b in w.blocks if b in stores)
+            visits = [n for n in map(w.blocks.count, stores) if n]
             bulk = Counter(e[0] for e in w.events if e[1] == STORE)
-            for found in (visits, bulk):
-                if found:
-                    turns = max(turns, min(found.values()))
+            for found in (visits, bulk.values()):
+                turns = max(turns, min(found, default=1))
         return turns
 
     def l2_share(self, s: Source, active: int) -> float:
@@ -280,30 +283,30 @@ class Model:
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         each = -(-trace.threads // 32)
-        s_ins, s_ev, s_cnt, tables = [], [], [], []
-        at, events_at, placed = 0, 0, {}
+        ways: list[Path] = []
+        tables, placed, events_of = [], {}, {}
+        at, events_at = 0, 0
         for n in sorted(set(order)):
-            streams = self.streams[n]
-            spans = []
-            for a, b, k in zip(streams.instructions, streams.events, streams.counts):
-                s_ins.append(a)
-                s_ev.append(np.where(b >= 0, b + events_at, -1) if events_at else b)
-                s_cnt.append(k)
-                spans.append((at, at + len(a)))
-                at += len(a)
-            tables.append(streams.table)
-            events_at += len(streams.table)
-            placed[n] = spans
+            for path in self.streams[n].paths:
+                if id(path) not in placed:
+                    ways.append(path)
+                    placed[id(path)] = (at, at + len(path.instructions))
+                    at += len(path.instructions)
+            tables.append(self.streams[n].table)
+            events_of[n] = events_at
+            events_at += len(tables[-1])
         warps: list[tuple[int, int]] = []
-        rows: list[tuple] = []  # of warps: position, end, multiprocessor, scheduler, instance, warpgroup
+        rows: list[tuple] = []  # of warps, as machine.State has them: from w_pos to w_alone
+        alone = len(queues) * each <= 4 and not self.costs.products
         spans_of: list[tuple[int, int]] = []
         groups = 0
         for inst, n in enumerate(order):
             first, top = len(rows), 0
-            for k, w in enumerate(trace.clusters[n].warps):
+            streams = self.streams[n]
+            for k, (w, path, event) in enumerate(zip(trace.clusters[n].warps, streams.paths, streams.firsts)):
                 group = (w.cta * 64 + w.index) // 4
                 scheduler = 4 * w.cta + (places[inst] * each + w.index) % 4  # small CTAs share the schedulers
-                rows.append((*placed[n][k], w.cta, scheduler, inst, groups + group))
+                rows.append((*placed[id(path)], events_of[n] + event, w.cta, scheduler, inst, groups + group, alone))
                 top = max(top, group + 1)
                 warps.append((inst, k))
             groups += top
@@ -315,18 +318,18 @@ class Model:
             begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
         ints = self.costs.ints
-        flat = (np.concatenate(x) for x in (s_ins, s_ev, s_cnt))
+        flat = (np.concatenate(x) for x in zip(*((way.instructions, way.events, way.counts) for way in ways)))
         barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
         state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
                              log, len(order) - (0 if whole else len(queues)))  # fmt: skip
-        if replay.compiled()(*state):
+        if machine.compiled()(*state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
         kept = state.log.reshape(-1, 6)[: state.count[0]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.issued, kept, state.s_ins, state.s_ev, events,
-                   np.array(rows)[:, 0], state.fetched)  # fmt: skip
+                   state.w_event, state.fetched)  # fmt: skip
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []
@@ -369,7 +372,7 @@ class Model:
         return top - (top - low) * min(1.0, r.busy["tensor core"] / self.gpu["clock.full"])
 
     def _heaviest(self) -> int:
-        return max(range(len(self.streams)), key=lambda n: sum(len(a) for a in self.streams[n].instructions))
+        return max(range(len(self.streams)), key=lambda n: sum(len(x.instructions) for x in self.streams[n].paths))
 
     @property
     def slots(self) -> int:

@@ -20,11 +20,14 @@ from softsm.engine.vec_types import _I32, _I64, Q, U, building
 
 IN_SHARED = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)  # addresses of 32 bits
 PLAIN = "softsm_unnoted"
-RECORD, ACTIVE, WARP, LANES = 0, 1, 2, 3  # columns of a row: the record, active lanes, the warp, 32 addresses
-COLUMNS = 35
+# Columns of a row: the record, active lanes, the warp, bytes from each lane to the next if they are all alike (else
+# NO_STEP), 32 addresses.
+RECORD, ACTIVE, WARP, STEP, LANES = range(5)
+COLUMNS = LANES + 32
+NO_STEP = 1 << 62
 NEXT, LEFT = 0, 1  # control words: where the next row goes; how often each record is still looked at, less
 # than nothing where it is executed more often
-ROOM = 4096  # rows
+ROOM = 1 << 14  # rows
 
 
 def noting(module: ir.Module) -> None:
@@ -53,7 +56,21 @@ def noting(module: ir.Module) -> None:
                     b.store(toq(load_row(field(S, pg.S_R), ra, U)).value, lanes, align=8)
                 with wide:
                     b.store(load_row(field(S, pg.S_Q), ra, Q).value, lanes, align=8)
+            b.store(_step(b, b.load(lanes, align=8)), word(b.add(row, _I64(8 * STEP))))
         b.ret(b.call(plain, function.args))
+
+
+def _step(b: ir.IRBuilder, addresses: ir.Value) -> ir.Value:
+    """Bytes from each lane to the next, or NO_STEP."""
+
+    def places(numbers) -> ir.Constant:
+        return ir.Constant(ir.VectorType(_I32, 32), [_I32(n) for n in numbers])
+
+    steps = b.sub(b.shuffle_vector(addresses, addresses, places([*range(1, 32), 0])), addresses)
+    others = b.shuffle_vector(steps, steps, places([0] * 32))
+    differ = b.bitcast(b.icmp_unsigned("!=", steps, others), _I32)
+    alike = b.icmp_unsigned("==", b.and_(differ, _I32((1 << 31) - 1)), _I32(0))  # the last lane has no next
+    return b.select(alike, b.extract_element(steps, _I32(0)), _I64(NO_STEP))
 
 
 @functools.cache
@@ -100,10 +117,10 @@ class Trail:
         self.address = self.words.ctypes.data
         self.words[0] = self.address + 8
 
-    def taken(self) -> list[list[int]]:
-        """(where from, where to) of each since this was asked last."""
+    def taken(self) -> np.ndarray | None:
+        """(where from, where to) of each since this was asked last; to be read before the next run."""
         n = self.words.item(0) - self.address >> 3
         if n == 1:
-            return []
+            return None
         self.words[0] = self.address + 8
-        return self.words[1:n].reshape(-1, 2).tolist()
+        return self.words[1:n].reshape(-1, 2)

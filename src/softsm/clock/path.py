@@ -46,15 +46,6 @@ class _Log:
             elif kind != PRODUCT:
                 self.waits[warp].append((end, begin, kind, int(more), pos))
         self.last = max((row[0] for rows in self.waits.values() for row in rows), default=0.0)
-        self.of_instance: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for number, (instance, _) in enumerate(run.warps):
-            self.of_instance[instance].append((int(run.w_begin[number]), number))
-        for found in self.of_instance.values():
-            found.sort()
-
-    def warp_at(self, instance: int, pos: int) -> int:
-        found = self.of_instance[instance]
-        return found[max(0, bisect.bisect_right(found, (pos, 1 << 60)) - 1)][1]
 
 
 def critical_path(p: Prediction) -> tuple[float, list[Link]]:
@@ -91,9 +82,10 @@ def critical_path(p: Prediction) -> tuple[float, list[Link]]:
             add("tensor core", ended - began)
             time = began
         elif cause >= 0:
-            other = log.warp_at(run.warps[warp][0], cause)
-            what = _kind(run, cause)
-            flights = log.copies.get((other, cause), [])
+            other, pos = cause >> 32, cause & machine.LOW
+            event = run.event(other, pos)
+            what = -1 if event is None else int(event[0])
+            flights = log.copies.get((other, pos), [])
             issued = [b for e, b in flights if e <= ended + 1 and b < ended]
             if what in (tr.LOAD, tr.GATHER) and issued:
                 add("copy", ended - issued[-1])
@@ -120,16 +112,10 @@ def _role(p: Prediction, run: Run, warp: int) -> str:
     return w.role or f"warp {w.index}"
 
 
-def _kind(run: Run, pos: int) -> int:
-    """Of the event that is at a stream position."""
-    event = int(run.s_ev[pos])
-    return int(run.events[event][0]) if event >= 0 else -1
-
-
 def _barrier(p: Prediction, run: Run, warp: int, pos: int) -> str:
     assert p.trace is not None
     names = p.trace.clusters[run.order[run.warps[warp][0]]].names
-    event = int(run.s_ev[pos])
-    if event >= 0 and int(run.events[event][0]) == tr.WAIT and int(run.events[event][1]) < len(names):
-        return names[int(run.events[event][1])].partition(" (")[0]
+    event = run.event(warp, pos)
+    if event is not None and int(event[0]) == tr.WAIT and int(event[1]) < len(names):
+        return names[int(event[1])].partition(" (")[0]
     return "a wait"

@@ -6,43 +6,41 @@ each operation takes its slot and completes after a latency. mbarriers count arr
 them up. The warp with the earliest time goes first, so everything that another warp may have to wait for is known when
 it asks.
 
-Numba compiles it as one function over arrays of one dimension (clock/machine.py): parts in functions of their own,
-arrays of two dimensions or a tuple of arrays take two to three times as long to compile. Three quarters of that time
-are Numba's own, for types and the way to LLVM's language; fewer statements are what makes it shorter.
+Numba compiles it (`machine.compiled`) as one function over arrays of one dimension: arrays of two dimensions, a tuple
+of arrays, or functions that take many of them need two to three times as long to compile. Three quarters of that time
+are Numba's own, for types and the way to LLVM's language; fewer statements are what makes it shorter. Functions of few
+arrays are in clock/parts.py.
 """
 
 from __future__ import annotations
-
-import functools
-import pathlib
 
 import numpy as np
 
 # isort: off
 from softsm.clock.machine import (
-    ARRIVE, BARRIER, BAR_ARRIVAL, BAR_SYNC, BESIDE, BRANCH, CLUSTER_BARRIER, CODE, COLD, COMMIT, COMPUTES, COPIES,
-    CP_LINE, CTA_GAP, DEPENDS, EXTRA, FAR, GATHER_INTERVAL, HOLDS, INF, INTERVAL, ISSUE, JUMP_FAR, JUMP_NEAR, KIND,
-    L1_LATENCY, LAST_LOAD, LATENCY, LDS_BESIDE, LINES, LOAD_LINE, LOG_COPY, LOG_PRODUCT, LSU_FREE, LSU_QUEUE,
-    MEMBAR, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, NEAR, ON_BARRIER, ON_CLUSTER, ON_NAMED, ON_PRODUCTS, OPERANDS,
-    PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY, PRODUCT_DEPTH,
-    PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, READ, REASON_COUNT, REMOTE, RING, SETS, SHARED,
-    SM_BYTE, STALL, STORE_CYCLE, TAKEN, TENSOR, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TMA_FREE, TMA_INTERVAL,
-    TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TM_FREE, TRY_WAIT, UNITS, WAITS, WAKE, WRITE, WRITE_FREE,
+    ARRIVE, BARRIER, BAR_ARRIVAL, BAR_SYNC, BESIDE, BRANCH, CLUSTER_BARRIER, CODE, COMMIT, COMPUTES, COPIES,
+    CP_LINE, CTA_GAP, DEPENDS, EXTRA, GATHER_INTERVAL, HOLDS, INF, INTERVAL, ISSUE, KIND, L1_LATENCY,
+    LAST_LOAD, LATENCY, LDS_BESIDE, LINES, LOAD_LINE, LOG_COPY, LOG_PRODUCT, LOW, LSU_FREE, LSU_QUEUE, MEMBAR,
+    MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, ON_BARRIER, ON_CLUSTER, ON_NAMED, ON_PRODUCTS, OPERANDS, PIPE,
+    PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY, PRODUCT_DEPTH,
+    PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, REMOTE, RING, SETS,
+    SHARED, SM_BYTE, STALL, STORE_CYCLE, TAKEN, TENSOR, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TMA_FREE,
+    TMA_INTERVAL, TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TM_FREE, TRY_WAIT, UNITS, WAITS, WAKE, WRITE,
+    WRITE_FREE,
 )  # fmt: skip
 # isort: on
-LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
+from softsm.clock.parts import change, earliest, fetch, held, note, plant, wake
 
 
 def simulate(
-    ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_sm,
-    w_sched, w_inst, w_group, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first, i_after,
-    i_next, i_left, i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made,
+    ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_event,
+    w_sm, w_sched, w_inst, w_group, w_alone, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first,
+    i_after, i_next, i_left, i_start, i_end, c_count, c_time, b_count, b_time, named, g_count, g_done, g_begin, g_made,
     g_asked, g_at, g_pos, g_home, g_warp, turn, queued, engines, pipes, memory, p, log, count,
 ):  # fmt: skip
     """-> 0, or 1 if all warps that are left wait for each other."""
     n_inst = len(i_first)
     nb, ending = count[1], count[2]
-    room = len(log) // 6
     n_log = 0
     active = np.zeros(len(w_pos), np.int64)
     n_active = 0
@@ -66,33 +64,15 @@ def simulate(
         x = w_time[w]
         if others:
             others = False
-            for k in range(leaves):
-                tree[leaves + k] = w_time[active[k]] if k < n_active else INF
-            for k in range(leaves - 1, 0, -1):
-                tree[k] = min(tree[2 * k], tree[2 * k + 1])
+            plant(tree, leaves, w_time, active, n_active)
             second = -1.0
         elif x >= second:
-            k = leaves + place
-            tree[k] = y = x
-            while k > 1:
-                y = min(y, tree[k ^ 1])
-                k >>= 1
-                tree[k] = y
+            change(tree, leaves + place, x)
         if x < second:
             t = x  # it is the first again
         else:
             t = tree[1]
-            second = INF
-            k = 1
-            while k < leaves:
-                k = 2 * k & LOW
-                x = tree[k + 1]
-                if x < tree[k]:
-                    x = tree[k]
-                    k += 1
-                if x < second:
-                    second = x
-            place = k - leaves
+            place, second = earliest(tree, leaves)
             w = active[place] & LOW
         # ---- the tensor core: a warpgroup goes on as long as it has products, then comes the next ----
         if soon < t:
@@ -124,11 +104,7 @@ def simulate(
                     g_done[r] += p[PRODUCT_WIDE]
                 g_made[g] += 1
                 inst = g_home[2 * g + 1]
-                if n_log < room:
-                    n = 6 * n_log
-                    log[n], log[n + 1], log[n + 2], log[n + 3] = g_warp[g], g_pos[r], soon, y
-                    log[n + 4], log[n + 5] = LOG_PRODUCT, -1
-                    n_log += 1
+                n_log = note(log, n_log, g_warp[g], g_pos[r], soon, y, LOG_PRODUCT, -1)
                 for v in range(i_first[inst], i_after[inst]):
                     if w_tag[v] == ON_PRODUCTS + g:
                         w_tag[v] = -1
@@ -141,6 +117,49 @@ def simulate(
         inst = w_inst[w] & LOW
         sm = w_sm[w] & LOW
         pos = w_pos[w] & LOW
+        slot = 17 * (w_sched[w] & LOW)
+        first = pos
+        while w_alone[w] and pos < w_end[w] and s_ev[pos] < 0:
+            # What no other warp notices comes to the same whenever they do what they do.
+            i = s_ins[pos] & LOW
+            m = 8 * i
+            te = fetched[i]
+            if te < 0.0 or ints[m + QUIET] == 0:
+                break
+            reason = CODE
+            if te < t:
+                te = t
+            mask = ints[m + WAITS]
+            if mask != 0:
+                x = held(board, 8 * w, mask)
+                if x > te:
+                    te = x
+                    reason = DEPENDS
+            k = slot + (ints[m + PIPE_OF] & LOW)
+            x = pipes[k]
+            if x > te:
+                te = x
+                reason = PIPE
+            x = pipes[slot + 16]
+            if x > te:
+                te = x
+                reason = ISSUE
+            if te > t:
+                stalls[REASON_COUNT * i + (reason & 15)] += te - t
+            pipes[k] = te + values[m + INTERVAL]
+            pipes[slot + 16] = te + 1
+            issued[i] += 1
+            r = 8 * w + (ints[m + SETS] & 7)
+            board[r] = max(board[r], te + values[m + LATENCY])
+            r = 8 * w + (ints[m + HOLDS] & 7)
+            board[r] = max(board[r], te + p[OPERANDS])
+            t = te + ints[m + STALL]
+            if ints[m + KIND] == TAKEN:
+                t = max(t, te + p[BRANCH])
+            pos += 1
+        if pos > first:
+            w_pos[w], w_time[w] = pos, t
+            continue
         en = 11 * sm  # of its engines
         if pos >= w_end[w]:
             w_time[w] = INF
@@ -165,13 +184,8 @@ def simulate(
         k = ints[m + KIND]
         # ---- code, scoreboards, pipe, slot ----
         x = fetched[i]
-        if x < 0.0:  # nobody has run it: what follows comes fast, what a jump leads to does not
-            x = t + p[COLD]
-            over = abs(i - s_ins[pos - 1] - 1) if pos > 0 else FAR
-            if over >= NEAR:
-                x = t + p[JUMP_NEAR] + (p[JUMP_FAR] - p[JUMP_NEAR]) * min(1.0, (over - NEAR) / (FAR - NEAR))
-            elif over > 0:
-                x = t + p[JUMP_NEAR] * over / NEAR
+        if x < 0.0:
+            x = t + fetch(s_ins[pos - 1] if pos > 0 else -1, i, p)
             fetched[i] = x
         te = t
         reason = 0
@@ -180,13 +194,10 @@ def simulate(
             reason = CODE
         mask = ints[m + WAITS]
         if mask != 0:
-            for r in range(6):
-                if mask >> r & 1:
-                    x = board[8 * w + r]
-                    if x > te:
-                        te = x
-                        reason = DEPENDS
-        slot = 17 * (w_sched[w] & LOW)
+            x = held(board, 8 * w, mask)
+            if x > te:
+                te = x
+                reason = DEPENDS
         x = pipes[slot + (ints[m + PIPE_OF] & LOW)]
         if x > te:
             te = x
@@ -210,6 +221,7 @@ def simulate(
         e0 = s_ev[pos]
         e1 = e0
         if e0 >= 0:
+            e0 += w_event[w]
             e1 = e0 + s_cnt[pos]
         te = t
         blocked = -1
@@ -272,14 +284,12 @@ def simulate(
         if w_since[w] >= 0:
             x = t - w_since[w]
             stalls[REASON_COUNT * i + why] += x
-            if n_log < room and x > 4:
+            if x > 4:
                 cause = -1
                 for e in range(e0, e1):
                     if e_kind[e] == 2 and e_b[e] >= 0:
                         cause = b_count[21 * (inst * nb + e_a[e]) + 5 + e_b[e] % 16]
-                n = 6 * n_log
-                log[n], log[n + 1], log[n + 2], log[n + 3], log[n + 4], log[n + 5] = w, pos, w_since[w], t, why, cause
-                n_log += 1
+                n_log = note(log, n_log, w, pos, w_since[w], t, why, cause)
             w_since[w] = -1.0
         # ---- issue ----
         hold = values[m + INTERVAL]
@@ -390,11 +400,7 @@ def simulate(
                     engines[q] = y
                     eff = max(x + memory[5 * c + 2] + size * p[SM_BYTE], y + memory[5 * c + 3])
                     engines[en + LAST_LOAD] = eff
-                    if n_log < room:
-                        n = 6 * n_log
-                        log[n], log[n + 1], log[n + 2], log[n + 3] = w, pos, t, eff
-                        log[n + 4], log[n + 5] = LOG_COPY, size
-                        n_log += 1
+                    n_log = note(log, n_log, w, pos, t, eff, LOG_COPY, size)
                 b_count[21 * b + 2] -= size
             elif ek == 4:
                 x = t + p[TMA_ISSUE]
@@ -464,11 +470,7 @@ def simulate(
                 engines[en + TENSOR_FREE] = begin + took
                 engines[en + PORT_SHARE] = y / took
                 engines[en + MMA_LAST] = begin + took + p[MMA_TAIL] + 32.0 * pair + (0.0 if e_c[e] & 2 else 24.0)
-                if n_log < room:
-                    n = 6 * n_log
-                    log[n], log[n + 1], log[n + 2], log[n + 3] = w, pos, begin, begin + took
-                    log[n + 4], log[n + 5] = LOG_PRODUCT, -1
-                    n_log += 1
+                n_log = note(log, n_log, w, pos, begin, begin + took, LOG_PRODUCT, -1)
             elif ek == 13:
                 b_count[21 * b] -= 1
                 eff = max(t + p[COMMIT], engines[en + MMA_LAST])
@@ -481,17 +483,13 @@ def simulate(
                     c_count[2 * inst + 1] += 1
                     c_count[2 * inst] = 0
                     c_time[9 * inst] = 0.0
-                    for v in range(i_first[inst], i_after[inst]):
-                        if w_tag[v] == ON_CLUSTER + inst:
-                            w_tag[v] = -1
-                            w_time[v] = t
-                            others = True
+                    others |= wake(ON_CLUSTER + inst, t, w_tag, w_time, i_first[inst], i_after[inst])
             if eff < 0:
                 continue
             # an mbarrier has changed
             if eff >= b_time[17 * b]:
                 b_time[17 * b] = eff
-                b_count[21 * b + 4] = pos
+                b_count[21 * b + 4] = w << 32 | pos
             if b_count[21 * b] == 0 and b_count[21 * b + 2] == 0:
                 n = b_count[21 * b + 3]
                 b_time[17 * b + 1 + n % 16] = b_time[17 * b]
@@ -499,22 +497,6 @@ def simulate(
                 b_count[21 * b + 3] = n + 1
                 b_count[21 * b] = b_count[21 * b + 1]
                 b_time[17 * b] = 0.0
-                for v in range(i_first[inst], i_after[inst]):
-                    if w_tag[v] == ON_BARRIER + b:
-                        w_tag[v] = -1
-                        w_time[v] = t
-                        others = True
+                others |= wake(ON_BARRIER + b, t, w_tag, w_time, i_first[inst], i_after[inst])
     count[0] = n_log
     return 0
-
-
-@functools.cache
-def compiled():
-    """Compiled at the first use, kept on disk under a name that stands for this text and for clock/machine.py."""
-    from numba import njit
-
-    from softsm.engine import build
-
-    here = pathlib.Path(__file__)
-    module = build.load("replay", here.read_text(), (here.with_name("machine.py"),))
-    return njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(module.simulate)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from softsm.clock import machine
+from softsm.clock.follow import branch_on_load, places_of
+from softsm.clock.lower import kinds_of
 from softsm.clock.model import Prediction
 from softsm.clock.path import critical_path
+from softsm.clock.trace import WAIT
 from softsm.clock.validated import band, statement
 
 SHOWN = 6
@@ -51,7 +54,7 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
             for b in set(w.blocks):
                 roles_of.setdefault(b, set()).add(w.role)
                 warps_of[b] = warps_of.get(b, 0) + times
-    barriers, places = _barriers(p), _places(p)
+    barriers, places = _barriers(p), places_of(trace.source, trace.name)
     found: dict[tuple, list] = {}
     for i in np.argsort(-run.stalls.sum(1))[:200].tolist():
         if i >= len(run.code.instructions):
@@ -79,22 +82,29 @@ def _barriers(p: Prediction) -> dict[int, str]:
     assert run is not None and trace is not None
     names = trace.clusters[run.order[0]].names
     out: dict[int, set[str]] = {}
-    for pos in np.flatnonzero(run.s_ev >= 0)[:200_000].tolist():
-        event = run.events[run.s_ev[pos]]
-        if int(event[0]) == 2 and int(event[1]) < len(names):
-            out.setdefault(int(run.s_ins[pos]), set()).add(names[int(event[1])])
+    streams = run.streams[run.order[0]]
+    for path, first in zip(streams.paths, streams.firsts):
+        places = np.flatnonzero(path.events >= 0)
+        events = streams.table[path.events[places] + first, :2].astype(int).tolist()
+        for i, (kind, barrier) in zip(path.instructions[places].tolist(), events):
+            if kind == WAIT and barrier < len(names):
+                out.setdefault(i, set()).add(names[barrier])
     return {i: "/".join(sorted(found)[:3]) for i, found in out.items()}
 
 
-def _places(p: Prediction) -> dict[int, str]:
-    """PTX line -> file:line of the program."""
-    from softsm.engine.launch import load
-
-    assert p.trace is not None
-    kernel = load(p.trace.source, p.trace.name)
-    return {
-        ins.line: f"{ins.loc.file.rpartition('/')[2]}:{ins.loc.line}" for ins in kernel.program.instructions if ins.loc
-    }
+def doubt(p: Prediction) -> str:
+    """What makes the time a guess: CTAs whose way depends on data, of which a few were looked at and differ."""
+    run, trace = p.run, p.trace
+    if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
+        return ""
+    found = branch_on_load(trace.source, trace.lines())
+    if found is None:
+        return ""
+    load, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
+    return (
+        f"a guess: how long a CTA runs depends on data (the branch at {branch}, on what {load} loads), and the "
+        f"{len(trace.clusters)} of {trace.total} that were looked at differ; the others are taken to lie between them"
+    )
 
 
 def as_dict(p: Prediction) -> dict:
@@ -107,7 +117,7 @@ def as_dict(p: Prediction) -> dict:
         "busy": {k: round(float(v), 3) for k, v in p.busy.items()},
         "roofline_us": {k: round(float(v), 2) for k, v in p.roofline.items()},
         "registers": p.registers, "spilled_bytes": p.spills, "stalls": [str(s) for s in stalls(p)],
-        "critical_path": [dataclasses.asdict(x) for x in critical_path(p)[1][:20]],
+        "critical_path": [dataclasses.asdict(x) for x in critical_path(p)[1][:20]], "doubt": doubt(p),
     }  # fmt: skip
 
 
@@ -125,6 +135,8 @@ def text(p: Prediction) -> str:
         f"  {_bound(p)}; {_round(p.body_us, digits)} us without the launch, "
         f"{p.body_us / max(p.roofline[limit], 1e-9):.3g} times what {limit} needs at least",
     ]
+    if words := doubt(p):
+        lines.append(f"  {words}")
     waits = stalls(p)
     if waits:
         lines.append("  longest waits of a warp:")

@@ -55,6 +55,14 @@ class Code:
     costs: dict = field(default_factory=dict)  # by the name of a GPU: clock/costs.py
     lowering: Any = None  # clock/lower.py
 
+    @functools.cached_property
+    def places(self) -> dict[str, list[int]]:
+        """Instructions by opcode."""
+        found: dict[str, list[int]] = {}
+        for i, ins in enumerate(self.instructions):
+            found.setdefault(ins.opcode, []).append(i)
+        return found
+
 
 def tool(name: str, arch: str) -> str:
     """The path of ptxas (the one Triton takes for this target) or nvdisasm."""

@@ -46,8 +46,8 @@ def recorded(p: Prediction) -> Recorder:
             out.add(Track(0, inst, "TMA", row), "TMA load", a, max(b, a + 1), "copy", bytes=int(more), **details)
         else:
             name = "wait"
-            if int(run.s_ev[int(pos)]) >= 0:
-                event = run.events[run.s_ev[int(pos)]]
+            event = run.event(int(warp), int(pos))
+            if event is not None:
                 names = trace.clusters[run.order[inst]].names
                 if int(event[0]) == 2 and int(event[1]) < len(names):
                     name = f"wait {names[int(event[1])]}"

@@ -7,13 +7,14 @@ An event is what other warps or engines notice: an arrival, a wait, a copy, a pr
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from softsm.clock import noting
-from softsm.clock.accesses import Access, Instructions, Looks
+from softsm.clock.accesses import Access, Instructions, Looks, shifts
 from softsm.clock.blocks import Blocks, blocks_of
 from softsm.clock.follow import CannotFollow
 from softsm.engine import dispatch
@@ -46,6 +47,7 @@ from softsm.report.roles import role_of
     CLUSTER_WAIT,
     GATHER,
 ) = range(17)
+MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
 
@@ -103,6 +105,11 @@ class LaunchTrace:
     total: int  # clusters of the grid
     dependent: bool = False  # launched early: it may begin before the grid before it has ended
 
+    def lines(self) -> list[int]:
+        """Of the PTX, that some CTA ran."""
+        visited = {b for c in self.clusters for w in c.warps for b in w.blocks}
+        return [n for n, b in self.blocks.of_line.items() if b in visited]
+
 
 def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
     """Addresses of the active lanes."""
@@ -110,6 +117,13 @@ def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
     if active == 0xFFFFFFFF:
         return [a + offset for a in values]
     return [a + offset for k, a in enumerate(values) if active >> k & 1]
+
+
+def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """All numbers from each of `first` to its `after`, one range behind the other."""
+    lengths = after - first
+    ends = lengths.cumsum()
+    return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 class TracingEngine(AsyncEngine):
@@ -164,7 +178,8 @@ class Known:
         stop[self.blocks.starts] = True
         at = np.where(stop, np.arange(n), n)
         self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
-        self.block_from = np.searchsorted(self.blocks.starts, np.arange(n + 2)).tolist()  # the first there or later
+        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
+        self.block_from = self.far_from.tolist()
         self.code = quiet_code(program, machine.kernel.blocks)
 
 
@@ -193,12 +208,12 @@ class TracingMachine(Machine):
         self.notes: list = []
         self.ops: list = []
         self.passed = None
-        self.barrier_type = traced_barrier(self)
         known = self.kernel.__dict__.get("_timed")
         if known is None:
             known = self.kernel._timed = Known(self)
         self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
-        self.stops, self.block_from, self.code = known.stops, known.block_from, known.code
+        self.stops, self.code = known.stops, known.code
+        self.block_from, self.far_from = known.block_from, known.far_from
         self.looks = Looks(known.instructions)
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
@@ -212,12 +227,17 @@ class TracingMachine(Machine):
         self.order_started = 0
         memory = self.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
+        self.shifts = shifts(memory.starts)
         self.traces: list[ClusterTrace] = []
         self.ctas: list[int] = []  # of each warp, by its number in the notes
         self.owners: list[ClusterTrace] = []  # of each CTA
         self.trail = noting.Trail(noting.ROOM)
         self.inner = dispatch.runner(noting.operation())
         self.run_code = self._run
+
+    @functools.cached_property
+    def barrier_type(self) -> type:
+        return traced_barrier(self)
 
     # ---- the path ------------------------------------------------------------------------------------------------
 
@@ -263,7 +283,7 @@ class TracingMachine(Machine):
             most = min(quantum - used, notes.room())
             status, pc, mask, about, steps = self.inner(state, pc, mask, last, most, jumps)
             used += steps
-            self._passed(mine, begin, steps, [] if multi else trail.taken(), fresh)
+            self._passed(mine, begin, steps, None if multi else trail.taken(), fresh)
             fresh = True
             if multi or mask != whole or status not in (pg.QUANTUM, pg.MERGE):
                 return status, pc, mask, about, used
@@ -272,15 +292,24 @@ class TracingMachine(Machine):
             if used >= quantum:
                 return pg.QUANTUM, pc, mask, about, used
 
-    def _passed(self, mine: WarpTrace, begin: int, steps: int, jumps: list, fresh: bool) -> None:
+    def _passed(self, mine: WarpTrace, begin: int, steps: int, jumps: np.ndarray | None, fresh: bool) -> None:
         """The blocks that begin on the way from `begin` on, `steps` further with these jumps."""
         block_from, blocks = self.block_from, mine.blocks
         before = len(blocks)
         at = begin
-        for leave, to in jumps:
-            blocks += range(block_from[at], block_from[leave + 1])
-            steps -= leave + 1 - at
-            at = to
+        if jumps is not None and len(jumps) > MANY:
+            # From where each jump leads to up to where the next one leaves; then the last.
+            first, after = self.far_from[jumps[:-1, 1]], self.far_from[jumps[1:, 0] + 1]
+            blocks += range(block_from[begin], block_from[jumps.item(0, 0) + 1])
+            blocks += (first if (after - first == 1).all() else ranges(first, after)).tolist()
+            left, came = jumps.sum(0).tolist()
+            at = jumps.item(-1, 1)
+            steps -= left + len(jumps) - begin - came + at
+        elif jumps is not None:
+            for leave, to in jumps.tolist():
+                blocks += range(block_from[at], block_from[leave + 1])
+                steps -= leave + 1 - at
+                at = to
         blocks += range(block_from[at], block_from[at + steps])
         if not fresh and len(blocks) > before and self.blocks.starts[blocks[before]] == begin:
             del blocks[before]  # it has been noted when the record was tried first
@@ -373,8 +402,9 @@ class TracingMachine(Machine):
             addresses = lanes_of(warp.Q[o.src], lanes, 0)
             if o.used is not None:
                 addresses = [a for a, n in zip(addresses, lanes_of(warp.R[o.used], lanes, 0)) if n]
-            sectors, lines_asked = len({a >> 5 for a in addresses}), len({a >> 7 for a in addresses})
-            tensor = self._tensor(addresses[0]) if sectors else -1
+            tensor = self._tensor(addresses[0]) if addresses else -1
+            shift = self.shifts.item(tensor)
+            sectors, lines_asked = (len({a + shift >> bits for a in addresses}) for bits in (5, 7))
             if sectors:
                 trace.traffic[tensor, "read"] += 32 * sectors
                 if len(trace.starts[tensor]) < 4096:

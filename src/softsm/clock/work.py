@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from softsm.clock import machine
@@ -24,7 +26,9 @@ def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tupl
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     """Cycles of each engine that one cluster needs, all its multiprocessors together."""
     r = machine
-    ran = np.bincount(np.concatenate(streams.instructions), minlength=len(costs.ints))
+    ways = {id(path): path for path in streams.paths}
+    often = Counter(map(id, streams.paths))
+    ran = sum(often[k] * np.bincount(path.instructions, minlength=len(costs.ints)) for k, path in ways.items())
     kind = costs.ints[:, r.KIND]
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
     units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)

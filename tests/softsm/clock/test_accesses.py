@@ -41,7 +41,7 @@ def test_warps_of_a_cta_ask_in_step() -> None:
     addresses = 32 * np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
     turn = accesses.turns_of(np.array([0, 0, 1, 1]))
     assert turn.tolist() == [0, 1, 0, 1]
-    units, missed, _ = accesses.sectors_of(addresses, np.zeros(4, bool), np.zeros(4, int), turn)
+    units, missed, _ = accesses.sectors_of(None, lambda: addresses, np.zeros(4, bool), np.zeros(4, int), turn)
     assert units.tolist() == [1, 1, 1, 1]
     assert missed.tolist() == [1, 0, 1, 0]
 
@@ -53,7 +53,9 @@ def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
     starts = 4096 + 512 * random.integers(0, 6, 12)
     offsets = LANES * step if step is not None else 4 * random.integers(0, 400, (12, 32))
     addresses, turn = starts[:, None] + offsets, accesses.turns_of(np.arange(12) // 6)
-    units, missed, lines = accesses.sectors_of(addresses.copy(), np.arange(12) == 5, np.zeros(12, int), turn)
+    ends = addresses[:, [0, -1]] if step in (0, 4, 16, 32) else None
+    store, cta = np.arange(12) == 5, np.zeros(12, int)
+    units, missed, lines = accesses.sectors_of(ends, addresses.copy, store, cta, turn)
     asked: set[int] = set()
     for n in sorted(range(12), key=lambda n: int(turn[n])):
         mine = set((addresses[n] >> 5).tolist())

@@ -68,7 +68,8 @@ def test_equal_launches_are_shown_once(tmp_path) -> None:
     assert done.exit_code == 0 and done.output.count("us predicted") == 3
     assert "launch 1: doubled on H200: " in done.output and "launch 4: doubled on H200: " in done.output
     assert "launches 2 to 3, 5: doubled on H200: " in done.output and "5 launches in a row: " in done.output
-    each = json.loads(timed(tmp_path, "for n in (1, 1):\n    launch(n)\n", "--json").stdout)["launches"]
+    printing = "for n in (1, 1):\n    launch(n)\nprint('no JSON')\n"
+    each = json.loads(timed(tmp_path, printing, "--json").stdout)["launches"]
     assert len(each) == 2
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
+from softsm.clock import report
 from softsm.clock.follow import CannotFollow, branch_on_atomic
 from softsm.errors import Deadlock
 
@@ -79,3 +80,33 @@ def test_lines_that_did_not_run_do_not_count() -> None:
     atomic = next(n for n, line in enumerate(COUNTER.splitlines(), 1) if "atom" in line)
     assert branch_on_atomic(COUNTER, range(1, 40)) == (atomic, atomic + 4)
     assert branch_on_atomic(COUNTER, set(range(1, 40)) - {atomic}) is None
+
+
+@pytest.mark.parametrize("address", ["[ %r7 + 0 ]", "[%r5]", "[box + 0]"])
+def test_a_shared_address_is_known_by_any_name(address) -> None:
+    """Triton stores through a register and loads by the symbol."""
+    by_register = COUNTER.replace("NEXT:", "mov.b32 %r7, box; add.s32 %r5, %r7, 0;\nNEXT:").replace(
+        "st.shared.b32 [box]", f"st.shared.b32 {address}"
+    )
+    assert branch_on_atomic(by_register, range(1, 40)) is not None
+    elsewhere = by_register.replace("ld.shared.b32 %r2, [box]", "ld.shared.b32 %r2, [box+4]")
+    assert branch_on_atomic(elsewhere, range(1, 40)) is None
+
+
+ROWS = HEAD + """
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.u32 %r2, [%d2]; mov.u32 %r3, 0;
+TURN:
+  add.u32 %r3, %r3, 1; st.volatile.shared.b32 [box], %r3; setp.lt.u32 %p1, %r3, %r2; @%p1 bra TURN;
+  ret;
+}"""
+
+
+def test_a_length_that_is_loaded_makes_a_guess_where_ctas_differ() -> None:
+    def doubt(lengths: np.ndarray) -> str:
+        with softsm.timing("h200") as timer:
+            softsm.load(ROWS).launch(len(lengths), 32, [lengths, 0])
+        return report.doubt(timer.predictions[0])
+
+    assert doubt(np.full(400, 7, np.uint32)) == ""
+    words = doubt(np.arange(400, dtype=np.uint32))
+    assert words.startswith("a guess") and "the 3 of 400 that were looked at differ" in words

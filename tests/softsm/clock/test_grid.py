@@ -56,7 +56,7 @@ def test_ctas_that_do_the_same_are_one_kind() -> None:
 def test_streams_differ_if_an_event_does() -> None:
     def streams(size: int) -> lower.Streams:
         one = np.zeros(3, np.int32)
-        return lower.Streams([one], [one - 1], [one], np.array([[4.0, 0, size, 0]]))
+        return lower.Streams([lower.Path(one, one - 1, one, one)], [0], np.array([[4.0, 0, size, 0]]))
 
     assert lower.kinds_of([streams(64), streams(32), streams(64), streams(32)]) == [0, 1, 0, 1]
 

@@ -30,15 +30,16 @@ LOOP:
 """
 
 
-def words(count: int) -> np.ndarray:
-    """On a line of 128 bytes."""
-    raw = np.zeros(count + 32, np.uint32)
-    first = -raw.ctypes.data % 128 // 4
-    return raw[first : first + count]
+def words(count: int, offset: int = 0) -> np.ndarray:
+    """That begin so many bytes behind a line of 128 bytes of the host."""
+    raw = bytearray(4 * count + 256)
+    first = np.frombuffer(raw, np.uint8).ctypes.data
+    return np.frombuffer(raw, np.uint32, count, -first % 128 + offset)
 
 
-def traced(turns: int, threads: int = 32):
-    x = words(64 * (turns + 1) + threads)
+def traced(turns: int, threads: int = 32, x: np.ndarray | None = None):
+    if x is None:
+        x = words(64 * (turns + 1) + threads)
     with softsm.timing("h200") as timer:
         softsm.load(PTX).launch(1, threads, [x, turns], sms=132)
     return timer.predictions[0].trace
@@ -56,7 +57,7 @@ def line_of(text: str) -> int:
     return next(n for n, line in enumerate(PTX.splitlines(), 1) if text in line)
 
 
-@pytest.mark.parametrize("turns", [1, 2, 7, 300])
+@pytest.mark.parametrize("turns", [1, 2, 7, 300, 3000])
 def test_every_turn_of_a_loop_is_on_the_trail(turns) -> None:
     trace = traced(turns)
     loop = trace.blocks.of(line_of("ld.global"))
@@ -71,6 +72,14 @@ def test_loads_and_stores_are_noted_with_their_sectors() -> None:
     assert (load.looks, load.units, load.space, load.bytes) == (5, 5 * 4, "load", 5 * 128)
     assert (store.looks, store.units, store.space) == (5, 5 * 4, "store")
     assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == 5 * 128
+
+
+@pytest.mark.parametrize("offset", [4, 16, 64, 124])
+def test_where_the_host_has_a_tensor_does_not_count(offset) -> None:
+    """A GPU's allocator begins each at a multiple of 512 bytes."""
+    whole, moved = (traced(5, x=words(64 * 6 + 32, n)).access for n in (0, offset))
+    assert [(a.units, a.lines, a.missed) for a in moved.values()] == [(20, 5, 20)] * 2
+    assert [(a.units, a.lines, a.missed) for a in whole.values()] == [(20, 5, 20)] * 2
 
 
 def test_traffic_counts_what_was_not_looked_at() -> None:

@@ -122,3 +122,20 @@ def test_what_does_not_change_between_launches_is_made_once(monkeypatch) -> None
             assert made.count("_path") == 1  # eight warps go one way
             made.clear()
     assert made == ["replay"]
+
+
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_warp_with_a_scheduler_of_its_own_goes_ahead_and_takes_as_long(threads) -> None:
+    """Others notice nothing of what it does by itself; who of two comes first at the same time may differ."""
+    body = """  ex2.approx.ftz.f32 %f1, %f1; fma.rn.f32 %f2, %f1, %f1, %f2; bar.sync 0;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.b32 %f3, [%d2]; add.rn.f32 %f1, %f1, %f3;"""
+    text = STREAM.replace("%BODY%", body).replace("256, 1, 1", f"{threads}, 1, 1")
+    with softsm.timing("h200") as timer:
+        softsm.load(text).launch(1, threads, [np.zeros(128, np.float32), 100])
+    found = timer.predictions[0]
+    again = model.Model(found.trace, found.gpu)
+    again.costs.products = True  # with products none goes ahead
+    other = again.predict()
+    assert found.cycles == pytest.approx(other.cycles, rel=1e-3)
+    assert found.run.issued.tolist() == other.run.issued.tolist()
+    assert found.run.stalls.sum() == pytest.approx(other.run.stalls.sum(), rel=0.01)
