@@ -1,6 +1,6 @@
 """The Blackwell kernel of V4 attention on a CPU, through softsm: one problem per part of the code; the suite is slow.
 
-Compiling a variant takes longer than running it: the quick tests share one.
+Compiling a variant takes longer than running it: the quick tests share one, but for that of FP8 rows.
 """
 
 import dataclasses
@@ -58,7 +58,18 @@ def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
     compare(*run(order, **problem))
 
 
-@pytest.mark.slow  # test_v4_pair.py has a quick one
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_cta_takes_one_query_of_fp8_rows_after_the_other(order, monkeypatch):
+    """Of three blocks, the last in part; of none; of one: the ring goes on in its middle."""
+    multiprocessors(monkeypatch, 1)
+    cache = dsv4.Fp8Cache.pack(rows(60), rows_per_page=4)
+    compare(*run(
+        order, q=torch.randn(3, 8, 512).bfloat16(), window=cache, window_indices=numbers(3, 140, of=60),
+        window_lengths=torch.tensor([140, 0, 7], dtype=torch.int32), sink=torch.randn(8),
+    ))  # fmt: skip
+
+
+@pytest.mark.slow  # a variant of its own, which differs by the table
 @pytest.mark.parametrize("order", ["eager", "latest", "random"])
 def test_fp8_rows_by_block_table_and_requests(order):
     compare(*run(order, **fp8()))
