@@ -3,6 +3,8 @@
 ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
 STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
 MAX_SPLITS = 256
+MERGED_AT_ONCE = 16  # splits; more are merged more slowly
+MOST_SHORT = 4  # splits of one step that a thread block takes one after the other; more were not measured
 WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
 DETERMINISTIC_KEYS = 2048
@@ -28,6 +30,21 @@ def choose_splits(tiles: int, multiprocessors: int, keys: int, merged: bool = Tr
         return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
 
     return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
+
+
+def uneven(tiles: int, multiprocessors: int, steps: int, splits: int) -> tuple[int, int, int]:
+    """(splits, thread blocks that have one of the equal splits each, steps from which on splits are uneven).
+
+    Where one step is left over, it becomes a split by itself instead of making others longer: the multiprocessors that
+    have none of the equal splits share those of all tiles. The host knows how many steps there can be, the kernel how
+    many there are: it cuts evenly what is shorter than uneven_from, or leaves over more than one step.
+    """
+    free = multiprocessors - tiles * splits
+    if 1 < splits < MERGED_AT_ONCE and free > 0 and steps % splits == 1:
+        each = -(-tiles // free)  # short items of a thread block; about as long as two steps
+        if each <= MOST_SHORT and 2 * each <= steps // splits:
+            return splits + 1, tiles * splits, 2 * each * splits + 1
+    return splits, 0, 0x7FFFFFFF
 
 
 def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:

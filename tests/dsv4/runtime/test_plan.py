@@ -9,7 +9,7 @@ from agreement import qkv
 
 import dsv4
 from dsv4.runtime.plan import _splits, deterministic_cut
-from dsv4.runtime.splits import choose_splits
+from dsv4.runtime.splits import choose_splits, uneven
 
 CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
 
@@ -171,3 +171,12 @@ def test_long_prompts_are_not_split_for_the_sake_of_the_last_round():
     assert choose_splits(16 * 256, 132, 16384) == 1
     assert choose_splits(16 * 256, 132, 16384, merged=False) > 1  # no partial results: the last round counts
     assert choose_splits(8, 132, 16384) > 8
+
+
+def test_a_step_that_is_left_over_is_a_split_where_multiprocessors_are_left_over():
+    """65 steps of 16 tiles: eight splits of eight steps on 128 of 132 multiprocessors; the other four take four short
+    ones each. Not where there are too many of those, two steps are left over, or no multiprocessor is."""
+    assert choose_splits(16, 132, 65 * 128) == 8
+    assert uneven(16, 132, 65, 8) == (9, 128, 65)
+    for tiles, steps, splits in ((64, 65, 2), (16, 66, 8), (16, 33, 8), (12, 67, 11), (8, 65, 16), (132, 65, 1)):
+        assert uneven(tiles, 132, steps, splits)[:2] == (splits, 0)

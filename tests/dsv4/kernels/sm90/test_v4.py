@@ -11,6 +11,7 @@ import dsv4
 import softsm
 from dsv4 import reference, suites
 from dsv4.kernels.shared.fmha import prepare
+from dsv4.kernels.shared.v4 import prepare as listed_prepare
 from dsv4.kernels.shared.v4 import unpack
 from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, checks, dispatch
@@ -125,6 +126,18 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
         q=torch.randn(1, 8, 512).half(), window=rows(40).half(), window_indices=numbers(1, 130, of=40),
         compressed=rows(99).half(), compressed_indices=numbers(1, 200, of=99), plan=plan, softmax_scale=-0.1,
         inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)),
+    )  # fmt: skip
+    compare(*compared)
+
+
+def test_what_equal_splits_leave_over_is_shared(monkeypatch):
+    """Five steps are two equal splits of two and one more, four are two; four CTAs have an equal split each, one has
+    both of what is left: a step of the first query, nothing of the second."""
+    monkeypatch.setattr(listed_prepare, "uneven", lambda *_: (3, 4, 5))
+    compared = run(
+        "latest", sms=5, q=torch.randn(2, 8, 512).half(), window=rows(40).half(), window_indices=numbers(2, 130, of=40),
+        compressed=rows(99).half(), compressed_indices=numbers(2, 360, of=99), softmax_scale=-0.1,
+        compressed_lengths=torch.tensor([360, 300], dtype=torch.int32),
     )  # fmt: skip
     compare(*compared)
 

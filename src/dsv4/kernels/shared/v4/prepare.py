@@ -25,7 +25,7 @@ from dsv4.kernels.shared.v4.items import CELLS, FP8, LIST, NONE, TABLE, TMA
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
-from dsv4.runtime.splits import choose_splits, deterministic_cut
+from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
 from dsv4.v4.problem import V4Problem
 
 HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -59,9 +59,11 @@ def prepare_listed(
     """
     ctas = options.get("num_ctas", 1)
     tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
-    steps_per_split = 0
+    steps_per_split, alone, uneven_from = 0, 0, 0x7FFFFFFF
     if splits == 0:
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
+        if "uneven_from" in kernel.arg_names and not p.deterministic and p.num_splits == 0:
+            splits, alone, uneven_from = uneven(tiles, target.multiprocessors, -(-p.max_seqlen_k // step), splits)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
     split = splits > 1 or p.deterministic or is_partial(p)
@@ -102,7 +104,8 @@ def prepare_listed(
         rope_positions=positions, rope_width=angles, rope_line=angle_line, num_splits=splits,
         tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
         stride_oh=stride_oh, stride_ln=stride_ln, stride_lh=stride_lh, sign=sign, split=int(split),
-        signed_scale=sign * scale, items=tiles * splits, splits_inverse=inverse, splits_shift=shift,
+        signed_scale=sign * scale, items=tiles * splits, alone=alone, uneven_from=uneven_from,
+        splits_inverse=inverse, splits_shift=shift,
     )  # fmt: skip
     ways = [CELLS, CELLS]
     if "window_desc" in kernel.arg_names:
@@ -115,8 +118,9 @@ def prepare_listed(
         grid = (tiles // p.batch, p.batch, splits)
     if "items" in kernel.arg_names:
         grid = (min(tiles * splits, target.multiprocessors // ctas),)
+    equal = dict(num_splits=splits - (alone > 0))
     program.launch(
-        kernel, grid, arguments, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
+        kernel, grid, arguments | equal, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
         WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=unit_of(p.window),
         COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and short else split,

@@ -20,7 +20,6 @@ from dsv4.kernels.compat import (
     reinterpret_as,
 )
 from dsv4.kernels.shared import dependent
-from dsv4.kernels.shared.fmha.tiles import split_range
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 from dsv4.kernels.shared.v4.rows import (
     Pool,
@@ -313,8 +312,9 @@ def write_job(job, turn, blocks, query, first_head, split):
 
 
 @gluon.jit
-def gather_role(q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
-                FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr, AFTER: gl.constexpr):  # fmt: skip
+def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
+                HOW: gl.constexpr, FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
+                AFTER: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
     AFTER: the grid before makes rows, and may still run."""
     if AFTER:
@@ -322,11 +322,15 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for item in range(gl.program_id(0), items, stride):
         query, first_head, split = place_of(item, sizes.queries, sizes.heads)
         lists = lists_of(query, window, compressed, requests, HOW)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
-        begin, end = split_range(steps, split, sizes.num_splits, sizes.tiles_per_split)
+        # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
+        shared = steps - (steps >= uneven_from).to(gl.int32)
+        each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
+        begin = gl.minimum(split * each, steps)
+        end = gl.minimum(begin + each, steps)
         L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
         # On its way while Q is asked for.
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)

@@ -248,14 +248,14 @@ def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr
 
 
 @gluon.jit
-def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr, SIGN: gl.constexpr,
-              N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
+              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _item in range(gl.program_id(0), items, stride):
         blocks = begin(barriers.q_ready, memory.job, turn)
         steps = blocks // 2
         o = gl.zeros([64, 256], gl.float32, LO)
@@ -282,18 +282,18 @@ def half_role(memory, barriers, items, scale, output, HALF: gl.constexpr, SPLIT:
 
 
 @gluon.jit(do_not_specialize=[
-    "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
-    "window_row_stride", "window_inverse", "window_shift", "window_width", "window_line", "compressed_rows",
-    "compressed_page_rows", "compressed_page_stride", "compressed_row_stride", "compressed_inverse", "compressed_shift",
-    "compressed_width", "compressed_line", "window_lengths", "compressed_lengths", "starts", "requests",
-    "rope_positions", "rope_width", "rope_line", "num_splits", "tiles_per_split", "stride_qn", "stride_qh", "stride_on",
-    "stride_oh", "stride_ln", "stride_lh",
+    "want_lse", "items", "alone", "uneven_from", "queries", "heads", "window_rows", "window_page_rows",
+    "window_page_stride", "window_row_stride", "window_inverse", "window_shift", "window_width", "window_line",
+    "compressed_rows", "compressed_page_rows", "compressed_page_stride", "compressed_row_stride", "compressed_inverse",
+    "compressed_shift", "compressed_width", "compressed_line", "window_lengths", "compressed_lengths", "starts",
+    "requests", "rope_positions", "rope_width", "rope_line", "num_splits", "tiles_per_split", "stride_qn", "stride_qh",
+    "stride_on", "stride_oh", "stride_ln", "stride_lh",
 ])  # fmt: skip
 def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
-              positions_ptr, scale, want_lse, items, queries, heads, window_rows, window_page_rows, window_page_stride,
-              window_row_stride, window_inverse, window_shift, window_width, window_line, compressed_rows,
-              compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse,
+              positions_ptr, scale, want_lse, items, alone, uneven_from, queries, heads, window_rows, window_page_rows,
+              window_page_stride, window_row_stride, window_inverse, window_shift, window_width, window_line,
+              compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse,
               compressed_shift, compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests,
               rope_positions, rope_width, rope_line, num_splits, tiles_per_split, stride_qn, stride_qh, stride_on,
               stride_oh, stride_ln, stride_lh,
@@ -327,14 +327,17 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
                     queries, heads, rope, want_lse)  # fmt: skip
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+    # The first `alone` CTAs have one item each, the others share what is left: see splits.uneven.
+    items = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, items)
+    stride = gl.num_programs(0) - alone
 
     memory = make_memory(q_ptr.dtype.element_ty)
     barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
-        (half_role, (memory, barriers, items, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
-        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, sizes, HOW, FP8, UNIT,
-                       RESIDENT, AFTER)),
+        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
+                       FP8, UNIT, RESIDENT, AFTER)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
