@@ -43,10 +43,10 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
 from dsv4.kernels.shared.fmha.loads import advance, zero_unseen
-from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
 
 AT_ONCE = gl.constexpr(4)
+ALL = gl.constexpr(1 << 30)  # past every row
 
 
 @aggregate
@@ -194,20 +194,28 @@ def scores(x, y):
 
 
 @gluon.jit
-def visible(p, row, key, sizes, LS: gl.constexpr):
-    """P^T [64 keys, 64 rows], 0 where the row does not see the key."""
-    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
-    last = gl.minimum((row + 63) // group, tokens - 1)
-    if (key < first_key(last, tokens, keys, left)) | (key + 64 > end_key(row // group, tokens, keys, right)):
-        token = (row + gl.arange(0, 64, layout=gl.SliceLayout(0, LS))) // group
-        number = key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))
-        apart = (number - (keys - tokens))[:, None] - token[None, :]
-        p = gl.where((apart >= -left) & (apart <= right) & (number < keys)[:, None], p, 0.0)
+def rows_that_see(key, sizes):
+    """[first, end) of the packed rows that see a key (a number or a tensor of them)."""
+    offset = sizes.keys - sizes.tokens
+    first = gl.minimum(gl.maximum(key - offset - sizes.right, 0), sizes.tokens)
+    end = gl.minimum(gl.maximum(key - offset + sizes.left + 1, 0), sizes.tokens)
+    # Rows past the last one need no mask: their P is 0 because of lse2.
+    return gl.where(key < sizes.keys, first * sizes.group, ALL), gl.where(end < sizes.tokens, end * sizes.group, ALL)
+
+
+@gluon.jit
+def visible(p, row, key, whole, sizes, LS: gl.constexpr):
+    """P^T [64 keys, 64 rows], 0 where the row does not see the key. whole: [first, end) of the rows that see all of
+    them; found once, because finding the token of a row takes a division."""
+    if (row < whole[0]) | (row + 64 > whole[1]):
+        number = row + gl.arange(0, 64, layout=gl.SliceLayout(0, LS))[None, :]
+        first, end = rows_that_see(key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS)), sizes)
+        p = gl.where((number >= first[:, None]) & (number < end[:, None]), p, 0.0)
     return p
 
 
 @gluon.jit
-def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales, ds_scale,
+def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, whole, sizes, scales, ds_scale,
          W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
     k, v, q, dout, stat = memory.k, memory.v, memory.q, memory.dout, memory.stat
@@ -218,7 +226,7 @@ def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, sizes, scales
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     dp = scores(v.index(opaque + W), dout.index(slot))
     p = gl.exp2(s * scales.s - lse2[None, :])
-    p = visible(p, row, key, sizes, LS)
+    p = visible(p, row, key, whole, sizes, LS)
     if SCALED:
         p16 = (p * scales.p).to(q.dtype)
     else:
@@ -289,11 +297,12 @@ def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, 
         mbarrier.wait(barriers.ready.index(0), 0)
         s = scores(memory.k.index(W), memory.q.index(0))
         steps = (end - first + 63) // 64
+        whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
         for turn in range(0, steps - 1):
             s, dk, dv, slot, phase = step(s, dk, dv, memory, barriers, first + turn * 64, mine, slot, phase, turn,
-                                          sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
+                                          whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
         _, dk, dv, _, _ = step(s, dk, dv, memory, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
-                               sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+                               whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
     scale = scales.gradient
     if SCALED:
         dv = dv / scales.p
