@@ -223,16 +223,39 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr):
     )  # fmt: skip
 
 
+@aggregate
+class Asked:
+    """Rows of an FP8 block, the first half on its way: their pool's memory, where they are, scales, e4m3 values."""
+
+    ptr: Value
+    data: Value
+    there: Value
+    at: Value
+    low: Value
+    x: Value
+    y: Value
+
+
 @gluon.jit
-def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr):
-    """Blocks [first, end) of FP8 rows, through registers.
+def ask(pool, number, UNIT: gl.constexpr):
+    data, there, at = fp8_place(pool, number, UNIT)
+    low = scale_word(pool.ptr, at, there, 0, UNIT)
+    x = fp8_load(pool.ptr, data, there, 0, 2, UNIT)
+    y = fp8_load(pool.ptr, data, there, 2, 2, UNIT)
+    return Asked(pool.ptr, data, there, at, low, x, y)
+
+
+@gluon.jit
+def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+               UNIT: gl.constexpr):  # fmt: skip
+    """Blocks [first, end) of FP8 rows, through registers. number, asked: of the first.
 
     The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
     for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
     its first is stored, the first half of a row of the next block as the second is.
 
     By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory, whereas rows
-    picked by a list came later for it.
+    picked by a list came later for it. There the cheaper scales (NANS) would cost five reloads a block, too.
     """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
@@ -240,44 +263,32 @@ def fp8_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: g
     following = number
     if HOW == TABLE:
         following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
-    pool = pool_of(pools, first < lists.window_blocks)
-    ptr = pool.ptr
-    data, there, at = fp8_place(pool, number, UNIT)
-    low = scale_word(ptr, at, there, 0, UNIT)
-    x = fp8_load(ptr, data, there, 0, 2, UNIT)
-    y = fp8_load(ptr, data, there, 2, 2, UNIT)
-    if HOW == TABLE:
         prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
     for block in range(first, end):
         slot = block % 2 * 2
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(x, low, 0))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, NANS=HOW == TABLE))
         later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
-        high = scale_word(ptr, at, there, 4, UNIT)
-        z = fp8_load(ptr, data, there, 4, 2, UNIT)
-        u = fp8_load(ptr, data, there, 6, 1, UNIT)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(y, low, 2))
+        high = scale_word(asked.ptr, asked.at, asked.there, 4, UNIT)
+        z = fp8_load(asked.ptr, asked.data, asked.there, 4, 2, UNIT)
+        u = fp8_load(asked.ptr, asked.data, asked.there, 6, 1, UNIT)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, NANS=HOW == TABLE))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
-        fp8_rest(ptr, data, there, tile, ready.index(slot + 1), UNIT)
-        write_bias(bias.index(block % 2), there)
+        fp8_rest(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT)
+        write_bias(bias.index(block % 2), asked.there)
         if HOW != TABLE:
             following = later
-        pool = pool_of(pools, block + 1 < lists.window_blocks)
-        ptr = pool.ptr
-        data, there, at = fp8_place(pool, following, UNIT)
-        low = scale_word(ptr, at, there, 0, UNIT)
-        x = fp8_load(ptr, data, there, 0, 2, UNIT)
-        y = fp8_load(ptr, data, there, 2, 2, UNIT)
+        asked = ask(pool_of(pools, block + 1 < lists.window_blocks), following, UNIT)
         if HOW == TABLE:
             following = later
             prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0))
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, NANS=HOW == TABLE))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, NANS=HOW == TABLE))
         mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
     return phase
@@ -292,8 +303,8 @@ def mixed_blocks(lists, pools, memory, barriers, first, end, phase, HOW: gl.cons
         if (block < lists.window_blocks) == WINDOW_FP8:
             eight = window if WINDOW_FP8 else compressed
             eight_number = numbers_of(lists, block, True, eight, entries(words(gl.num_warps())), HOW)
-            phase = fp8_blocks(eight_number, lists, Pools(eight, eight), memory, barriers, block, block + 1, phase, HOW,
-                               UNIT)  # fmt: skip
+            phase = fp8_blocks(eight_number, ask(eight, eight_number, UNIT), lists, Pools(eight, eight), memory,
+                               barriers, block, block + 1, phase, HOW, UNIT)  # fmt: skip
         else:
             plain = compressed if WINDOW_FP8 else window
             number = numbers_of(lists, block, True, plain, entries(lanes(gl.num_warps())), HOW)
@@ -332,8 +343,9 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         begin = gl.minimum(split * each, steps)
         end = gl.minimum(begin + each, steps)
         L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
-        # On its way while Q is asked for.
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        if FP8[0] and FP8[1]:  # rows are on their way while the last item's scores are waited for, then Q
+            asked = ask(pool_of(pools, begin * 2 < lists.window_blocks), number, UNIT)
         mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
@@ -346,7 +358,7 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         if FP8[0] != FP8[1]:
             phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
         elif FP8[0]:
-            phase = fp8_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
+            phase = fp8_blocks(number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
         elif RESIDENT:
             phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
         else:
