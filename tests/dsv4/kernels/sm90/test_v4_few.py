@@ -69,6 +69,20 @@ def test_scores_that_rise_late(check):
     )  # fmt: skip
 
 
+def test_a_first_block_far_below_the_guess(check):
+    """Maxima begin with 0, and every score is about -180: made with 0, all of P would vanish."""
+    q = torch.randn(1, 1, 512).expand(1, 12, 512)
+    rows = -q[0, :1] + torch.randn(90, 512) * 0.1
+    window = dsv4.Fp8Cache.pack(rows.bfloat16(), rows_per_page=64)
+    check(
+        16, 1, q=(q * 8).bfloat16(), window=window,
+        window_indices=torch.arange(70, dtype=torch.int32)[None], window_lengths=torch.tensor([70], dtype=torch.int32),
+        compressed=pool(90, 2), compressed_indices=numbers(1, 70, of=90),
+        compressed_lengths=torch.tensor([0], dtype=torch.int32), sink=torch.full((12,), -2000.0),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_32_heads_split_and_merged(order, check):

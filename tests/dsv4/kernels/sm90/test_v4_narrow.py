@@ -165,7 +165,7 @@ def test_few_items_take_it():
     assert launch(2, 128, 1152) == ("v4_few", 16, None, (8, 2, 6))
     assert launch(8, 64) == ("v4_few", 16, None, (4, 8, 4))
     assert launch(8, 64, 1152) == ("v4_few", 32, None, (2, 8, 6))
-    assert launch(8, 128) == ("v4_few", 32, None, (4, 8, 4))
+    assert launch(8, 128) == launch(8, 128, 1152) == ("v4_few", 32, None, (4, 8, 4))
     assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_few", 16, None, (1, 128, 1))
     assert launch(128, 32) == ("v4_few", 32, None, (1, 128, 1))
     assert launch(512, 16) == ("v4_few", 16, None, (1, 512, 1))

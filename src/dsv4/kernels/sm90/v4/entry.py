@@ -50,9 +50,10 @@ NARROW = (
 # faster, with splits and for all heads and rows of a query in one CTA, and its cost. In several rounds of CTAs costs do
 # not add up like that: with 16 heads it was 7 % faster than v4_listed in two and in four of them.
 FEW_ROUNDS = 4
+FEW_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_listed gathers their rows twice
 FEW = (
     (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), (18, 18), Cost(10.2, 0.008, 2.2)),
-    (dict(HEADS=32, GATHER_REGS=152, num_warps=4, EARLY=True), (3, 10), Cost(13.4, 0.008, 2.3)),
+    (dict(HEADS=32, GATHER_REGS=144, num_warps=4, EARLY=True), (3, 10), Cost(12.9, 0.008, 2.25)),
 )
 LISTED = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_listed, with FP8 rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
@@ -115,7 +116,8 @@ def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
         longest = max(1, -(-blocks // splits))
         splits = max(1, -(-blocks // longest))
         us = cost.of(tiles * splits, longest)
-        if longest <= most[tiles * splits == p.batch] and (us < best or again and options["HEADS"] == 16):
+        limit = max(most[0], FEW_SPLIT) if p.q_heads > 64 else most[tiles * splits == p.batch]
+        if longest <= limit and (us < best or again and options["HEADS"] == 16):
             found, best = (v4_few, options, splits), us
     return found
 

@@ -11,8 +11,8 @@ compute, one block after the other::
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
 P is made with the maxima as they are, and stored, before warps have told each other what they saw: the barrier that
-says P is there says that, too. Only where a score is far above its maximum, in the first block and seldom later, maxima
-move, P is made anew, and O is rescaled.
+says P is there says that, too. Only where a score is far above its maximum maxima move, P is made anew, and O is
+rescaled. Maxima begin with 0, a guess; a first block with scores far from it, or without some of its rows, sets them.
 
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
@@ -24,14 +24,16 @@ highest         16                  of each computing warp: how far a score is a
 barriers        8 each
 
 barrier         arrives     count   waits       means
-ready[2g + h]   gather g    1       compute     half h of a block is in slot g; if h = 0, its bias
-free[2g + h]    compute     1       gather g    the products with half h of slot g are complete
+ready_h[g]      gather g    1       compute     half h of a block is in slot g; if h = 0, its bias
+free_h[g]       compute     1       gather g    the products with half h of slot g are complete
 
 Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
 heads, where compute takes longer than gather, by gather.
 """
 
 from dsv4.kernels.compat import (
+    Value,
+    aggregate,
     async_copy,
     barrier,
     fence_async_shared,
@@ -51,7 +53,6 @@ from dsv4.kernels.sm90.v4.transposed import (
     add,
     ask,
     copy_heads,
-    finish,
     left_scores,
     make_memory,
     masked,
@@ -61,12 +62,25 @@ from dsv4.kernels.sm90.v4.transposed import (
     prefetch_lists,
     right_scores,
     scores_layout,
+    sink_of_heads,
     unpack_left,
     unpack_right,
     work_of,
+    write_lse,
+    write_out,
 )
 
 GROUPS = gl.constexpr(2)  # of gathering warps, and slots
+
+
+@aggregate
+class Barriers:
+    """By slot. Of halves apart: the compiler puts a barrier of warps between accesses to the same array."""
+
+    ready0: Value
+    ready1: Value
+    free0: Value
+    free1: Value
 
 
 @gluon.constexpr_function
@@ -82,15 +96,27 @@ def for_all():
     )
 
 
+@gluon.constexpr_function
+def per_lane(heads, rows=0):
+    """[heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
+    n = heads.bit_length() - 1
+    row = [0] * (rows > 0)
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1 << i, 0] for i in range(rows.bit_length() - 1)],
+        lane_bases=[[*row, 1 << i] for i in range(n)] + [[*row, 0]] * (5 - n), warp_bases=[[*row, 0]] * 2,
+        block_bases=[], shape=[rows, heads] if rows else [heads],
+    )  # fmt: skip
+
+
 @gluon.jit
-def highest_of_warps(x):
+def highest_of_warps(x, mask):
     """Of x [64, HEADS], as bits: those of positive numbers are in the order of the numbers. [4]"""
-    return gl.max(x.to(gl.int32, bitcast=True).reshape([4, 16 * x.shape[1]]), 1)
+    return gl.max((x.to(gl.int32, bitcast=True) & mask).reshape([4, 16 * x.shape[1]]), 1)
 
 
 @gluon.jit
-def gather_role(window, compressed, requests, pools, memory, ready, free, splits, GROUP: gl.constexpr,
-                HOW: gl.constexpr, UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr, HOW: gl.constexpr,
+                UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
     lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     entry = entries(words(gl.num_warps()))
@@ -98,36 +124,37 @@ def gather_role(window, compressed, requests, pools, memory, ready, free, splits
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, HOW)
     phase = 1  # the first wait on an untouched barrier passes
     for block in range(first, work.end, GROUPS):
-        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT)
+        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, EXCHANGED=True)
         number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
-        mbarrier.wait(free.index(2 * GROUP), phase)
+        mbarrier.wait(barriers.free0.index(GROUP), phase)
         unpack_left(rows, memory, GROUP)
         if FENCE:
             fence_async_shared()
-        mbarrier.arrive(ready.index(2 * GROUP), count=1)
-        mbarrier.wait(free.index(2 * GROUP + 1), phase)
-        unpack_right(rows, memory, GROUP)
+        mbarrier.arrive(barriers.ready0.index(GROUP), count=1)
+        mbarrier.wait(barriers.free1.index(GROUP), phase)
+        unpack_right(rows, memory, GROUP, EXCHANGED=True)
         if FENCE:
             fence_async_shared()
-        mbarrier.arrive(ready.index(2 * GROUP + 1), count=1)
+        mbarrier.arrive(barriers.ready1.index(GROUP), count=1)
         phase = phase ^ 1
 
 
 @gluon.jit
-def compute_role(q, window, compressed, requests, memory, highest, ready, free, output, scale, splits,
+def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, splits,
                  HEADS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
     LO: gl.constexpr = output_layout(WARPS, HEADS)
     LP: gl.constexpr = partial_sums(gl.zeros([64, HEADS], gl.float32, LS)).type.layout
     first_head = gl.program_id(0) * HEADS
+    sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early: it comes from memory
     copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
     lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
     o3 = gl.zeros([128, HEADS], gl.float32, LO)
-    m = gl.full([HEADS], softmax.LOWEST, gl.float32, gl.SliceLayout(0, LS))
+    m = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, LS))  # a guess
     l = gl.zeros([4, 8, HEADS], gl.float32, LP)
     async_copy.wait_group(0)  # Q; seen by all warps after the barrier
     barrier()
@@ -137,12 +164,12 @@ def compute_role(q, window, compressed, requests, memory, highest, ready, free, 
         # Opaque, else all wgmma descriptors would be kept in registers, and spilled; apart, else those of S until O.
         at = slot + zero(block)
         keys_at = slot + zero(block)
-        mbarrier.wait(ready.index(2 * slot), phase)
+        mbarrier.wait(barriers.ready0.index(slot), phase)
         if not gather_fences(HEADS):
             fence_async_shared()
         bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = left_scores(memory, keys_at, zero(block), HEADS)
-        mbarrier.wait(ready.index(2 * slot + 1), phase)
+        mbarrier.wait(barriers.ready1.index(slot), phase)
         if not gather_fences(HEADS):
             fence_async_shared()
         s = right_scores(s, memory, keys_at, zero(block))
@@ -156,13 +183,16 @@ def compute_role(q, window, compressed, requests, memory, highest, ready, free, 
         above = x - m[None, :]
         p = gl.exp2(above)
         memory.p.index(0).store(p.to(memory.p.dtype))
-        highest.store(highest_of_warps(above))
+        first = block == work.begin  # then far below the guess counts as far above
+        highest.store(highest_of_warps(above, gl.where(first, 0x7FFFFFFF, -1)))
         fence_async_shared()
         barrier()
         if gl.max(highest.load(for_all()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
             top = maxima(x, memory.tops, m)
-            before = m
-            m = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
+            moved = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
+            moved = gl.where(first, gl.maximum(top, softmax.LOWEST), moved)
+            before = gl.where(first, moved, m)  # nothing to rescale
+            m = moved
             p = gl.exp2(x - m[None, :])
             memory.p.index(0).store(p.to(memory.p.dtype))
             factor = gl.exp2(before - m)
@@ -177,10 +207,16 @@ def compute_role(q, window, compressed, requests, memory, highest, ready, free, 
         o2 = add(o2, memory.kv2.index(at), memory.p.index(at - here))
         o3 = add(o3, memory.kv3.index(at), memory.p.index(at - here))
         o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
-        mbarrier.arrive(free.index(2 * here), count=1)
+        mbarrier.arrive(barriers.free0.index(here), count=1)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
-        mbarrier.arrive(free.index(2 * here + 1), count=1)
-    finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
+        mbarrier.arrive(barriers.free1.index(here), count=1)
+    # Sums of warps through shared memory once, then a head per lane: else every thread would have the logarithms of all
+    # its columns to take.
+    memory.tops.store(gl.sum(l, 1))
+    m = gl.convert_layout(m, per_lane(HEADS))
+    l = gl.convert_layout(gl.sum(memory.tops.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
+    place = (work.query, first_head, gl.program_id(2))
+    write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
 
 
 @gluon.jit(do_not_specialize=[
@@ -225,15 +261,19 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     memory = make_memory(HEADS, 64, GROUPS)
     highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
-    for i in gl.static_range(2 * GROUPS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    barriers = Barriers(
+        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR), gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR),
+        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR), gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR),
+    )  # fmt: skip
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(barriers.ready0.index(i), count=1)
+        mbarrier.init(barriers.ready1.index(i), count=1)
+        mbarrier.init(barriers.free0.index(i), count=1)
+        mbarrier.init(barriers.free1.index(i), count=1)
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
-        (compute_role, (q, window, compressed, requests, memory, highest, ready, free, output, scale, splits, HEADS,
-                        HOW, SIGN, SPLIT)),
-        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 0, HOW, UNIT, FENCE)),
-        (gather_role, (window, compressed, requests, pools, memory, ready, free, splits, 1, HOW, UNIT, FENCE)),
+        (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS, HOW,
+                        SIGN, SPLIT)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, HOW, UNIT, FENCE)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, HOW, UNIT, FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

@@ -17,7 +17,15 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.items import LIST, lists_of
-from dsv4.kernels.shared.v4.rows import fp8_load, fp8_rows, fp8_to_bf16, plain_rows, quotient, words_of
+from dsv4.kernels.shared.v4.rows import (
+    entries,
+    fp8_load,
+    fp8_rows,
+    fp8_to_bf16,
+    plain_rows,
+    quotient,
+    words_of,
+)
 from dsv4.kernels.sm90.v4.gather import lanes
 
 
@@ -56,9 +64,9 @@ def work_of(window, compressed, requests, splits, HOW: gl.constexpr, KEYS: gl.co
     query, split = gl.program_id(1), gl.program_id(2)
     lists = lists_of(query, window, compressed, requests, HOW, KEYS)
     blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
-    each = quotient(blocks + splits.count - 1, splits.inverse, splits.shift)
-    begin = gl.minimum(split * each, blocks)
-    return lists, Work(query, begin, gl.minimum(begin + each, blocks))
+    # As even as can be, not so many each until none are left: the fewer CTAs have most, the less memory has to do.
+    begin = quotient(blocks * split, splits.inverse, splits.shift)
+    return lists, Work(query, begin, quotient(blocks * (split + 1), splits.inverse, splits.shift))
 
 
 @gluon.jit
@@ -157,16 +165,31 @@ def copy_heads(q, query, first_head, heads, smem):
     async_copy.commit_group()
 
 
+@gluon.constexpr_function
+def exchanged():
+    """[64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
+    rows = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *rows], alignment=1024)
+
+
 @gluon.jit
-def ask(pool, number, UNIT: gl.constexpr):
-    """The rows of a block, by number."""
+def ask(pool, number, UNIT: gl.constexpr, EXCHANGED: gl.constexpr = False):
+    """The rows of a block, by number. EXCHANGED: odd rows begin with the second half of their last 64 values: else two
+    rows, of four threads each, would be stored to the same banks."""
     ptr = pool.ptr
     data, there, scales = fp8_rows(pool, number, UNIT)
     x0 = fp8_load(ptr, data, there, 0, 2, UNIT)
     x1 = fp8_load(ptr, data, there, 2, 2, UNIT)
     x2 = fp8_load(ptr, data, there, 4, 2, UNIT)
     x3 = fp8_load(ptr, data, there, 6, 1, UNIT)
-    rest = words_of(ptr, data, there, 112, 32, UNIT)
+    if EXCHANGED:
+        L: gl.constexpr = number.type.layout.parent
+        odd = (entries(L) & 1).to(gl.int64) * 64
+        first = words_of(ptr, data + odd, there, 112, 16, UNIT)
+        second = words_of(ptr, data - odd, there, 128, 16, UNIT)
+        rest = gl.join(first, second).permute((0, 2, 1)).reshape([64, 32])
+    else:
+        rest = words_of(ptr, data, there, 112, 32, UNIT)
     return Rows(x0, x1, x2, x3, rest, scales, there)
 
 
@@ -204,9 +227,10 @@ def unpack_left(rows, memory, slot):
 
 
 @gluon.jit
-def unpack_right(rows, memory, slot):
+def unpack_right(rows, memory, slot, EXCHANGED: gl.constexpr = False):
     """The last 256 columns of a block."""
-    LAST: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
     KEYS: gl.constexpr = memory.kv3.shape[1]
     pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
     pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
@@ -321,17 +345,27 @@ def put_rounded(x, place, output, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def write_lse(m, l, place, output, SPLIT: gl.constexpr):
+def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
+    """Of a split: none, since the combine kernel applies it."""
+    if SPLIT:
+        sink = gl.full([HEADS], -float("inf"), gl.float32, L)
+    else:
+        head = first_head + gl.arange(0, HEADS, layout=L)
+        sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
+    return sink
+
+
+@gluon.jit
+def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr):
     """LSE of the heads -> what normalises O."""
     query, first_head, split = place
     head = first_head + gl.arange(0, m.shape[0], layout=m.type.layout)
     there = head < output.heads
-    if SPLIT:  # in base 2; the combine kernel applies the sink
-        factor, lse = softmax.finish(m, l, gl.full(m.shape, -float("inf"), gl.float32, m.type.layout))
+    factor, lse = softmax.finish(m, l, sink)
+    if SPLIT:  # in base 2
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         gl.store(output.part_lse_ptr + part, lse, mask=there)
     else:
-        factor, lse = softmax.finish(m, l, softmax.sink_of(output.sink_ptr, head, there))
         gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                  lse * softmax.LN2, mask=there & (output.want_lse != 0))  # fmt: skip
     return factor
@@ -346,13 +380,20 @@ def masked(s, bias, SIGN: gl.constexpr):
 @gluon.jit
 def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
     """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
-    o0, o1, o2, o3 = o
-    LO: gl.constexpr = o0.type.layout
-    query, first_head, split = place
+    HEADS: gl.constexpr = m.shape[0]
     # A head per lane: else every thread would take the logarithms of all its columns.
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
-    factor = gl.convert_layout(write_lse(m, l, place, output, SPLIT), gl.SliceLayout(0, LO))[None, :]
+    sink = sink_of_heads(output, place[1], SPLIT, HEADS, L)
+    write_out(o, write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
+
+
+@gluon.jit
+def write_out(o, factor, memory, place, output, SPLIT: gl.constexpr):
+    """O^T, whose quarters o has, times what normalises it."""
+    o0, o1, o2, o3 = o
+    query, first_head, split = place
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, o0.type.layout))[None, :]
     rope = output.rope
     line_ptr = rope.cos_sin_ptr
     if rope.width > 0:
