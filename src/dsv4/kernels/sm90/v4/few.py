@@ -24,8 +24,10 @@ highest         16                  of each computing warp: how far a score is a
 barriers        8 each
 
 barrier         arrives     count   waits       means
-ready_h[g]      gather g    1       compute     half h of a block is in slot g; if h = 0, its bias
-free_h[g]       compute     1       gather g    the products with half h of slot g are complete
+ready0[g]       gather g    1       compute     the first half of a block is in slot g, and its bias
+ready1[g]       gather g    1       compute     the second half is, too
+free0[g]        compute     1       gather g    the products with the first half of slot g are complete
+free1[g]        compute     1       gather g    those with the second half are
 
 Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
 heads, where compute takes longer than gather, by gather.
@@ -261,15 +263,16 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     memory = make_memory(HEADS, 64, GROUPS)
     highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR), gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR),
-        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR), gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR),
-    )  # fmt: skip
+    ready0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    ready1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    free0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    free1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
     for i in gl.static_range(GROUPS):
-        mbarrier.init(barriers.ready0.index(i), count=1)
-        mbarrier.init(barriers.ready1.index(i), count=1)
-        mbarrier.init(barriers.free0.index(i), count=1)
-        mbarrier.init(barriers.free1.index(i), count=1)
+        mbarrier.init(ready0.index(i), count=1)
+        mbarrier.init(ready1.index(i), count=1)
+        mbarrier.init(free0.index(i), count=1)
+        mbarrier.init(free1.index(i), count=1)
+    barriers = Barriers(ready0, ready1, free0, free1)
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
         (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS, HOW,
