@@ -276,7 +276,7 @@ def cost(only: str) -> str:
         return 1e3 * min(once() for _ in range(times))
 
     lines = [
-        "| program | CTAs | emulated | looked at | plain, ms | timed, ms | timed again, ms | again / plain |",
+        "| program | CTAs | emulated | covered | plain, ms | timed, ms | timed again, ms | again / plain |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     grids = [(of, n) for of, numbers in timing_cases.COSTS for n in numbers]
