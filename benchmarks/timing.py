@@ -312,10 +312,10 @@ def write_predictions(predicted: Path, page: Path) -> None:
     """The last section of docs/kernels.md."""
     kept = page.read_text().partition(f"\n{HEADING}")[0]
     text = f"""
-By softsm's timing model ([timing.md](timing.md)): predicted, never run on a B200; rates of tensor memory and the clock
-under load are assumptions, that of TMA gathers is a bound. One problem or more for every kernel; for forward and
-backward passes the times of all launches. Where this table and the budget differ, the table has more in it: waits,
-latencies, starts and ends.
+These times are predicted by softsm's timing model ([timing.md](timing.md)) and were never measured on a B200. The
+rate of tensor memory and the clock under load are assumptions; the rate of TMA gathers is a bound. Every kernel has
+at least one problem; forward and backward passes have the times of all launches. Where this table and the budget
+differ, it is because the table also includes waits, latencies, and the start and end of CTAs.
 
 {blackwell(predicted)}"""
     page.write_text(f"{kept}\n{HEADING}{text}")

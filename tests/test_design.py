@@ -12,7 +12,7 @@ import softsm
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "DESIGN.md").read_text()
-WAYS = re.findall(r"^## (The way of one [^\n]*)\n(.*?)(?=^## |\Z)", TEXT, flags=re.M | re.S)
+PATHS = re.findall(r"^## (The path of a [^\n]*)\n(.*?)(?=^## |\Z)", TEXT, flags=re.M | re.S)
 KERNEL = """.version 8.7
 .target sm_90a
 .address_size 64
@@ -50,7 +50,7 @@ def defined(file: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("title", "section"), WAYS, ids=[title for title, _ in WAYS])
+@pytest.mark.parametrize(("title", "section"), PATHS, ids=[title for title, _ in PATHS])
 def test_every_file_and_function_is_there(title: str, section: str) -> None:
     files = [code for code in re.findall(r"`([^`]+\.py)`", section)]
     assert len(files) >= 5
@@ -61,9 +61,9 @@ def test_every_file_and_function_is_there(title: str, section: str) -> None:
         assert any(name in names for names in known.values()), f"{title}: no {name} in {file}"
 
 
-def test_an_instruction_takes_the_way_described() -> None:
+def test_an_instruction_takes_the_path_described() -> None:
     """Functions in the order of their first call, compared with the list."""
-    section = dict(WAYS)["The way of one PTX instruction"]
+    section = dict(PATHS)["The path of a PTX instruction"]
     wanted = {}
     for file, name in named(section):
         if name in defined(file) and name not in ("Instruction", "lowers", "micro", "Machine", "AsyncOp"):

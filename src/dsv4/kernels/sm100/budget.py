@@ -1,22 +1,22 @@
 """What one main-loop iteration of the forward kernel costs on an SM of sm_100, resource by resource.
 
-An iteration takes all query tiles of a CTA past one tile of keys. Nothing here was measured; the rates and where they
-come from:
+In an iteration, all query tiles of a CTA process one tile of keys. Nothing here was measured. The rates and their
+sources:
 
 - 8192 dense bf16 operations per clock and SM: 2.25 PFLOP/s of a B200
-  ([FlashAttention-4](https://www.together.ai/blog/flashattention-4), arXiv 2603.05451) over 148 SMs at 1.85 GHz, count
-  and clock assumed. CUTLASS says the same another way: `kind::f16` is twice as fast as Hopper
-  ([table](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md)), and 4096 is
-  Hopper's.
-- 16 exponentials per clock and SM (the multi-function unit) and 128 bytes of shared memory per clock and SM: both as
-  on Hopper, says FlashAttention-4; the numbers as in
-  [an account of it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). About 128 bytes per clock
-  are also what products with both operands in shared memory were
-  [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read.
-- With two query tiles and P in tensor memory a quarter of the exponentials is computed by multiplications and
-  additions; exp cycles are those of the rest.
+  ([FlashAttention-4](https://www.together.ai/blog/flashattention-4), arXiv 2603.05451) divided by 148 SMs at 1.85
+  GHz; the count and the clock are assumed. CUTLASS agrees: `kind::f16` is twice as fast as Hopper
+  ([table](https://github.com/NVIDIA/cutlass/blob/main/media/docs/cpp/blackwell_functionality.md)), and Hopper has
+  4096.
+- 16 exponentials per clock and SM (the multi-function unit) and 128 bytes of shared memory per clock and SM:
+  according to FlashAttention-4 both are the same as on Hopper; the numbers are from [a summary of
+  it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). Products with both operands in shared
+  memory were [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read about 128
+  bytes per clock, too.
+- With two query tiles and P in tensor memory, a quarter of the exponentials is computed with multiplications and
+  additions; exp cycles count the rest.
 - A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
-- For tensor memory no rate was found, so its bytes are given and no cycles.
+- No rate was found for tensor memory, so the table has its bytes but no cycles.
 - 8 TB/s of device memory
   ([a table](https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview)), 29 bytes per clock and
   SM.
