@@ -1,6 +1,6 @@
-"""KV rows of DeepSeek-V4 as bytes: the 584-byte FP8 row, its pages, and the way in and out.
+"""KV rows of DeepSeek-V4 as bytes: the 584-byte FP8 row, its pages, and how to write and read them.
 
-One row of 512 values, of which the last 64 carry RoPE:
+One row of 512 values; the last 64 have RoPE applied:
 
     448 x e4m3   values / scale, one scale for every 64 of them        448 B  \\ data row, 576 B
      64 x bf16   the RoPE part, not quantised                          128 B  /
@@ -11,7 +11,7 @@ A page of R rows is split, not interleaved: R data rows, then R scale rows, then
 (by default the next multiple of 576 B, which the tensor maps of the Blackwell kernels need).
 
     page p starts at byte p * page_stride:  [ R x 576 B | R x 8 B | padding ]
-    row r lives in page r // R, place r % R
+    row r is row r % R of page r // R
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def dequantize_rows(
 
 @dataclass(frozen=True, eq=False)
 class Fp8Cache(SplitPages):
-    """Pages of 584-byte rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
+    """Pages of 584-byte rows in one flat uint8 tensor. It is a view: the tensor owns the memory.
 
     storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
     rows_per_page  rows in one page: 64 for CSA, 2 for HCA, 64 or 256 for the window
@@ -101,7 +101,7 @@ class Fp8Cache(SplitPages):
         return (self.rows, HEAD_DIM)
 
     def gather(self, indices: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Rows [..., 512] of the given row numbers [...]; -1 gives a row of zeros. Only the asked rows are read."""
+        """Rows [..., 512] of the given row numbers [...]; -1 gives a row of zeros. Only these rows are read."""
         checks.dtype("dtype", dtype, FLOATS)
         shape = tuple(indices.shape) if checks.is_tensor(indices) else ("...",)
         checks.tensor("indices", indices, shape, ROW_NUMBERS, like=("storage", self.storage), unit_last=False)

@@ -1,26 +1,27 @@
-"""Context parallel: one sequence over the ranks of a torch.distributed group, merged by the log-sum-exp.
+"""Context parallelism: one sequence across the ranks of a torch.distributed group, merged by the log-sum-exp.
 
 Attention over a set of keys is exactly the merge of attention over its parts (:func:`dsv4.merge_states`), so keys may
-lie anywhere. The sink enters once, in the last merge.
+be on any rank. The sink is applied once, in the last merge.
 
     decode    all ranks have the same queries, every rank its own keys      decode(dsv4.fmha_paged, q, ...)
               (V4: lists of rows by local_rows, lengths by local_lengths)
-    prefill   queries and keys are cut along the sequence                   prefill(shard(q), shard(k), shard(v))
+    prefill   queries and keys are sharded along the sequence               prefill(shard(q), shard(k), shard(v))
               (V4: rows are few; unshard them and call v4_attention with lists for the positions of the rank)
 
-Order of a cut sequence. "zigzag": 2 R pieces, rank r has pieces r and 2 R - 1 - r, so that with a causal mask all
-ranks have the same amount of work. "contiguous": R pieces, rank r has piece r.
+Order of a sharded sequence. "zigzag": 2 R pieces; rank r has pieces r and 2 R - 1 - r, so that with a causal mask all
+ranks do the same amount of work. "contiguous": R pieces; rank r has piece r.
 
 Bits and tolerances:
 
-* :func:`decode` gives the same bits on every rank, and for heads="mine": all merge the same partials, in the order of
-  the ranks.
+* :func:`decode` gives the same bits on every rank, also with heads="mine": all merge the same partials, in the order
+  of the ranks.
 * :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
   with all keys that it may see.
-* Merged results (decode; prefill with method="ring") differ from the unsharded call by rounding: every partial is
-  rounded to q's dtype once, weighted averages of them are made in fp32, and the result is rounded once more. The
-  weights are not negative and add up to 1, so merging adds at most half a unit in the last place of the largest
-  partial. lse is fp32 throughout; it is as exact as that of the partials, 2^-12 of the largest (or of 1).
+* :func:`prefill` with method="ring" merges fp32 partials and rounds once, as one call does.
+* :func:`decode` differs from the unsharded call by rounding: every partial is rounded to q's dtype (unless out= is
+  fp32), their weighted average is computed in fp32, and the result is rounded once more. The weights are not negative
+  and add up to 1, so merging adds at most half a unit in the last place of the largest partial.
+* lse is fp32 throughout, and as exact as that of the partials: within 2^-12 of the largest (or of 1).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,11 +54,11 @@ def decode(
     """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
 
     attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
-    lengths, its lists. A rank without keys is welcome. The result is that of one call with all keys: of all heads on
-    every rank, or with heads="mine" of the rank's share of the heads (see :func:`merge`).
+    lengths, its lists. A rank may have no keys. The result is that of one call with all keys: of all heads on every
+    rank, or with heads="mine" of the rank's share of the heads (see :func:`merge`).
 
-    causal and window count the keys of one rank and are refused; keys that a query must not see are kept out by lengths
-    (one line of the batch per query) or, for v4_attention, by the lists. inverse_rope is a rotation of each query's
+    causal and window would count the keys of one rank and are rejected. Use lengths to exclude keys that a query must
+    not see (one sequence of the batch per query) or, for v4_attention, the lists. inverse_rope rotates each query's
     output, so it may be given.
     """
     if not any(attention is operation for operation in OPERATIONS):
@@ -83,10 +84,10 @@ def decode(
 def merge(
     out: Tensor, lse: Tensor, *, sink: Tensor | None = None, heads: str = "all", group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """merge_states over the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on every rank.
+    """merge_states across the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on all ranks.
 
-    sink: [H], of all heads. heads="mine": rank r of R gets heads r H / R .. (r + 1) H / R - 1 alone, with the bits that
-    all of them would have; as tensor-parallel projections want it, and 1 / R of the traffic.
+    sink: [H], of all heads. heads="mine": rank r of R gets only heads r H / R .. (r + 1) H / R - 1, with the same
+    bits as with all heads; this is what tensor-parallel projections need, with 1 / R of the traffic.
     """
     rank, size = _place(group)
     checks.one_of("heads", heads, HEADS)
@@ -111,7 +112,7 @@ def merge(
 
 
 def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
-    """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for rows of others.
+    """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for all others.
 
     Blocks of ``block`` rows are assigned round-robin: row r is, on rank ``r // block % size``, row
     ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape;
@@ -142,7 +143,7 @@ def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) 
 def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
     """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather.
 
-    Differentiable: a rank's part gets the sum of what every rank's whole has for it.
+    Differentiable: the gradient of a rank's part is the sum over the ranks of the gradients of their whole tensors.
     """
     _, size = _place(group)
     _pieces(_length(x, dim), order)
@@ -203,15 +204,15 @@ def prefill(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """dsv4.fmha of a sequence cut over the ranks: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
+    """dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
 
-    All ranks have the same number of tokens, cut in the same order (see :func:`shard`). causal and window are those of
+    All ranks have the same number of tokens, sharded in the same order (see :func:`shard`). causal and window refer to
     the whole sequence. method="ring": keys travel around the ring while each rank computes with those it has; it holds
     three shards of keys at a time. "gather": all keys are gathered first, and each piece of queries is one fmha call.
-    Where k and v are one tensor it is sent once.
+    If k and v are the same tensor, it is sent once.
 
     Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
-    all ranks. Of sink, which all ranks have, it gets the part that comes from its own queries.
+    all ranks. For sink, which all ranks have, it gets the part that comes from its own queries.
     """
     rank, size = _place(group)
     left, right = checks.window(window, checks.flag("causal", causal))

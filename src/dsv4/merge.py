@@ -1,4 +1,4 @@
-"""Merge attention over disjoint sets of keys by their log-sum-exp; the sink enters once, at the end."""
+"""Merge attention over disjoint sets of keys by their log-sum-exp; the sink is applied once, at the end."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,11 @@ def merge_states(
         lse = log(sum_n e^lse_n)      out = sum_n e^(lse_n - lse) out_n  *  1 / (1 + e^(sink - lse))
 
     outs: tensors of one shape, [B, T, H, D] or [N, H, D], made with sink=None; lses: fp32 [B, H, T] or [N, H].
-    sink: fp32 [H]. Merges in fp32; out has the dtype of outs[0]; lse leaves the sink out, so it merges again.
-    Partials in bf16 are rounded before and after; fp32 ones (an fp32 ``out=``) once, by the caller.
-    A partial with lse -inf takes no part, whatever its out holds; nor one with +inf, FlashMLA's mark of a row that saw
-    nothing. Where all are empty: out 0, lse -inf. Gradients exist with respect to outs, lses and sink.
+    sink: fp32 [H]. Merging is done in fp32; out has the dtype of outs[0]. lse does not include the sink, so it can be
+    merged again. bf16 partials are rounded before and after merging; fp32 partials (made with an fp32 ``out=``) only
+    once, by the caller. A partial with lse -inf is ignored, whatever its out contains; so is one with +inf, FlashMLA's
+    mark of a row that saw nothing. If all partials are empty, out is 0 and lse is -inf. Gradients exist with
+    respect to outs, lses and sink.
     """
     x: Any
     for name, x in (("outs", outs), ("lses", lses)):

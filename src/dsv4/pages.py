@@ -1,7 +1,7 @@
 """Rows as bytes in pages that are split, not interleaved: what Fp8Cache and IndexCache have in common.
 
     page p starts at byte p * page_stride:  [ R rows of data | R rows of scales | padding ]
-    row r lives in page r // R, place r % R
+    row r is row r % R of page r // R
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SplitPages:
 
     @classmethod
     def pack(cls, rows: Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Self:
-        """Quantise rows [n, values] into fresh pages; row i gets number i, the last page is filled up with zeros."""
+        """Quantise rows [n, values] into new pages; row i gets number i, and the last page is padded with zeros."""
         checks.tensor("rows", rows, ("n", cls.WIDTH), FLOATS, unit_last=False)
         if rows.is_meta:
             accepted = f"a tensor with values; {cls.__name__}.empty makes pages of any device"

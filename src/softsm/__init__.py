@@ -1,11 +1,11 @@
-"""A streaming multiprocessor in software: runs PTX on a CPU and says why it is wrong.
+"""A streaming multiprocessor in software: runs PTX on a CPU and reports what is wrong with it.
 
     with softsm.use("sm_100a"):            # Triton and Gluon programs run here, on CPU tensors
         kernel[grid](x, y, n)
 
     softsm.load(ptx_text).launch(grid=4, block=128, args=[x, y, n])
 
-Nothing heavy is imported before one of these names is used.
+Nothing heavy is imported until one of these names is used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The exceptions a user of softsm can meet. Every message says what, where and, where known, how to fix it."""
+"""The exceptions that softsm raises. Every message says what happened, where and, if known, how to fix it."""
 
 from __future__ import annotations
 
 
 class SoftsmError(RuntimeError):
-    """Base of everything softsm raises about a program it was given."""
+    """Base class of everything softsm raises about a program."""
 
     def __reduce__(self):
         """As it is, message and attributes: errors travel between processes."""
@@ -27,7 +27,7 @@ class PtxError(SoftsmError):
 
 
 class Unsupported(PtxError):
-    """An instruction or modifier without semantics; refused when the kernel is loaded."""
+    """An instruction or modifier that softsm does not implement; raised when the kernel is loaded."""
 
 
 class Fault(SoftsmError):

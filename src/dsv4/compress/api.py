@@ -1,4 +1,4 @@
-"""Compressed rows of DeepSeek-V4: every m tokens become one row, at once or step by step with the same bits.
+"""Compressed rows of DeepSeek-V4: every m tokens become one row, all at once or step by step, with the same bits.
 
 Per token j of a sequence the model projects its hidden state to kv_j and gate_j; position_bias[j % m] is added to the
 gate. Row w pools the slots of its window with a softmax over the slots, separately for every channel:
@@ -9,8 +9,8 @@ gate. Row w pools the slots of its window with a softmax over the slots, separat
 
 then RMSNorm with weight, then RoPE at position m * w. The lightning indexer's keys are the CSA form at width 128.
 
-Bits: a row depends on its own slots alone, never on how the tokens were cut into calls. So every reduction here is a
-fixed tree of elementwise operations; torch's own reductions may add in another order for another shape.
+Bits: a row depends only on its own slots, never on how the tokens were divided into calls. So every reduction here is
+a fixed tree of elementwise operations; torch's own reductions may add in another order for another shape.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, whi
 
 
 class CompressState(NamedTuple):
-    """What a sequence carries from one call to the next; never changed in place, so an older one can be gone back to
-    (rejected draft tokens).
+    """What a sequence carries from one call to the next. It is never modified in place, so you can go back to an older
+    state (rejected draft tokens).
 
     kv, gate  [..., t, width]: the tokens that still matter, gate with position_bias added. These are the tokens of the
               unfinished window, after (CSA) the m tokens of the finished window before it.
@@ -105,13 +105,13 @@ def compress(
 ) -> tuple[Any, CompressState]:
     """Pool the next L tokens of a sequence -> (the rows that they finish [..., n, d], the state after them).
 
-    With ``rows, state = compress(kv, gate, ...)`` and then ``compress(..., state=state)`` for the tokens that follow,
-    the rows of all calls together are, bit for bit, those of one call with all tokens. Row w is finished by token
-    m * (w + 1) - 1, and visible to it (see dsv4.index_topk).
+    Call ``rows, state = compress(kv, gate, ...)``, then ``compress(..., state=state)`` for the tokens that follow: the
+    rows of all calls together are bit for bit those of one call with all tokens. Token m * (w + 1) - 1 finishes row w
+    and already sees it (see dsv4.index_topk).
 
     Args:
         kv, gate: [L, width] or [B, L, width], the projections of the tokens, without position_bias. width = d is HCA,
-            width = 2d is CSA (a-half first). All B sequences are at the same token.
+            width = 2d is CSA (a-half first). All B sequences are at the same position.
         position_bias: [m, width]; m is the compression ratio.
         norm_weight: [d], the weight of the RMSNorm.
         cos_sin: fp32 [positions, r], r/2 cosines then r/2 sines (dsv4.reference.rope_table); row w is rotated at m * w.
@@ -120,11 +120,11 @@ def compress(
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
         out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], a :class:`dsv4.Fp8Cache` for d = 512, or
             a :class:`dsv4.IndexCache` for d = 128) and the row numbers int32 or int64 [..., n] in it that get the rows;
-            -1 drops a row. Rows are rounded to dtype first. What comes back in place of the rows is the pool.
-        backend: "auto" (a kernel where it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
+            -1 drops a row. Rows are rounded to dtype first. The pool is returned instead of the rows.
+        backend: "auto" (a kernel if it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
 
-    Gradients exist with respect to kv, gate, position_bias and norm_weight for a whole sequence at once: with state= or
-    out= an input that requires grad raises under grad mode, and the state that comes back is cut off.
+    Gradients exist with respect to kv, gate, position_bias and norm_weight, for a whole sequence at once: with state=
+    or out= an input that requires grad raises an error under grad mode, and the returned state is detached.
     """
     learning = torch.is_grad_enabled() and state is None and out is None and any(
         isinstance(x, Tensor) and x.requires_grad for x in (kv, gate, position_bias, norm_weight)

@@ -25,26 +25,26 @@ RULES = """
     Rules:
         Head dim D is 64, 128, 256 or 512; Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and
         float16 everywhere, float32 on the cpu backend. The last dimension has stride 1; all other strides
-        are free.
-        sink: fp32 [Hq] logit with value 0; -inf = none, +inf = out 0.
-        A query that sees no key gives out 0 and lse -inf, with or without a sink.
-        Rows of k and v that no query of the sequence sees may hold NaN or inf; rows that are seen must be finite.
-        fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode); out=,
-        plan= and paged keys have none: there an input that requires grad raises under grad mode.
+        are arbitrary.
+        sink: fp32 [Hq], the logit of a key whose value is 0; -inf = none, +inf = out 0.
+        For a query that sees no key, out is 0 and lse is -inf, with or without a sink.
+        Rows of k and v that no query of the sequence sees may contain NaN or inf; rows that are seen must be finite.
+        fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode). With
+        out=, plan= or paged keys there are none: an input that requires grad raises an error under grad mode.
 
     Args:
         causal, window: see above; both count from the bottom right corner.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: tensor to write to and return; its last stride is 1, and it overlaps no input. It has q's dtype,
-            or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
+        out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
+            or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs). With a plan and
             out= nothing is allocated if strides are multiples of 16 bytes; other tensors are copied.
-        deterministic: a sequence gives the same bits on every run, in every batch, and on a CPU with any number of
+        deterministic: a sequence gives the same bits in every run and every batch, and on a CPU with any number of
             threads (it uses one).
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Raises:
-        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values always run
+        ValueError: names the argument, the value it got and what is accepted. Checks of tensor values always run
             on a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page
             that does not exist is not read.
 """
@@ -128,11 +128,11 @@ def fmha_varlen(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Result:
-    """Attention within sequences laid end to end: q [total_q, Hq, D], k, v [total_k, Hkv, D].
+    """Attention within sequences packed end to end: q [total_q, Hq, D], k, v [total_k, Hkv, D].
 
-    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], 0 first, never falling; sequence n owns rows cu[n] .. cu[n+1].
-    Rows of q past the last sequence give out 0, lse -inf. max_seqlen_q, max_seqlen_k: bounds on the longest
-    sequence, which save a GPU launch from assuming the worst; no sequence may be longer.
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], starting at 0, non-decreasing; sequence n has rows cu[n] .. cu[n+1] - 1.
+    Rows of q past the last sequence give out 0, lse -inf. max_seqlen_q, max_seqlen_k: upper bounds on the sequence
+    lengths; without them a GPU launch is sized for the worst case. No sequence may be longer.
     -> out [total_q, Hq, D], lse [total_q, Hq].
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
@@ -176,7 +176,7 @@ def fmha_paged(
     """Attention of q [B, T, Hq, D] to keys in pages [P, page, Hkv, D] of any size and stride.
 
     block_table: int32 [B, max_pages]; key j of sequence n is row ``j % page`` of page ``block_table[n, j // page]``.
-    lengths: int32 [B], the keys S of each sequence. Entries of the table past the length are not read.
+    lengths: int32 [B], the number of keys S of each sequence. Table entries past the length are not read.
     -> out [B, T, Hq, D], lse [B, Hq, T].
     """
     tensors = (q, k_pages, v_pages, block_table, lengths, sink)

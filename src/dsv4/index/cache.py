@@ -1,4 +1,4 @@
-"""Keys of the lightning indexer as bytes: the 132-byte FP8 row, its pages, and the way in and out.
+"""Keys of the lightning indexer as bytes: the 132-byte FP8 row, its pages, and how to write and read them.
 
 One key of 128 values:
 
@@ -9,7 +9,7 @@ A page of R rows is split, not interleaved: R data rows, then R scales, then pad
 the pages of vLLM and DeepGEMM. Readers take any positive scale, not only powers of two.
 
     page p starts at byte p * page_stride:  [ R x 128 B | R x 4 B | padding ]
-    row r lives in page r // R, place r % R
+    row r is row r % R of page r // R
 
 Queries are e4m3 too. Their scales are folded into the weights of the heads: :func:`quantize_queries`.
 """
@@ -60,7 +60,7 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class IndexCache(SplitPages):
-    """Pages of 132-byte index keys in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
+    """Pages of 132-byte index keys in one flat uint8 tensor. It is a view: the tensor owns the memory.
 
     storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
     rows_per_page  rows in one page: 64 in engines

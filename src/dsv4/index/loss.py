@@ -1,4 +1,4 @@
-"""The training loss of the lightning indexer: its scores shall follow the attention's own weights."""
+"""The training loss of the lightning indexer: it trains the index scores to follow the attention's own weights."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def index_loss(
     softmax_scale: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """mean over the queries of KL(p || softmax of the index scores), over the listed rows -> a scalar, fp32.
+    """The mean over queries of KL(p || softmax of the index scores), over the listed rows -> a scalar, fp32.
 
     ::
 
@@ -34,14 +34,14 @@ def index_loss(
     L' is log(e^lse + e^sink) of the whole attention, window rows included: lse as dsv4.v4_attention returns it.
 
     Args:
-        q [N, H, D], k [M, D], weights [N, H]: of the indexer; they get gradients.
-        indices: int32 [N, K], row numbers of k and of rows, -1 = nothing there: those chosen, or all that are visible.
-            A query without rows counts in the mean with 0.
-        attention_q [N, heads, E], rows [M, E], lse [N, heads], sink [heads]: of the attention; no gradient.
+        q [N, H, D], k [M, D], weights [N, H]: the indexer's; they get gradients.
+        indices: int32 [N, K], row numbers of k and of rows, -1 = nothing there: the chosen rows, or all visible ones.
+            A query without rows contributes 0 to the mean.
+        attention_q [N, heads, E], rows [M, E], lse [N, heads], sink [heads]: the attention's; no gradient.
         softmax_scale, scale: default E ** -0.5, and D ** -0.5 * H ** -0.5.
 
-    Works in blocks of queries, forward and backward: no score matrix over the sequence is in memory. Saved for backward
-    beside the inputs: the gradient of the scores, fp32 [N, K], as large as indices.
+    Forward and backward work in blocks of queries: there is never a score matrix of the whole sequence in memory. The
+    gradient of the scores, fp32 [N, K], is saved for backward besides the inputs.
     """
     n, h, d = checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS).shape
     like = ("q", q)

@@ -1,24 +1,24 @@
-"""The calls of flash-attn on dsv4: head dims to 512, on every device that dsv4 has; no gradients through the kv cache.
+"""flash-attn's functions on dsv4: head dims up to 512, on every device that dsv4 supports.
 
     from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-Names, positions and shapes are those of flash-attn 2; ``learnable_sink`` is from flash-attn 4 and
-``s_aux`` the same in vLLM's flash-attn 3, which transformers asks for. Causal masks and ``window_size`` count
-from the bottom right corner there and here. softmax_lse is fp32 and natural log, [batch, heads, queries] or, varlen,
-[heads, total queries].
+Names, argument positions and shapes are those of flash-attn 2. ``learnable_sink`` is from flash-attn 4; ``s_aux`` is
+the same in vLLM's flash-attn 3, and is what transformers passes. Causal masks and ``window_size`` count from the
+bottom right corner, as in flash-attn. softmax_lse is fp32 and natural log, [batch, heads, queries] or, varlen, [heads,
+total queries].
 
 Where the versions of flash-attn differ from each other, or from dsv4:
 
-* A query that sees no key has out 0 and **lse -inf**, as in flash-attn 3 and 4; flash-attn 2 says +inf. -inf is what
+* A query that sees no key has out 0 and **lse -inf**, as in flash-attn 3 and 4; flash-attn 2 has +inf. -inf is what
   :func:`dsv4.merge_states` needs.
-* lse leaves the sink out; flash-attn 4 counts it in.
-* Other head dims than 64, 128, 256 and 512 (and values narrower than keys) are padded with columns of zeros, which is
-  exact and costs a copy; caches are not copied, so there the head dim must be one of the four.
-* Any page size. ``num_splits`` is dsv4's own choice and the argument only a hint that is not taken. Every result is the
-  same on every run with ``deterministic=True`` (in flash-attn it is about the backward pass, so it is off by default).
+* lse does not include the sink; in flash-attn 4 it does.
+* Head dims other than 64, 128, 256 and 512 (and values narrower than keys) are padded with columns of zeros, which is
+  exact and costs a copy. Caches are not copied, so their head dim must be one of the four.
+* Any page size works. dsv4 chooses ``num_splits`` itself and ignores the argument. With ``deterministic=True`` every
+  result is the same on every run (in flash-attn the flag concerns the backward pass, so it is off by default).
 
-Refused by name, because dsv4 does not have them: dropout_p, softcap, alibi_slopes, cache_leftpad, and gradients through
-flash_attn_with_kvcache.
+Rejected by name, because dsv4 does not support them: dropout_p, softcap, alibi_slopes, cache_leftpad, and gradients
+through flash_attn_with_kvcache.
 """
 
 import numbers
@@ -96,8 +96,8 @@ def flash_attn_varlen_func(
     """q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen.
 
     With block_table int32 [B, pages], k and v are pages [P, page, Hkv, D] and only the differences of cu_seqlens_k
-    count: :func:`dsv4.fmha_paged` with every sequence's queries filled up to max_seqlen_q. Where the sequences have as
-    many queries each (decode) nothing is filled up; where one has many and others few, the filling is work too.
+    count: :func:`dsv4.fmha_paged` with every sequence's queries padded to max_seqlen_q. If all sequences have the same
+    number of queries (decode), nothing is padded; if one has many and others few, the padding costs work too.
 
     With return_attn_probs: (out, softmax_lse [Hq, total_q], an empty tensor).
     """
@@ -156,13 +156,14 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [B, T, Hq, D] to a cache, which may be extended first -> out [B, T, Hq, D], lse [B, Hq, T].
 
-    k_cache, v_cache: [Bc, S, Hkv, D], of which sequence n has line n, or line cache_batch_idx[n]; with block_table
+    k_cache, v_cache: [Bc, S, Hkv, D], where sequence n uses entry n, or cache_batch_idx[n]; with block_table
     int32 [B, pages]: pages [P, page, Hkv, D]. cache_seqlens (an int, or int32 [B]; None = all rows) are the keys there.
 
-    k, v [B, new, Hkv, D] are written into the caches at cache_seqlens, then attended to. With rotary_cos and rotary_sin
-    [positions, r / 2], k is rotated first, at its place in the sequence, and so is q, from place cache_seqlens on (all
-    queries at that place if there is neither a causal mask nor a window); in fp32, rounded once. The caller makes sure
-    that the cache has room; where dsv4 reads no values, on a GPU, a place outside it is an error of the device.
+    k, v [B, new, Hkv, D] are written into the caches at cache_seqlens, then attended to. With rotary_cos and
+    rotary_sin [positions, r / 2], k is rotated first, at its position in the sequence, and so is q, from position
+    cache_seqlens on (all queries at that position if there is neither a causal mask nor a window); in fp32, rounded
+    once. The caller must make sure that the cache has room; on a GPU, where dsv4 does not check values, a position
+    outside it is a device error.
     """
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
     if cache_leftpad is not None:

@@ -1,8 +1,8 @@
-"""The calls of FlashMLA on dsv4: for servers that call it by name, on every device and head count that dsv4 has.
+"""FlashMLA's functions on dsv4: for servers that call them by name, on every device and head count that dsv4 supports.
 
     from dsv4.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-Names, positions, shapes and results are those of FlashMLA as of 2026 (DeepSeek-V4, ``d_qk = d_v = 512``). The same:
+Names, argument positions, shapes and results are those of FlashMLA as of 2026 (DeepSeek-V4, ``d_qk = d_v = 512``):
 
 * ``k_cache`` uint8, int8 or float8_e4m3fn [blocks, rows, 1, 584]: the pages of :class:`dsv4.Fp8Cache`, byte for byte,
   any block size, any stride between blocks. An index is ``block * rows + offset``.
@@ -10,13 +10,13 @@ Names, positions, shapes and results are those of FlashMLA as of 2026 (DeepSeek-
   else in dsv4 it is -inf, which is what :func:`dsv4.merge_states` needs.
 * the sink is in the denominator only: -inf = none, +inf = out 0.
 
-More than there: 1 to 128 query heads and lists of any length, without padding; any block size; rows of bf16 in place of
-FP8 ([blocks, rows, 1, 512] with ``is_fp8_kvcache=False``); a CPU. Indices that name no row are refused where dsv4
-reads values (always on a CPU) and count as -1 elsewhere.
+Beyond FlashMLA: 1 to 128 query heads and lists of any length, without padding; any block size; bf16 rows instead of
+FP8 ([blocks, rows, 1, 512] with ``is_fp8_kvcache=False``); CPUs. Indices that name no row are rejected where dsv4
+checks values (always on a CPU) and count as -1 elsewhere.
 
-Not here, and refused by name: ``d_qk = 576`` (DeepSeek-V3: keys of 576 and values of 512 columns, 656-byte rows) and
-the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to make: :func:`get_mla_metadata` returns an empty
-holder, nothing is kept in it, and lengths may change from call to call.
+Not supported, and rejected by name: ``d_qk = 576`` (DeepSeek-V3: keys of 576 and values of 512 columns, 656-byte rows)
+and the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to compute: :func:`get_mla_metadata` returns an
+empty object, nothing is stored in it, and lengths may change from call to call.
 """
 
 import math
@@ -49,11 +49,11 @@ BLOCK_BYTES = 24 << 20  # rows (fp32) gathered at once for max_logits
 
 @dataclass
 class FlashMLASchedMeta:
-    """Empty: dsv4 plans from shapes alone, in every call."""
+    """Empty: dsv4 plans from the shapes, in every call."""
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[FlashMLASchedMeta, None]:
-    """(an empty holder, None), whatever is passed."""
+    """(an empty object, None), whatever is passed."""
     return FlashMLASchedMeta(), None
 
 
@@ -83,14 +83,14 @@ def flash_mla_with_kvcache(
 
     With ``indices``: q [b, s_q, h_q, 512] attends, in one softmax, to the rows of k_cache that indices int32 [b, s_q,
     topk] lists and to those of extra_k_cache in extra_indices_in_kvcache; -1 = nothing there. topk_length and
-    extra_topk_length int32 [b]: only so many entries from the left count. block_table and cache_seqlens are not looked
-    at. This is :func:`dsv4.v4_attention`.
+    extra_topk_length int32 [b]: only this many entries from the left are used. block_table and cache_seqlens are
+    ignored. This is :func:`dsv4.v4_attention`.
 
-    Without: dense, all ``cache_seqlens[n]`` rows of k_cache [blocks, rows, h_k, 512] (bf16 or fp16; key and value at
-    once) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
+    Without: dense, all ``cache_seqlens[n]`` rows of k_cache [blocks, rows, h_k, 512] (bf16 or fp16; both key and
+    value) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
     :func:`dsv4.fmha_paged`, and takes attn_sink too.
 
-    tile_scheduler_metadata is not looked at. enable_batch_invariant: a query gives the same bits in every batch.
+    tile_scheduler_metadata is ignored. enable_batch_invariant: a query gives the same bits in every batch.
     out, backend: as in dsv4.
     """
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOATS)
@@ -161,11 +161,11 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Prefill -> (out [s_q, h_q, 512], max_logits fp32 [s_q, h_q] or None, lse fp32 [s_q, h_q]).
 
-    q [s_q, h_q, 512], kv [s_kv, 1, 512]; indices int32 [s_q, 1, topk], where a number below 0 or from s_kv on lists
+    q [s_q, h_q, 512], kv [s_kv, 1, 512]; indices int32 [s_q, 1, topk], where a number below 0, or s_kv and above, lists
     nothing; topk_length int32 [s_q].
 
-    max_logits, the largest score of each query, is no by-product here and costs about as much as the attention on a
-    CPU: it is None unless return_max_logits is set. A query that sees no key: out 0, max_logits -inf, lse +inf.
+    max_logits, the largest score of each query, is not a by-product here; on a CPU it costs about as much as the
+    attention. It is None unless return_max_logits is set. A query that sees no key: out 0, max_logits -inf, lse +inf.
     """
     checks.tensor("q", q, ("s_q", "h_q", "d"), checks.FLOATS)
     s_q, heads, d = q.shape

@@ -1,16 +1,16 @@
-"""DeepSeek-V4 of Hugging Face transformers on dsv4.v4_attention.
+"""DeepSeek-V4 in Hugging Face transformers, running on dsv4.v4_attention.
 
     import dsv4.integrations.transformers
     dsv4.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dsv4")
 
-transformers gives an attention function a dense mask. Here there is none: the "mask" is the list of window rows of each
-query, made once per forward pass and shared by all layers; the lists of compressed rows come from the model's indexer
-(CSA) or from the positions (HCA). What the model computes around the attention (projections, caches, compressor, choice
-of the top-k) stays its own, so the logits are those of attn_implementation="eager" up to rounding.
+transformers passes a dense mask to an attention function. Here there is none: the "mask" is the list of window rows of
+each query, made once per forward pass and shared by all layers. The lists of compressed rows come from the model's
+indexer (CSA) or from the positions (HCA). The model still computes everything around the attention (projections,
+caches, compressor, top-k), so the logits are those of attn_implementation="eager" up to rounding.
 
-Two things are not in the arguments of an attention function: the positions, and the indexer's choice. register() wraps
-the forward of classes of the model to note them; for other attn_implementations the wrappers only pass through.
+An attention function does not get the positions and the indexer's choice as arguments. register() wraps the forward of
+some classes of the model to record them; for other attn_implementations the wrappers do nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WindowLists:
 
 
 def register(name: str = NAME, *, backend: str = "auto") -> None:
-    """Make attn_implementation=name work for DeepSeek-V4. May be called again; backend as in dsv4.v4_attention."""
+    """Make attn_implementation=name work for DeepSeek-V4. It may be called again. backend: as in dsv4.v4_attention."""
     checks.backend(backend)
     note_layers()
     from transformers import AttentionInterface, AttentionMaskInterface

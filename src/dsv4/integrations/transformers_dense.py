@@ -1,15 +1,15 @@
-"""Decoders of Hugging Face transformers on dsv4.fmha: Gemma, gpt-oss, Llama, ...; head dims to 512, sinks, windows.
+"""Decoders in Hugging Face transformers, running on dsv4.fmha: Gemma, gpt-oss, Llama, ...; head dims up to 512.
 
     import dsv4.integrations.transformers_dense
     dsv4.integrations.transformers_dense.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dsv4_dense")
 
-No dense mask is made. The mask function asks the model's rule about some keys of each query, to see that it is what
-dsv4 computes: causal, perhaps with a sliding window. Anything else (packed sequences, bidirectional tokens, chunks) is
-refused, and so are caches that are longer than what they hold. Sequences padded to one length are taken apart and
-computed as varlen; outputs at padding are 0.
+No dense mask is made. The mask function evaluates the model's mask rule for some keys of each query, to check that it
+is what dsv4 computes: causal, with or without a sliding window. Anything else (packed sequences, bidirectional tokens,
+chunks) is rejected, and so are caches that are longer than their contents. Sequences padded to one length are unpadded
+and computed as varlen; outputs at padding are 0. Sinks are supported.
 
-DeepSeek-V4 has an attention of its own: dsv4.integrations.transformers.
+For DeepSeek-V4 use dsv4.integrations.transformers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Visible:
 
 
 def register(name: str = NAME, *, backend: str = "auto") -> None:
-    """Make attn_implementation=name work. May be called again; backend as in dsv4.fmha."""
+    """Make attn_implementation=name work. It may be called again. backend: as in dsv4.fmha."""
     checks.backend(backend)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface

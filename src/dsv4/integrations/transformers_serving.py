@@ -1,17 +1,17 @@
-"""Continuous batching of Hugging Face transformers (generate_batch, ContinuousBatchingManager) on dsv4.
+"""Continuous batching in Hugging Face transformers (generate_batch, ContinuousBatchingManager), running on dsv4.
 
     import dsv4.integrations.transformers_serving
     dsv4.integrations.transformers_serving.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dsv4_flash")
     model.generate_batch(...)
 
-Continuous batching only accepts attention by a name with "flash" in it, and looks for its functions in packages and on
-the hub. :func:`register` adds one name, which stands for the functions of :mod:`dsv4.integrations.flash_attn` in place
-of flash-attn's. Pages, masks and schedule stay transformers'. Full and sliding layers, GQA, sinks (gpt-oss), head dims
-to 512, on every device that dsv4 has. Works with transformers 5.17 to 5.22.
+Continuous batching only accepts attention whose name contains "flash", and looks for its functions in packages and on
+the hub. :func:`register` adds one name, under which the functions of :mod:`dsv4.integrations.flash_attn` are used
+instead of flash-attn's. Pages, masks and scheduling stay transformers'. It supports full and sliding layers, GQA, sinks
+(gpt-oss) and head dims up to 512, on every device that dsv4 supports, with transformers 5.17 to 5.22.
 
-Not served there with any attention, by transformers' own choice: DeepSeek-V4, and models whose layers have different
-head dims (Gemma 4). ``transformers serve`` only takes names from the hub: see ``dsv4 hub``.
+transformers' continuous batching itself does not support DeepSeek-V4, nor models whose layers have different head dims
+(Gemma 4), with any attention. ``transformers serve`` only takes names from the hub: see ``dsv4 hub``.
 """
 
 import functools
@@ -28,7 +28,7 @@ _answers: dict[str, str] = {}  # name -> backend
 
 
 def register(name: str = NAME, *, backend: str = "auto") -> None:
-    """Make attn_implementation=name work. May be called again; backend as in dsv4.fmha."""
+    """Make attn_implementation=name work. It may be called again. backend: as in dsv4.fmha."""
     checks.backend(backend)
     if "flash" not in name or "/" in name or "|" in name:
         checks.fail("name", repr(name), "a name with 'flash' in it and neither '/' nor '|'")

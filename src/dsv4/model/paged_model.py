@@ -1,4 +1,4 @@
-"""DeepSeek-V4 of transformers with dsv4's caches: several requests at once, prefill in chunks beside decode.
+"""transformers' DeepSeek-V4 with dsv4's caches: several requests at once, chunked prefill together with decode.
 
     from dsv4.model.paged_model import PagedModel
     served = PagedModel(model, tokens=100_000, rows="fp8")
@@ -6,16 +6,16 @@
     logits = served.step({"a": [7], "c": prompt_c})           # a decodes, c begins, b waits
     served.drop("b")
 
-The model's weights, projections and experts are used as they are, with their hooks, and may be changed between steps;
-every attention layer compresses, chooses and attends for all tokens of the step at once, over pages of rows that belong
-to the requests (step.py, paging.py). The tokens of a step are laid end to end, so the requests need not be at the same
-place and nothing is padded.
+The model's weights, projections and experts are used as they are, with their hooks, and may be changed between steps.
+Every attention layer compresses, selects and attends for all tokens of the step at once, over pages of rows that belong
+to the requests (step.py, paging.py). The tokens of a step are packed end to end, so requests may be at different
+positions and nothing is padded.
 
-A step of one token per request is the same work whatever the lengths: on a GPU it is captured in a CUDA graph, one for
-every power of two of requests, and replayed.
+A step with one token per request is the same work whatever the lengths. On a GPU it is captured in a CUDA graph, one
+for each power of two of requests, and replayed.
 
-A request gives the logits that it would give alone and in one piece, up to rounding: what a token sees depends on its
-own request alone.
+Up to rounding, a request gives the same logits as it would alone and in one piece: what a token sees depends only on
+its own request.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from dsv4.v4.api import v4_attention
 
 
 class PagedModel:
-    """A DeepseekV4ForCausalLM on one device, with room for so many requests and tokens.
+    """A DeepseekV4ForCausalLM on one device, with room for a given number of requests and tokens.
 
     tokens       of all requests together
     requests     at a time
     chunk        tokens in one step
-    context      tokens of one request; default: as many as there are
+    context      tokens of one request; default: all of them
     rows         "model": rows in the dtype of the model; "fp8": :class:`dsv4.Fp8Cache`, head dim 512 (the indexer's
                  keys stay in the model's dtype)
     page_tokens  tokens that a page stands for, a multiple of both compression ratios
-    graphs       decode steps by CUDA graphs; default: on a GPU, unless the model's experts_implementation is "eager",
-                 which asks the device for shapes
+    graphs       run decode steps as CUDA graphs; default: on a GPU, unless the model's experts_implementation is
+                 "eager", which reads shapes back from the device
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class PagedModel:
     def step(
         self, new: Mapping[Hashable, Sequence[int] | Tensor], *, all_logits: bool = False
     ) -> dict[Hashable, Tensor]:
-        """Feed the next tokens of some requests -> for each the logits [vocabulary] that follow its last new token.
+        """Run the next tokens of some requests -> for each, the logits [vocabulary] after its last new token.
 
-        A name that is not known yet begins a request. all_logits: [new tokens, vocabulary] of each. When it raises,
-        every request is where it was.
+        A new name begins a request. all_logits: return [new tokens, vocabulary] for each. If it raises, every request
+        is as it was before.
         """
         if not isinstance(new, Mapping):
             checks.fail("new", checks.describe(new), "a mapping of names to tokens")
@@ -236,7 +236,7 @@ class PagedModel:
         return self.decoders[size]
 
     def drop(self, name: Hashable) -> None:
-        """The request is over; its pages are free."""
+        """End the request and free its pages."""
         if not isinstance(name, Hashable) or name not in self.requests:
             checks.fail("name", checks.describe(name), "the name of a request")
         self.places.leave(self.requests.pop(name))
@@ -244,9 +244,9 @@ class PagedModel:
     def generate(
         self, prompts: Sequence[Sequence[int] | Tensor], new_tokens: int, *, stop: int | None = None
     ) -> list[list[int]]:
-        """Greedy: the next new_tokens tokens of each prompt, or as many as it takes to the token ``stop``.
+        """Greedy decoding: the next new_tokens tokens of each prompt, or fewer if the token ``stop`` comes first.
 
-        Prompts come in as room allows, beside those that decode (serving.py).
+        Prompts start when there is room, together with requests that are decoding (serving.py).
         """
         if not isinstance(prompts, Sequence) and not (checks.is_tensor(prompts) and prompts.ndim == 2):
             checks.fail("prompts", checks.describe(prompts), "a list of prompts")
@@ -265,7 +265,7 @@ class PagedModel:
 
     @torch.no_grad()
     def next_tokens(self, new: Mapping[Hashable, Sequence[int] | Tensor]) -> list[int]:
-        """A step -> the likeliest next token of each request."""
+        """Run a step -> the most likely next token of each request."""
         return self._step(list(new), *self._tokens(new)).argmax(-1).tolist()
 
     def pages_for(self, tokens: int) -> int:

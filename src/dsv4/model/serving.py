@@ -1,4 +1,4 @@
-"""Continuous batching on a PagedModel: requests come at any time, prompts go in beside those that decode.
+"""Continuous batching on a PagedModel: requests arrive at any time, and prompts run together with decoding requests.
 
     from dsv4.model.serving import Serving
     serving = Serving(PagedModel(model, rows="fp8"))
@@ -7,8 +7,8 @@
         for job in serving.step():
             print(job.name, job.said[-1], job.done)
 
-In a step every request that decodes gets its token; what is left of the chunk goes to prompts, the oldest first. A
-request is let in when there are pages for it to its end, so none ever has to give way to another.
+In each step every decoding request gets its token; the rest of the chunk goes to prompts, the oldest first. A request
+is admitted only when there are enough pages for it to finish, so none is ever preempted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """One request. left: tokens that are still to be fed; said: the tokens that it has got so far."""
+    """One request. left: tokens still to be run; said: the tokens generated so far."""
 
     name: Hashable
     left: list[int]
@@ -39,9 +39,9 @@ class Job:
 
 
 class Serving:
-    """Greedy decoding of jobs on one PagedModel, which others may use as well.
+    """Greedy decoding of jobs on one PagedModel, which may be used elsewhere too.
 
-    jobs    those that are not done, the oldest first
+    jobs    the unfinished jobs, the oldest first
     fed     (job, tokens) of the last step
     """
 
@@ -58,7 +58,7 @@ class Serving:
         self, prompt: Sequence[int] | Tensor, new_tokens: int, *, stop: int | None = None, name: Hashable = None,
         argument: str = "prompt",
     ) -> Job:  # fmt: skip
-        """Ask for the next new_tokens tokens of the prompt, or as many as it takes to the token ``stop``.
+        """Request the next new_tokens tokens of the prompt, or fewer if the token ``stop`` comes first.
 
         name: of the request; default: a new one. argument: what an error calls the prompt.
         """
@@ -80,7 +80,7 @@ class Serving:
         return job
 
     def cancel(self, job: Job) -> None:
-        """The job is over; its pages are free."""
+        """End the job and free its pages."""
         if job not in self.jobs:
             checks.fail("job", checks.describe(job), "a job that is not done")
         self.jobs.remove(job)
@@ -89,7 +89,7 @@ class Serving:
             self.served.drop(job.name)
 
     def step(self) -> list[Job]:
-        """Feed what there is room for -> the jobs that have said one more token. None is fed where nothing fits."""
+        """Run as many tokens as fit -> the jobs that generated a token. Runs none if nothing fits."""
         self.fed = self._choose()
         if not self.fed:
             return []

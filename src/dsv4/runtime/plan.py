@@ -1,6 +1,6 @@
-"""Plans: how many ways the keys of a problem are split, and the buffers for it, sized once by capacity.
+"""Plans: how many ways the keys of a problem are split, and the buffers for it, allocated once for a capacity.
 
-A plan depends on capacities only, never on tensor values, so a CUDA graph captured with it stays right while lengths
+A plan depends only on capacities, never on tensor values, so a CUDA graph captured with it stays valid while lengths
 change. One plan serves any problem within its capacities, one call at a time.
 """
 
@@ -82,15 +82,15 @@ def plan(
     device: torch.device | str | None = None,
     deterministic: bool = True,
 ) -> Plan:
-    """Size a plan for ``operation`` (dsv4.fmha, fmha_varlen, fmha_paged, v4_attention, index_topk) by its capacities.
+    """Make a plan for ``operation``: dsv4.fmha, fmha_varlen, fmha_paged, v4_attention or index_topk.
 
-    batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention max_seqlen_k is
-    the width of the block table times the page size. For v4_attention batch is the number of queries, kv_heads is 1
-    and max_seqlen_k is the width of both lists together (or of the block table times the page size). For index_topk
-    batch is the number of queries, kv_heads is 1, max_seqlen_k the rows of a sequence (or of the block table).
-    device defaults to "cuda" where there is one, else "cpu"; on a CPU one split is used and no buffer.
-    deterministic: reserve space for calls with deterministic=True too: up to about 1/16 of the bytes of batch *
-    max_seqlen_k keys, where k is v. With False a GPU rejects such calls if the space is missing.
+    The capacities are batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention
+    max_seqlen_k is the width of the block table times the page size. For v4_attention batch is the number of queries,
+    kv_heads is 1 and max_seqlen_k is the width of both lists together (or of the block table times the page size). For
+    index_topk batch is the number of queries, kv_heads is 1 and max_seqlen_k is the number of rows of a sequence (or of
+    the block table). device defaults to "cuda" if there is one, else "cpu"; on a CPU there is one split and no buffer.
+    deterministic: also reserve space for calls with deterministic=True: up to about 1/16 of the bytes of batch *
+    max_seqlen_k keys, where k is v. With False, a GPU rejects such calls if the space is missing.
     """
     name = getattr(operation, "__name__", None)
     if name not in OPERATIONS:

@@ -22,13 +22,13 @@ def warmup(
     fp8: bool | None = None,
     **capacities,
 ) -> Plan:
-    """Make the plan for these capacities and run the operation with it, which compiles what calls of that size need.
+    """Make the plan for these capacities and run the operation with it, to compile what calls of that size need.
 
-    Takes the arguments of :func:`plan`, and dtype and backend of the later calls. Which kernel a call takes depends on
-    whether a causal mask is given, dense keys are whole tiles, deterministic is set (if the plan has room for that), k
-    is v, and, for v4_attention, whether rows are FP8 (which go with bf16) and how compressed rows are named: every kind
-    is run once. same_kv and fp8 restrict that to one kind. page_size: rows of a page (fmha_paged, index_topk, and
-    Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
+    Takes the arguments of :func:`plan`, and the dtype and backend of later calls. Which kernel a call uses depends on
+    whether there is a causal mask, whether dense keys fill whole tiles, whether deterministic is set (if the plan has
+    space for that), whether k is v and, for v4_attention, whether rows are FP8 (only with bf16) and how compressed rows
+    are listed. Each combination is run once; same_kv and fp8 restrict this to one kind. page_size: rows per page
+    (fmha_paged, index_topk and Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
     checks.backend(backend)

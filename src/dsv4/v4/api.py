@@ -83,13 +83,13 @@ def v4_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
 
-    Every row is key and value at once (MQA with K = V). For each query n and head h, over the rows k_i that n lists::
+    Every row is both key and value (MQA with K = V). For each query n and head h, over the rows k_i that n lists::
 
         s_i = softmax_scale * (q_nh . k_i)                          softmax_scale defaults to 512 ** -0.5
         out = sum_i e^(s_i) k_i / (sum_i e^(s_i) + e^sink_h)        ONE softmax over window and compressed rows
         lse = log(sum_i e^(s_i))                                    natural log, without the sink
 
-    One operation serves the three kinds of layer:
+    One operation covers the three kinds of layer:
 
         SWA   v4_attention(q, window, window_indices)
         CSA   v4_attention(q, window, window_indices, compressed, compressed_indices)     indices from dsv4.index_topk
@@ -100,36 +100,36 @@ def v4_attention(
             :class:`dsv4.Fp8Cache`. Row number r is row ``r % page`` of page ``r // page``.
         window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
             listed twice counts twice.
-        window_lengths, compressed_lengths: int32 [N], how many entries of the list count; later entries are
+        window_lengths, compressed_lengths: int32 [N], how many entries of each list are used; later ones are
             ignored.
-        compressed_block_table: int32 [R, pages], in place of compressed_indices: query n of request r sees the
+        compressed_block_table: int32 [R, pages], instead of compressed_indices: query n of request r sees the
             rows 0 .. compressed_lengths[n] - 1 of r; row j is row ``j % page`` of page ``table[r, j // page]``
             (a plain [rows, 512] tensor has pages of one row). Entries past the lengths are not read.
-        request_starts: int32 [R + 1], 0 first, never falling: queries starts[r] .. starts[r+1] - 1 belong to
+        request_starts: int32 [R + 1], starting at 0, non-decreasing: queries starts[r] .. starts[r+1] - 1 belong to
             request r. Queries past the last request see no compressed rows. Default: every query is its own request.
         inverse_rope: (cos_sin fp32 [positions, r], positions int32 or int64 [N]): rotate the interleaved pairs of
-            the last r dims of out by -position, as V4 needs because V carries RoPE. cos_sin is r/2 cosines, then
+            the last r dims of out by -position; V4 needs this because V has RoPE applied. cos_sin is r/2 cosines, then
             r/2 sines (dsv4.reference.rope_table).
-        sink: fp32 [H] logit with value 0, not scaled; -inf = none, +inf = out 0.
+        sink: fp32 [H], the logit of a key whose value is 0, not scaled; -inf = none, +inf = out 0.
         return_lse: return ``(out, lse)``, lse in fp32.
-        out: tensor to write to and return; its last stride is 1, and it overlaps no input. It has q's dtype,
-            or fp32: for partial results that are merged (dsv4.merge_states) and rounded once.
+        out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
+            or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs).
-        deterministic: a query gives the same bits on every run, in every batch, and on a CPU with any number of threads
+        deterministic: a query gives the same bits in every run and every batch, and on a CPU with any number of threads
             (it uses one).
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Rules:
-        bfloat16 and float16 everywhere; float32, head dims 64, 128 and 256, and an Fp8Cache with q of another dtype
-        than bfloat16 on the cpu backend. The last dimension has stride 1; all other strides are free. out has q's
-        dtype.
-        A query that lists no row gives out 0 and lse -inf, with or without a sink.
-        Rows that no query lists may hold NaN or inf; rows that are listed must be finite.
+        bfloat16 and float16 everywhere. Only on the cpu backend: float32, head dims 64, 128 and 256, and an Fp8Cache
+        with a q that is not bfloat16. The last dimension has stride 1; all other strides are arbitrary. out has q's
+        dtype, unless out= is fp32.
+        For a query that lists no row, out is 0 and lse is -inf, with or without a sink.
+        Rows that no query lists may contain NaN or inf; rows that are listed must be finite.
         Gradients exist with respect to q, the rows of both pools (not of an Fp8Cache), sink and lse (first order,
-        reverse mode); with out= or plan= an input that requires grad raises under grad mode.
+        reverse mode). With out= or plan=, an input that requires grad raises an error under grad mode.
 
     Raises:
-        ValueError: names the argument, what it got and what is accepted. Checks that read tensor values always run
+        ValueError: names the argument, the value it got and what is accepted. Checks of tensor values always run
             on a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them a bad row number counts as -1.
     """
     checks.flag("return_lse", return_lse)

@@ -36,8 +36,8 @@ def checking(
         races: look for races.
         order: when asynchronous operations complete: 'eager', 'latest' or 'random'.
         seed: of the random order.
-        strict: take PTX 9.4 to the letter, and report NaN in operands and boxes outside their tensors.
-        tap: keep the operands and results of every matrix product in `report.tap.mma`.
+        strict: follow PTX 9.4 to the letter, and report NaN in operands and boxes outside their tensors.
+        tap: record the operands and results of every matrix product in `report.tap.mma`.
     """
     for name, value in (("races", races), ("strict", strict), ("tap", tap)):
         accepted.flag(name, value)
@@ -55,8 +55,8 @@ def checking(
 
 
 def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
-    """Inside `checking`: say what the products of the following launches should read. Other elements are reported as
-    `operand`.
+    """Inside `checking`: declare what the matrix products of the following launches should read. Other elements are
+    reported as `operand`.
 
     Args:
         name: of the product, for the report.

@@ -1,4 +1,4 @@
-"""`softsm.timing()`: launches inside are timed. Only some CTAs of each grid run, so results are not there.
+"""`softsm.timing()`: time the launches inside. Only some CTAs of each grid run, so the program's results are wrong.
 
 with softsm.use("sm_90a", sms=132), softsm.timing() as timer:
     kernel[grid](x, y, n)
@@ -66,10 +66,10 @@ def timing(
     """Time every launch inside.
 
     Args:
-        gpu: "h200" or "b200"; default: the one of the program's architecture.
+        gpu: "h200" or "b200"; default: the one with the program's architecture.
         clock: GHz of the multiprocessors; default: what the model expects.
         samples: how many clusters of a large grid run, up to three.
-        values: products are computed, for kernels whose path depends on them.
+        values: compute matrix products, for kernels whose control flow depends on them.
     """
     if gpu is not None:
         accepted.one_of("gpu", gpu, tuple(GPUS))

@@ -1,14 +1,15 @@
-"""Kernels of several GPUs that talk to each other through memory: symmetric memory, one process.
+"""Kernels on several GPUs that communicate through memory (symmetric memory), in one process.
 
     with softsm.gpus(2) as gpu:
         for rank in range(2):
             with gpu(rank):
                 kernel[grid](buffers[rank], pointers_of_all, rank)
 
-Launches inside are only collected. At the end of the block they run: the first of every GPU together, then the second,
-and so on. Each GPU has its own multiprocessors and reaches the memory of all. With races checked, a flag between GPUs
-orders only what is released and acquired at .sys scope. All GPUs run one compiled kernel: a rank that is a constant,
-or that Triton specialises when it is 1, makes several of it (`@triton.jit(do_not_specialize=["rank"])`).
+Launches inside the block are only collected. At its end they run: the first of every GPU together, then the second,
+and so on. Each GPU has its own multiprocessors and can access the memory of all GPUs. When races are checked, a flag
+between GPUs orders only what is released and acquired at .sys scope. All GPUs must run the same compiled kernel: a rank
+that is a constant, or that Triton specialises if it is 1, would make several (`@triton.jit(do_not_specialize=["rank"])`
+prevents that).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Gathering:
 
 @contextlib.contextmanager
 def gpus(count: int) -> Iterator[Callable]:
-    """Run launches of `count` GPUs at the same time, see above. Gives `gpu`: `with gpu(rank):` says whose they are."""
+    """Run launches of `count` GPUs at the same time (see above). Yields `gpu`: launches inside `with gpu(rank):` are
+    those of that GPU."""
     accepted.whole("count", count, 1, MOST)
     now = current_options()
     if now.gathering is not None:

@@ -99,7 +99,7 @@ def current_options() -> Options:
 
 @functools.lru_cache(maxsize=256)
 def load(ptx: str, name: str | None = None) -> Kernel:
-    """Parse PTX and decode the kernel called `name` (or the only one). What softsm does not support raises PtxError."""
+    """Parse PTX and decode the kernel called `name` (or the only one). PtxError if something is not supported."""
     from softsm.ptx import parse
 
     module = parse(ptx)
@@ -169,8 +169,8 @@ class Kernel:
 
     def launch(self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None,
                **changes) -> Machine | None:
-        """Run the grid to its end. Returns the machine, for those who want to look into it; nothing within
-        `softsm.gpus`, which runs it later."""
+        """Run the grid to its end. Returns the machine, for inspection; inside `softsm.gpus`, which runs it later,
+        returns nothing."""
         gathering = current_options().gathering
         if gathering is not None:
             gathering.add(self, grid, block, args, shared, cluster, memory, changes)

@@ -1,4 +1,4 @@
-"""One address for the same place in the memories of several GPUs: what multimem instructions take.
+"""One address for the same offset in the memories of several GPUs, for multimem instructions.
 
 Host memory is reserved for the addresses alone; nothing is ever stored there, and ordinary accesses of them are outside
 every known allocation.
@@ -58,8 +58,8 @@ def _place(member, i: int) -> tuple[int, int]:
 
 
 def multicast(members: Sequence) -> Multicast:
-    """One address for the same place in each of `members`, a buffer of every GPU: `multicast(buffers).multicast_ptr` is
-    what multimem instructions take, as `multicast_ptr` of torch's symmetric memory is."""
+    """One address for the same offset in each of `members`, one buffer per GPU. Pass
+    `multicast(buffers).multicast_ptr` to multimem instructions, like `multicast_ptr` of torch's symmetric memory."""
     return Multicast(members)
 
 

@@ -88,7 +88,7 @@ def size(op: AsyncOp) -> int:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Activity]:
-    """Launches inside are counted."""
+    """Count the work of every launch inside."""
     activity = Activity()
     issue, run_warp, run = AsyncEngine.issue, Machine.run_warp, Machine.run
 

@@ -1,4 +1,4 @@
-"""What softsm says about a program: one `Diagnostic` per finding, collected in a `Report`."""
+"""What softsm reports about a program: one `Diagnostic` per finding, collected in a `Report`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Diagnostic:
 
 @dataclass
 class Report:
-    """Everything found while a `checking` block ran. Truthy when there is something to say."""
+    """Everything found while a `checking` block ran. Truthy if there are findings."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
     launches: int = 0

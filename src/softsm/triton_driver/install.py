@@ -1,7 +1,8 @@
-"""`softsm.use(arch)`: put softsm under Triton, and take it away again without a trace.
+"""`softsm.use(arch)`: install softsm as Triton's driver, and remove it again without a trace.
 
-Triton has one driver for all threads. So the uses of one thread nest, and a use in another thread meanwhile is a guest:
-it takes the driver that is there, which stays until the last guest has left. A guest cannot bring another architecture.
+Triton has one driver for all threads. So the uses of one thread nest, and a use in another thread at that time is a
+guest: it uses the driver that is installed, which stays until the last guest has left. A guest cannot choose another
+architecture.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _lock = threading.RLock()
 
 
 class Use(InUse):
-    """softsm in use. As a context manager it ends with the block, else with `stop()` or the process."""
+    """softsm in use. As a context manager it ends with the block, otherwise with `stop()` or the process."""
 
     def __init__(self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, register: bool = True):
         accepted.one_of("arch", arch, tuple(ARCHITECTURES))
@@ -145,9 +146,9 @@ def use(arch: str, *, cuda_shim: bool = False, sms: int | None = None) -> Use:
     """Triton and Gluon programs run on this CPU from now on, compiled for `arch` ("sm_90a" or "sm_100a").
 
     As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
-    tensors for programs that insist on it; it is refused where CUDA is available. `sms` is the number of SMs to
-    emulate; None: as many as in the use around this one, else 4. It holds for all threads; RuntimeError if another
-    thread uses another architecture now.
+    tensors, for programs that require it; it raises an error if CUDA is available. `sms` is the number of SMs to
+    emulate; None means as many as in the enclosing use, or 4. The use applies to all threads; RuntimeError if another
+    thread is using another architecture.
     """
     if sms is None:
         sms = in_use.stack[-1].sms if in_use.stack else DEFAULT_SMS

@@ -5,18 +5,18 @@
     DSV4_SGLANG=1 python -m sglang.launch_server --model-path google/gemma-4-31b-it --attention-backend dsv4_dense
 
 SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`register` in every process. Without
-``DSV4_SGLANG=1`` that does nothing but say so in the log. With it:
+``DSV4_SGLANG=1`` it only logs that it is off. With it:
 
 * SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists and
   schedule stay SGLang's. ``DSV4_SGLANG_PARTS`` names what else is replaced, separated by commas: ``indexer``
-  (:func:`dsv4.index_topk`), ``compressor`` (its last step) and ``insertion`` (new rows into the pages). They have run
-  in a whole engine on a CPU, not on a GPU, and are off by default;
-* ``--attention-backend dsv4_dense`` puts dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
+  (:func:`dsv4.index_topk`), ``compressor`` (its last step) and ``insertion`` (writing new rows to the pages). They
+  have run in a whole engine on a CPU, not on a GPU, and are off by default;
+* ``--attention-backend dsv4_dense`` runs dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
-SGLang logs errors of a plug-in and continues without it. An error in here is therefore no exception but the end of the
-process, with the reason. Hooks that SGLang could not apply, and kernels of SGLang that would bypass dsv4 (fused "mega"
-attention, FP8 queries in prefill), raise when a DeepSeek-V4 model reaches them.
+SGLang logs errors of a plug-in and continues without it. An error in this plug-in therefore ends the process, with the
+reason. Hooks that SGLang could not apply, and SGLang kernels that would bypass dsv4 (fused "mega" attention, FP8
+queries in prefill), raise an error when a DeepSeek-V4 model reaches them.
 """
 
 import logging

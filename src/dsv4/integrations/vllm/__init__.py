@@ -1,22 +1,22 @@
-"""The plug-in for vLLM: DeepSeek-V4's sparse attention, and dense models with head dims to 512, on dsv4.
+"""The plug-in for vLLM: DeepSeek-V4's sparse attention, and dense models with head dims up to 512, on dsv4.
 
     pip install 'dsv4[vllm]'
     vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4 ...
 
 vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. It is off,
-and says so in the log, until ``DSV4_VLLM=1`` or the configuration, ``--attention-backend DSV4``, switches it on
-(``DSV4_VLLM=0``: neither does). Then:
+and says so in the log, until ``DSV4_VLLM=1`` or ``--attention-backend DSV4`` turns it on (``DSV4_VLLM=0`` keeps it
+off). Then:
 
-* DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, whatever heads a rank has.
+* DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, with any number of heads per rank.
   ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
-  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, rows into the
-  pages), the last two not measured yet. The default is the indexer;
-* ``--attention-backend DSV4`` puts dense models on :func:`dsv4.fmha_paged`. A dense model without it keeps vLLM's
+  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, writing rows
+  to the pages). The last two were not measured yet. The default is the indexer;
+* ``--attention-backend DSV4`` runs dense models on :func:`dsv4.fmha_paged`. A dense model without it keeps vLLM's
   choice.
 
 Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels or another
-``--attention-backend`` for DeepSeek-V4 raise, and say how to switch the plug-in off. With ``DSV4_VLLM=0``, or a version
-of vLLM that was not tested, vLLM does not know the name DSV4, and asking for it is an error of vLLM's.
+``--attention-backend`` for DeepSeek-V4 raise an error that says how to turn the plug-in off. With ``DSV4_VLLM=0``, or a
+version of vLLM that was not tested, vLLM does not know the name DSV4 and raises its own error if you use it.
 """
 
 import logging
