@@ -45,7 +45,7 @@ class PagedModel:
     tokens       of all requests together
     requests     at a time
     chunk        tokens in one step
-    context      tokens of one request; default: all of them
+    context      tokens of one request; default: the same as tokens
     rows         "model": rows in the dtype of the model; "fp8": :class:`dsv4.Fp8Cache`, head dim 512 (the indexer's
                  keys stay in the model's dtype)
     page_tokens  tokens that a page stands for, a multiple of both compression ratios
