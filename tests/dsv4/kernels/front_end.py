@@ -11,7 +11,8 @@ most MOST of each kernel, those first that differ most.
 # ruff: noqa: E402
 import gc
 
-gc.disable()  # a tenth of the time: nothing here is garbage for long, and the process ends soon
+if __name__ == "__main__":
+    gc.disable()  # a tenth of the time: nothing here is garbage for long, and the process ends soon
 
 import json
 import math
