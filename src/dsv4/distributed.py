@@ -18,9 +18,9 @@ Bits and tolerances:
 * :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
   with all keys that it may see.
 * :func:`prefill` with method="ring" merges fp32 partials and rounds once, as one call does.
-* :func:`decode` differs from the unsharded call by rounding: every partial is rounded to q's dtype (unless out= is
-  fp32), their weighted average is computed in fp32, and the result is rounded once more. The weights are not negative
-  and add up to 1, so merging adds at most half a unit in the last place of the largest partial.
+* :func:`decode` differs from the unsharded call by rounding: every partial is rounded to q's dtype, their weighted
+  average is computed in fp32, and the result is rounded once more. The weights are not negative and add up to 1, so
+  merging adds at most half a unit in the last place of the largest partial. :func:`merge` takes fp32 partials too.
 * lse is fp32 throughout, and as exact as that of the partials: within 2^-12 of the largest (or of 1).
 """
 
@@ -74,7 +74,7 @@ def decode(
                 accepted = "nothing: a rank knows only its own keys; use lengths"
                 checks.fail(name, checks.describe(options[name]), accepted)
     if "out" in options or "plan" in options:
-        checks.fail("out" if "out" in options else "plan", "an argument", "no such argument here")
+        checks.fail("out" if "out" in options else "plan", "an argument", "none: decode allocates its results")
     checks.flag("return_lse", return_lse)
     out, lse = attention(*tensors, return_lse=True, **options)
     out, lse = merge(out, lse, sink=sink, heads=heads, group=group)
@@ -371,7 +371,7 @@ def _whole(name: str, x: Any) -> None:
 def _length(x: Any, dim: Any) -> int:
     """The size of a tensor along dim."""
     if not checks.is_tensor(x) or x.ndim == 0 or x.layout != torch.strided:
-        checks.fail("x", checks.describe(x), "a dense tensor with dimensions")
+        checks.fail("x", checks.describe(x), "a dense tensor with at least one dimension")
     if checks.whole(dim) is None or not -x.ndim <= dim < x.ndim:
         checks.fail("dim", checks.describe(dim), f"an int from {-x.ndim} to {x.ndim - 1}")
     return x.shape[dim]

@@ -60,7 +60,7 @@ class OnlyOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("dsv4.distributed.prefill: the gradient of its gradient does not exist")
+        raise NotImplementedError("dsv4.distributed.prefill: double backward is not supported")
 
 
 class Queries:

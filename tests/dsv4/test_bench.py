@@ -133,7 +133,7 @@ def test_without_a_gpu_it_says_so():
 
 def test_a_suite_that_there_is_not_is_refused_in_words():
     result = CliRunner().invoke(app, ["bench", "--suite", "moe"])
-    assert result.exit_code == 2 and "--suite moe: it is one of dense, v4, index, backward, all" in result.output
+    assert result.exit_code == 2 and "--suite moe: accepted: dense, v4, index, backward, all" in result.output
 
 
 def test_a_record_that_is_none_is_refused_in_words(tmp_path):

@@ -49,13 +49,13 @@ def bench(
     docstring of dsv4.bench.peers has the commands.
     """
     if suite not in SUITES:
-        refuse(f"--suite {suite}: it is one of {', '.join(SUITES)}")
+        refuse(f"--suite {suite}: accepted: {', '.join(SUITES)}")
     for option, path in (("--json", as_json), ("--plot", plot), ("--write", write)):
         show.file_to_write(option, path)
     if recorded is not None:
         records = summary.records(recorded) if recorded.is_dir() else [read(recorded)]
         if not records:
-            refuse(f"{recorded}: no file in it is one that dsv4 bench --json wrote")
+            refuse(f"{recorded}: contains no file that dsv4 bench --json wrote")
         for record in records:
             show.console().print(markdown(record), markup=False)
         if plot is not None:
@@ -64,9 +64,9 @@ def bench(
             write.write_text(replaced(write.read_text(), records))
         return
     if write is not None:
-        refuse("--write needs --from: a table is made from a record that is kept")
+        refuse("--write needs --from: the table is made from a recorded run")
     if not torch.cuda.is_available():
-        refuse("it needs a GPU; torch sees none here (--from shows a recorded run)")
+        refuse("dsv4 bench needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring
 
     cases = [case for case in measuring.cases(suite) if match in case.name]

@@ -45,7 +45,7 @@ def compile(  # noqa: A001 - the command's name
         raise typer.BadParameter(f"{of_v4}: {accepted}", param_hint="--kind")
     out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
     if not os.access(out, os.W_OK):
-        raise PermissionError(errno.EACCES, "nothing can be written there", str(out))
+        raise PermissionError(errno.EACCES, "the directory is not writable", str(out))
     console = show.console()
     written: set[str] = set()
     with ProcessPoolExecutor(jobs) as pool:

@@ -200,7 +200,7 @@ def matrix() -> str:
 def replaced(text: str) -> str:
     """`text` with what lies between the two marks replaced by the matrix of today."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the file must hold the marks {BEGIN!r} and {END!r} once each")
+        raise ValueError(f"the file must contain the marks {BEGIN!r} and {END!r} once each")
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n\n{matrix()}\n\n{END}{rest.split(END)[1]}"
 

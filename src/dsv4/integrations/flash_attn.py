@@ -239,7 +239,7 @@ def _window(x: Any) -> Any:
 def _sink(x: Any, s_aux: Any) -> Any:
     """Both names are of the same thing."""
     if s_aux is not None and x is not None:
-        checks.fail("s_aux", checks.describe(s_aux), "None beside learnable_sink")
+        checks.fail("s_aux", checks.describe(s_aux), "None together with learnable_sink")
     x = s_aux if x is None else x
     return x.float() if checks.is_tensor(x) and x.dtype in checks.LOW_PRECISION else x
 

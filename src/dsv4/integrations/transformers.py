@@ -139,7 +139,7 @@ def attention(
             f"attention_mask: got {came}; accepted: None or a 2-D padding mask, given to the model"
         )
     if dropout:
-        raise ValueError(f"dropout: got {dropout}; accepted: 0, dsv4 has no backward pass (model.eval())")
+        raise ValueError(f"dropout: got {dropout}; accepted: 0 (attention_dropout=0, or model.eval())")
     b, heads, s, d = query.shape
     rows = key.shape[2]
     first = attention_mask.window_rows  # of the compressed rows

@@ -45,7 +45,7 @@ class PagedModel:
     tokens       of all requests together
     requests     at a time
     chunk        tokens in one step
-    context      tokens of one request; default: the same as tokens
+    context      tokens of one request; default: as many as the pages and the model's max_position_embeddings allow
     rows         "model": rows in the dtype of the model; "fp8": :class:`dsv4.Fp8Cache`, head dim 512 (the indexer's
                  keys stay in the model's dtype)
     page_tokens  tokens that a page stands for, a multiple of both compression ratios
@@ -257,7 +257,7 @@ class PagedModel:
             while serving:
                 serving.step()
                 if not serving.fed:
-                    checks.fail("prompts", "no place for one", "fewer requests of others; drop finished ones")
+                    checks.fail("prompts", "no room for a request", "fewer other requests; drop finished ones")
         finally:
             for job in list(serving.jobs):
                 serving.cancel(job)
@@ -302,7 +302,8 @@ class PagedModel:
                 checks.fail("new", f"token {end} of {name!r}", f"at most {self.context} tokens in a request")
             missing += self.pages_for(end) - (len(request.pages) if request else 0)
         if missing > 0:
-            checks.fail("new", f"tokens that need {missing} pages more than are free", "less, or drop a request")
+            came = f"tokens that need {missing} more pages than are free"
+            checks.fail("new", came, "fewer tokens, or drop a request")
 
 
 class Decoder:

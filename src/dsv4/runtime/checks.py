@@ -326,6 +326,6 @@ def cumulative(name: str, x: Tensor, total: int, total_name: str) -> None:
     if int(x[0]) != 0:
         fail(name, f"first entry {int(x[0])}", "0 as the first entry")
     if bool((x[1:] < x[:-1]).any()):
-        fail(name, "entries that fall", "entries that never fall")
+        fail(name, "decreasing entries", "entries that never decrease")
     if int(x[-1]) > total:
         fail(name, f"last entry {int(x[-1])}", f"at most {total}, the rows of {total_name}")

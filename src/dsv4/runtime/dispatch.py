@@ -120,7 +120,7 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
     if capability not in ARCHITECTURES:
         have = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise RuntimeError(
-            f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; there are for {have}"
+            f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; supported: {have}"
         )
     package, arch, _ = ARCHITECTURES[capability]
     refused = too_old(capability)

@@ -50,7 +50,7 @@ def define(
         torch.library.register_fake(f"dsv4::{name}_{suffix}", fake, lib=LIBRARY)
 
     def no_second(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"dsv4.{name}: the gradient of its gradient (double backward) does not exist")
+        raise NotImplementedError(f"dsv4.{name}: double backward is not supported")
 
     torch.library.register_autograd(f"dsv4::{name}_training", gradients, setup_context=save, lib=LIBRARY)
     torch.library.register_autograd(f"dsv4::{name}_backward", no_second, lib=LIBRARY)

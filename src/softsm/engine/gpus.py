@@ -78,7 +78,7 @@ def gpus(count: int) -> Iterator[Callable]:
     accepted.whole("count", count, 1, MOST)
     now = current_options()
     if now.gathering is not None:
-        raise ValueError("gpus: it cannot stand inside of itself")
+        raise ValueError("gpus: blocks cannot be nested")
     if now.machine is not Machine:
         raise ValueError("gpus: softsm trace and softsm time follow launches of one GPU")
     gathering = Gathering(count, now.checks)

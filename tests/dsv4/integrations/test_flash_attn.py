@@ -208,7 +208,7 @@ def test_the_sink_has_a_second_name():
         wanted = call(*given, causal=True, learnable_sink=sink)
         assert torch.equal(call(*given, causal=True, s_aux=sink), wanted)
         assert not torch.equal(call(*given, causal=True), wanted)
-        with pytest.raises(ValueError, match="s_aux: got .*; accepted: None beside learnable_sink"):
+        with pytest.raises(ValueError, match="s_aux: got .*; accepted: None together with learnable_sink"):
             call(*given, causal=True, s_aux=sink, learnable_sink=sink)
 
 

@@ -100,7 +100,8 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
 def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
     """That another process sends it: vLLM's own attention would serve under the name."""
     monkeypatch.setenv("DSV4_VLLM", "0")
-    with pytest.raises(ValueError, match="DSV4_VLLM: got 0 in a process that is asked for DSV4; accepted: 1 or unset"):
+    why = "DSV4_VLLM: got 0 in a process with --attention-backend DSV4; accepted: 1 or unset"
+    with pytest.raises(ValueError, match=why):
         install.backend_member()
 
 

@@ -267,7 +267,7 @@ def test_prompts_wait_for_pages(model, ids):
     assert together.generate(prompts, 4) == served(model).generate(prompts, 4)
     for some in ids[0, :100].split(50):  # four pages
         together.step({"other": some})
-    with pytest.raises(ValueError, match="^prompts: got no place for one"):
+    with pytest.raises(ValueError, match="^prompts: got no room for a request"):
         together.generate(prompts, 4)
     assert together.requests.keys() == {"other"}
 
@@ -323,7 +323,7 @@ def test_what_it_cannot_do_it_says(model, ids):
         ("new: got 161 tokens", {"b": ids[0].repeat(2)[:161]}),
         ("new: got token 101 of 'a'", {"a": ids[0, :11]}),
         ("new: got 2 requests more than the 1 there are", {"b": ids[0, :1], "c": ids[0, :1]}),
-        ("new: got tokens that need 1 pages more", {"b": ids[0, :80]}),
+        ("new: got tokens that need 1 more pages", {"b": ids[0, :80]}),
         ("tokens of 'a': got int64 .0.", {"a": ids[0, :0]}),
         ("tokens of 'a': got float32", {"a": ids[0, :2].float()}),
         ("tokens of 'a': got values from 512", {"a": [512]}),
@@ -334,7 +334,7 @@ def test_what_it_cannot_do_it_says(model, ids):
     with pytest.raises(ValueError, match="^name: "):
         engine.drop("b")
     engine.step({"b": ids[0, :2]})
-    with pytest.raises(ValueError, match="^prompts: got no place"):
+    with pytest.raises(ValueError, match="^prompts: got no room"):
         engine.generate([ids[0, :3]], 2)
     with pytest.raises(ValueError, match=r"^prompts\[1\]: got 98 tokens, and 4 new ones; accepted: at most 101"):
         engine.generate([ids[0, :9], ids[0, :98]], 4)

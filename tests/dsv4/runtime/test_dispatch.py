@@ -53,7 +53,7 @@ def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation
 
 
 def test_unknown_architecture_is_named():
-    with pytest.raises(RuntimeError, match=r"compute capability 8\.0; there are for 9\.0, 10\.0"):
+    with pytest.raises(RuntimeError, match=r"compute capability 8\.0; supported: 9\.0, 10\.0"):
         dispatch.kernel_module("fmha", (8, 0))
 
 

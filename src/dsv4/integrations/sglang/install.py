@@ -92,6 +92,6 @@ def _known_names(backends_of: Any) -> Any:
 
 def _refusing(what: str) -> Any:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: switch that off, or dsv4")
+        raise RuntimeError(f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: turn that off, or dsv4")
 
     return refuse

@@ -81,7 +81,7 @@ def backend_member() -> Any:
     """The name, in a process that another one sends it to."""
     global asked
     if switch() is False:  # or vLLM's own attention would serve under the name
-        refuse(SWITCH, f"0 in a process that is asked for {BACKEND}", "1 or unset in every process")
+        refuse(SWITCH, f"0 in a process with --attention-backend {BACKEND}", "1 or unset in every process")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend_name()
