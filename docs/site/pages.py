@@ -113,6 +113,9 @@ def layouts() -> Iterator[tuple[str, str]]:
     yield "layouts.md", "\n\n".join(parts) + "\n"
 
 
+TITLES = {"serve": "Serving, step by step", "train": "Training, step by step"}  # the others have their own
+
+
 def tutorials() -> Iterator[tuple[str, str]]:
     folder = ROOT / "tutorials"
     for path in sorted(folder.glob("*.py")):
@@ -122,7 +125,7 @@ def tutorials() -> Iterator[tuple[str, str]]:
             continue
         code = text.split('"""', 2)[2].partition('\n\nif __name__ == "__main__":')[0].strip()
         run = f"read.py {int(path.name[:2])}" if path.name[0].isdigit() else path.name
-        title = "" if prose.startswith("# ") else "# Serving, step by step\n\n"
+        title = "" if prose.startswith("# ") else f"# {TITLES[path.stem]}\n\n"
         shell = f"```sh\npython tutorials/{run}\n```"
         yield f"tutorials/{path.stem}.md", f"{title}{prose}\n\n{shell}\n\n## The code\n\n```python\n{code}\n```\n"
 
