@@ -7,13 +7,17 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib.util
 import os
 import random
 import secrets
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     else:
         config.pluginmanager.register(Cost(), "cost")
+        config.pluginmanager.register(Start(), "start")
     if worker or not getattr(config.option, "numprocesses", None):
         from hypothesis import HealthCheck, settings
 
@@ -48,11 +53,13 @@ def count_compilation(times: object, cache_hit: bool, **_: object) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Once the tests are collected, Triton is there if any of them needs it. What they import stays to the end: the
     garbage collector need not go through it again and again."""
     gc.disable()
     result = yield
+    with contextlib.suppress(AttributeError, KeyError, OSError):
+        os.unlink(session.config.workerinput["first"])  # see Start
     gc.enable()
     gc.freeze()
     gc.set_threshold(20_000)  # 700 new objects are few beside those of one compilation
@@ -72,13 +79,34 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()  # else Triton's bindings say at the end that they leak
 
 
+class Start:
+    """Without byte code each worker would compile torch and all tests by itself. So the first one does, and the others
+    begin when it has collected the tests. A file is there as long as they wait; waiting saves time, nothing else."""
+
+    def __init__(self) -> None:
+        torch = importlib.util.find_spec("torch")
+        self.cold = not sys.dont_write_bytecode and torch and torch.cached and not os.path.exists(torch.cached)
+        self.waiting = ""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        if self.cold and not self.waiting:
+            file, self.waiting = tempfile.mkstemp()
+            os.close(file)
+            node.workerinput["first"] = self.waiting
+            return
+        end = time.monotonic() + 60
+        while os.path.exists(self.waiting) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
 class Cost:
     """Adds up what the workers, or this process, compiled. The processor time is that of all processes of the run. A
     worker says its own: whether the system counts it among this process's children depends on when it ends."""
 
     def __init__(self) -> None:
         self.kernels, self.seconds, self.workers = 0, 0.0, 0.0
-        self.beside: subprocess.Popen | None = None  # compiles a part of the emulator
+        self.beside: subprocess.Popen | None = None  # compiles the emulator
 
     def add(self, compiled: dict) -> None:
         self.kernels += compiled["kernels"]
@@ -101,32 +129,22 @@ class Cost:
         terminalreporter.write_line(f"{compiled}; {sum(os.times()[:2]) + children:.0f} s of processor time in all")
 
 
-NOTHING = """
-.version 8.7
-.target sm_100a
-.address_size 64
-.visible .entry nothing() { ret; }
-"""
-
-
-CHECKING = """
+EMULATOR = """
+import softsm
 from softsm.engine import interpreter
+softsm.load(".version 8.7 .target sm_100a .address_size 64 .visible .entry nothing() { ret; }").launch(grid=1, block=32)
 interpreter.lane_operation(True), interpreter.spans_module()
 """
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With parallel workers the emulator is compiled here, once, instead of in each of them. What finds races takes
-    longest: a second process compiles it, also while the workers start. A test that needs it sooner waits for it."""
+    """With parallel workers the emulator is compiled once, in a process beside them while they start, first what runs
+    kernels, then what finds races. A test that needs it sooner waits for it; a broken one is reported by its tests."""
     if not getattr(session.config.option, "numprocesses", None):
         return
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    beside = subprocess.Popen([sys.executable, "-c", CHECKING], env=env, stderr=subprocess.DEVNULL)
+    beside = subprocess.Popen([sys.executable, "-c", EMULATOR], env=env, stderr=subprocess.DEVNULL)
     session.config.pluginmanager.get_plugin("cost").beside = beside
-    with contextlib.suppress(Exception):  # a broken emulator is reported by its own tests
-        import softsm
-
-        softsm.load(NOTHING).launch(grid=1, block=32)
 
 
 @pytest.fixture(autouse=True)
