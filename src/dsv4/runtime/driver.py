@@ -37,6 +37,14 @@ L2_128B = 2  # CUtensorMapL2promotion, as Triton's launcher has it
 CLUSTER_DIMENSION, CLUSTER_POLICY, PROGRAMMATIC = 4, 5, 6  # CUlaunchAttributeID
 SPREAD = 1  # CUclusterSchedulingPolicy
 INVALID_CONTEXT = 201  # CUresult
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent of the most shared memory
+# What shared memory may have of the 256 KB that it and the L1 have together: CUDA programming guide, compute
+# capabilities 9.0 and 10.0. For each CTA the system takes 1 KB of it.
+SHARED_KB = 8, 16, 32, 64, 100, 132, 164, 196, 228
+RESERVED = 1024
+# Kernels that gather rows by ordinary loads, one CTA per multiprocessor. Rows under way hold lines of the L1, and
+# further ones wait where it has too few: Triton loads kernels so that shared memory gets the most, and the L1 28 KB.
+GATHERING = {"v4_few", "v4_narrow"}
 
 
 class Configuration(ctypes.Structure):
@@ -143,6 +151,9 @@ class DriverLaunch:
         self.taken = items_at([index for index, _ in self.places])
         self.moved = [(place, offset) for place, (_, offset) in enumerate(self.places) if offset]
         self.spare: list[Block] = []
+        if function.name in GATHERING:
+            asked = "cuFuncSetAttribute", self.handle, CARVEOUT, carveout(function.shared)
+            call(self.driver, self.name, function.device, *asked)
 
     def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
         """addresses: of the memory of a call, or the numbers in their place. grid: where it is not always the same."""
@@ -171,6 +182,13 @@ class DriverLaunch:
 
     def refused(self, status: int, name: str, *arguments: Any) -> None:
         refused(self.driver, self.name, self.function.device, status, name, *arguments)
+
+
+def carveout(shared: int) -> int:
+    """What leaves the L1 as much as one CTA with so many bytes can. In percent, rounded down: the driver takes the
+    least size that is no less."""
+    size = next(kb for kb in SHARED_KB if 1024 * kb >= shared + RESERVED)
+    return 100 * size // SHARED_KB[-1]
 
 
 def items_at(indices: list[int]) -> Any:

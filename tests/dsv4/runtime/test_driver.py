@@ -12,6 +12,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
+from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, driver, launch
 from dsv4.runtime.program import Number, Slot
 from softsm.memory import tensor_map
@@ -26,6 +27,11 @@ class Driver:
         self.maps: dict[int, dict] = {}
         self.configurations: list = []
         self.bound: list[str] = []
+        self.attributes: list[tuple[int, int]] = []
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        assert function.value == HANDLE
+        return self.attributes.append((attribute, value)) or 0
 
     def cuTensorMapEncodeTiled(self, to, kind, rank, address, dims, strides, box, ones, interleave, swizzle, l2, fill):
         self.maps[to.value] = dict(
@@ -132,6 +138,26 @@ def test_tensor_maps_follow_their_tensors(drivers):
     for _ in range(3):
         dense_call()
     assert [len(x.maps) for x in drivers] == [2]  # encoded once, in one block
+
+
+def test_kernels_that_gather_by_loads_leave_the_l1_what_shared_memory_does_not_need(drivers, monkeypatch):
+    dense_call()
+    monkeypatch.setattr(driver, "GATHERING", {"fmha_rows"})
+    calls.forget()
+    dense_call()
+    before, after = drivers
+    shared = after.configurations[0].shared
+    assert before.attributes == [] and after.attributes == [(driver.CARVEOUT, driver.carveout(shared))]
+
+
+@pytest.mark.parametrize("kb, size", [(150.6, 164), (163, 164), (163.5, 196), (195, 196), (196, 228), (227, 228)])
+def test_the_driver_takes_the_least_size_that_holds_one_cta(kb, size):
+    percent = driver.carveout(int(1024 * kb))
+    assert next(x for x in driver.SHARED_KB if x >= 228 * percent / 100) == size
+
+
+def test_kernels_that_gather_by_loads_are_there():
+    assert {entry.v4_few.__name__, entry.v4_narrow.__name__} == driver.GATHERING
 
 
 def test_a_stream_is_that_of_the_call(drivers, monkeypatch):
