@@ -10,9 +10,10 @@ compute, one block after the other::
 
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
-P is made with the maxima as they are, and stored, before warps have told each other what they saw: the barrier that
-says P is there says that, too. Only where a score is far above its maximum maxima move, P is made anew, and O is
-rescaled. Maxima begin with 0, a guess; a first block with scores far from it, or without some of its rows, sets them.
+P is made with the maxima as they are, and O^T is begun with it, before warps know what others saw: they read that while
+the products run. Only where a score is far above its maximum, maxima move: then the products are waited for, O is
+rescaled, and what P should have been less what it was, which is at most 2^8, is multiplied, too. Maxima begin with 0, a
+guess; a first block with scores far from it, or without some of its rows, sets them.
 
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
@@ -117,6 +118,15 @@ def highest_of_warps(x, mask):
 
 
 @gluon.jit
+def add_all(o, memory, slot, at):
+    """O^T += V^T P^T of all quarters: issued, not waited for. at: 0."""
+    o0, o1, o2, o3 = o
+    p = memory.p.index(at)
+    o0, o1 = add(o0, memory.kv0.index(slot), p), add(o1, memory.kv1.index(slot), p)
+    return o0, o1, add(o2, memory.kv2.index(slot), p), add(o3, memory.kv3.index(slot), p)
+
+
+@gluon.jit
 def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr, HOW: gl.constexpr,
                 UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
@@ -169,8 +179,9 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
         mbarrier.wait(barriers.ready0.index(slot), phase)
         if not gather_fences(HEADS):
             fence_async_shared()
-        bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         s = left_scores(memory, keys_at, zero(block), HEADS)
+        # Behind S: loads of shared memory wait for the stores of the gathering warps.
+        bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
         mbarrier.wait(barriers.ready1.index(slot), phase)
         if not gather_fences(HEADS):
             fence_async_shared()
@@ -183,31 +194,32 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
             phase = phase ^ 1
         x = masked(s, bias, SIGN) * scale
         above = x - m[None, :]
-        p = gl.exp2(above)
+        p = gl.exp2(gl.minimum(above, softmax.RESCALE_ABOVE))
         memory.p.index(0).store(p.to(memory.p.dtype))
+        sums = partial_sums(p)
         first = block == work.begin  # then far below the guess counts as far above
         highest.store(highest_of_warps(above, gl.where(first, 0x7FFFFFFF, -1)))
         fence_async_shared()
         barrier()
+        o0, o1, o2, o3 = add_all((o0, o1, o2, o3), memory, at, at - here)
+        again = here + zero(block)  # apart: the descriptors of the products above would be kept
         if gl.max(highest.load(for_all()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
+            o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             top = maxima(x, memory.tops, m)
             moved = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
             moved = gl.where(first, gl.maximum(top, softmax.LOWEST), moved)
-            before = gl.where(first, moved, m)  # nothing to rescale
+            factor = gl.where(first, 0.0, gl.exp2(m - moved))  # of a first block nothing is kept
             m = moved
             p = gl.exp2(x - m[None, :])
-            memory.p.index(0).store(p.to(memory.p.dtype))
-            factor = gl.exp2(before - m)
+            sums = partial_sums(p)
+            added = memory.p.index(0).load(LS).to(gl.float32) * factor[None, :]
+            memory.p.index(0).store((p - added).to(memory.p.dtype))
             l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :]
             by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
-            o0, o1, o2, o3 = o0 * by, o1 * by, o2 * by, o3 * by
             fence_async_shared()
             barrier()
-        l = l + partial_sums(p)
-        o0 = add(o0, memory.kv0.index(at), memory.p.index(at - here))
-        o1 = add(o1, memory.kv1.index(at), memory.p.index(at - here))
-        o2 = add(o2, memory.kv2.index(at), memory.p.index(at - here))
-        o3 = add(o3, memory.kv3.index(at), memory.p.index(at - here))
+            o0, o1, o2, o3 = add_all((o0 * by, o1 * by, o2 * by, o3 * by), memory, again, again - here)
+        l = l + sums
         o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
         mbarrier.arrive(barriers.free0.index(here), count=1)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))

@@ -220,10 +220,11 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def unpack_left(rows, memory, slot):
-    """The first 256 columns of a block, e4m3 -> bf16 -> kv, and the bias."""
+    """The first 256 columns of a block, e4m3 -> bf16 -> kv, and the bias: first, else it waits for a register that a
+    store before it has not read yet."""
+    memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
     pairs_in(memory.kv0.index(slot), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
     pairs_in(memory.kv1.index(slot), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
-    memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
 
 
 @gluon.jit
