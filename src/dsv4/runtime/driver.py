@@ -38,9 +38,9 @@ CLUSTER_DIMENSION, CLUSTER_POLICY, PROGRAMMATIC = 4, 5, 6  # CUlaunchAttributeID
 SPREAD = 1  # CUclusterSchedulingPolicy
 INVALID_CONTEXT = 201  # CUresult
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent of the most shared memory
-# What shared memory may have of the 256 KB that it and the L1 have together: CUDA programming guide, compute
-# capabilities 9.0 and 10.0. For each CTA the system takes 1 KB of it.
-SHARED_KB = 8, 16, 32, 64, 100, 132, 164, 196, 228
+# What shared memory may have of the 256 KB that it and the L1 have together (CUDA programming guide, compute
+# capabilities 9.0 and 10.0); sizes of 132 KB and less were not tried. The system takes 1 KB of it for each CTA.
+SHARED_KB = 164, 196, 228
 RESERVED = 1024
 # Kernels that gather rows by ordinary loads, one CTA per multiprocessor. Rows under way hold lines of the L1, and
 # further ones wait where it has too few: Triton loads kernels so that shared memory gets the most, and the L1 28 KB.

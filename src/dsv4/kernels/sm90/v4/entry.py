@@ -46,6 +46,8 @@ NARROW = (
     ((OF_16, Cost(9.3, 0.006, 3.1)), (OF_32, Cost(12.8, 0, 3.7)), (OF_32_LONG, Cost(13.1, 0, 6.5))),
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
 )
+# Costs and limits of v4_narrow and v4_few were measured while the L1 had 28 KB; with what it has now
+# (runtime/driver.py) both are faster, and would pay for more problems.
 # Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
 # faster, with splits and for all heads and rows of a query in one CTA, and its cost. In several rounds of CTAs costs do
 # not add up like that: with 16 heads it was 7 % faster than v4_listed in two and in four of them.
