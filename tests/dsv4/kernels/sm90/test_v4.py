@@ -183,18 +183,44 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     compare((out, lse), same | dict(window_indices=listed))
 
 
+@pytest.mark.slow  # the variant of the test with lists of any number of blocks
+def test_what_is_read_in_place_of_rows_that_are_not_there_does_not_count():
+    """It is q's beginning, here inf and NaN: the other queries do not see it."""
+    q, window = torch.randn(3, 64, 512).bfloat16(), dsv4.Fp8Cache.pack(rows(100), rows_per_page=64)
+    q[0, 0, ::2], q[0, 0, 1::2] = float("inf"), NAN
+    lists = dict(window_indices=numbers(3, 150, of=3), compressed_indices=torch.full((3, 130), -1, dtype=torch.int32))
+    got, given = run("latest", q=q, window=window, compressed=window, **lists)
+    assert (lists["window_indices"] == -1).sum(1).min() > 10
+    compare(tuple(x[1:] for x in got), given | {name: given[name][1:] for name in ("q", *lists)})
+
+
 @pytest.mark.slow
-def test_fp8_values_come_out_exactly_beside_plain_rows():
-    """One row per query has weight 1: all e4m3 codes that are numbers, scales up to what bf16 holds; pages whose stride
-    is odd. The window is a plain tensor, so that blocks of both kinds meet in one query."""
+def test_fp8_values_come_out_exactly_by_list():
+    """As the next test, where both pools are FP8 rows at multiples of 16 bytes."""
+    cache, n = all_codes(64, 64 * 584)
+    nothing = torch.full((n, 1), -1, dtype=torch.int32)
+    (out, _), _ = run("latest", q=torch.zeros(n, 64, 512).bfloat16(), window=cache, window_indices=nothing,
+                      compressed=cache, compressed_indices=torch.arange(n, dtype=torch.int32)[:, None])  # fmt: skip
+    assert torch.equal(out, cache.unpack()[:n, None].expand(n, 64, 512))
+
+
+def all_codes(rows_per_page: int, page_stride: int) -> tuple[dsv4.Fp8Cache, int]:
+    """A cache, and how many of its rows have all e4m3 codes that are numbers, with scales up to what bf16 holds."""
     codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8).repeat(2)[:448]
     scales = [20, 100, 127, 134, 135, 180, 240]
-    cache = dsv4.Fp8Cache.pack(rows(8), rows_per_page=3, page_stride=3 * 584 + 1)
+    cache = dsv4.Fp8Cache.pack(rows(8), rows_per_page=rows_per_page, page_stride=page_stride)
     for i, scale in enumerate(scales):
-        page = cache.storage[i // 3 * cache.page_stride :]
-        page[i % 3 * 576 :][:448] = codes.roll(i)
-        page[3 * 576 + i % 3 * 8 :][:7] = scale
-    n = len(scales)
+        page = cache.storage[i // rows_per_page * cache.page_stride :]
+        page[i % rows_per_page * 576 :][:448] = codes.roll(i)
+        page[rows_per_page * 576 + i % rows_per_page * 8 :][:7] = scale
+    return cache, len(scales)
+
+
+@pytest.mark.slow
+def test_fp8_values_come_out_exactly_beside_plain_rows():
+    """One row per query has weight 1; pages whose stride is odd. The window is a plain tensor, so that blocks of both
+    kinds meet in one query."""
+    cache, n = all_codes(3, 3 * 584 + 1)
     window, nothing = rows(5), torch.full((n, 1), -1, dtype=torch.int32)
     with softsm.use("sm_90a"), softsm.checking(races=True, order="latest", seed=SEED) as report:
         out = dsv4.v4_attention(torch.zeros(n, 1, 512).bfloat16(), window, nothing, cache,

@@ -4,8 +4,8 @@ A block is 64 entries of one list: of the query's window list, or of its compres
 tensors come by cp.async. Rows of an Fp8Cache come through registers, where e4m3 becomes bf16, except their last 64
 values, which are bf16 already.
 
-A row that is not there (-1, out of range, past the length) is filled with zeros, and its bias is -inf: 0 * NaN would
-be NaN.
+A row that is not there (-1, out of range, past the length) is filled with zeros, or other finite numbers, and its bias
+is -inf: 0 * NaN would be NaN.
 """
 
 from dsv4.kernels.compat import (
@@ -24,7 +24,9 @@ from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 from dsv4.kernels.shared.v4.rows import (
     Pool,
     entries,
+    fp8_addresses,
     fp8_load,
+    fp8_load_all,
     fp8_place,
     fp8_to_bf16,
     page_of,
@@ -129,16 +131,21 @@ def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def copy_rest(rows, there, tile, ready):
+    """The last 64 values of each row, which are bf16, by cp.async; makes all arrivals on ``ready`` but one."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, L))
+    there = gl.convert_layout(there, gl.SliceLayout(1, L))
+    column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    cp_async(panels_of(tile).index(3), rows[:, None] + column[None, :], mask=there[:, None])
+    async_copy.mbarrier_arrive(ready, increment_count=False)
+
+
+@gluon.jit
 def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
-    """The last 64 values of each row, which are bf16; makes all arrivals on ``ready`` but one."""
+    """As copy_rest, for rows at any multiple of UNIT bytes."""
     if UNIT >= 16:
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
-        rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-        data = gl.convert_layout(data, gl.SliceLayout(1, L))
-        there = gl.convert_layout(there, gl.SliceLayout(1, L))
-        column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-        cp_async(panels_of(tile).index(3), rest_ptr + (data // 2)[:, None] + column[None, :], mask=there[:, None])
-        async_copy.mbarrier_arrive(ready, increment_count=False)
+        copy_rest(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + data // 2, there, tile, ready)
     else:
         PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
         last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
@@ -254,8 +261,8 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
     for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
     its first is stored, the first half of a row of the next block as the second is.
 
-    By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory, whereas rows
-    picked by a list came later for it. There the cheaper scales (NANS) would cost five reloads a block, too.
+    By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory. There the
+    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have listed_blocks, where they can.
     """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
@@ -269,12 +276,12 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, NANS=HOW == TABLE))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, QUICK=HOW != TABLE))
         later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
         high = scale_word(asked.ptr, asked.at, asked.there, 4, UNIT)
         z = fp8_load(asked.ptr, asked.data, asked.there, 4, 2, UNIT)
         u = fp8_load(asked.ptr, asked.data, asked.there, 6, 1, UNIT)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, NANS=HOW == TABLE))
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, QUICK=HOW != TABLE))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
@@ -287,8 +294,58 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
         if HOW == TABLE:
             following = later
             prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, NANS=HOW == TABLE))
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, NANS=HOW == TABLE))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=HOW != TABLE))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=HOW != TABLE))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        phase = phase ^ (block % 2)
+    return phase
+
+
+@aggregate
+class Listed:
+    """Rows of an FP8 block by list, the first half on its way: addresses, all scales, e4m3 values."""
+
+    row: Value
+    there: Value
+    scales: Value
+    x: Value
+    y: Value
+
+
+@gluon.jit
+def ask_listed(pool, number, spare, UNIT: gl.constexpr):
+    row, at, there = fp8_addresses(pool, number, spare, UNIT)
+    scales = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
+    return Listed(row, there, scales, fp8_load_all(row, 0, 2), fp8_load_all(row, 2, 2))
+
+
+@gluon.jit
+def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+                  UNIT: gl.constexpr):  # fmt: skip
+    """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
+    read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    entry = entries(words(gl.num_warps()))
+    for block in range(first, end):
+        slot = block % 2 * 2
+        low, high = asked.scales.to(gl.int32), (asked.scales >> 32).to(gl.int32)
+        mbarrier.wait(free.index(slot), phase)
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, low, 0, QUICK=True))
+        z = fp8_load_all(asked.row, 4, 2)
+        u = fp8_load_all(asked.row, 6, 1)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, low, 2, QUICK=True))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+
+        mbarrier.wait(free.index(slot + 1), phase)
+        tile = kv.index(slot + 1)
+        rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
+        copy_rest(rows, asked.there, tile, ready.index(slot + 1))
+        write_bias(bias.index(block % 2), asked.there)
+        asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=True))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=True))
         mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
     return phase
@@ -344,8 +401,10 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         end = gl.minimum(begin + each, steps)
         L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        LISTED: gl.constexpr = HOW != TABLE and UNIT >= 16
         if FP8[0] and FP8[1]:  # rows are on their way while the last item's scores are waited for, then Q
-            asked = ask(pool_of(pools, begin * 2 < lists.window_blocks), number, UNIT)
+            pool = pool_of(pools, begin * 2 < lists.window_blocks)
+            asked = ask_listed(pool, number, q.ptr, UNIT) if LISTED else ask(pool, number, UNIT)
         mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
@@ -357,6 +416,9 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         turn = turn ^ 1
         if FP8[0] != FP8[1]:
             phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
+        elif FP8[0] and LISTED:
+            phase = listed_blocks(number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW,
+                                  UNIT)  # fmt: skip
         elif FP8[0]:
             phase = fp8_blocks(number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
         elif RESIDENT:
