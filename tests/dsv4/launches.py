@@ -1,6 +1,7 @@
 """For tests of kernels: how many multiprocessors a call sees, and which kernels it launches."""
 
 from dsv4.runtime import dispatch, launch
+from dsv4.runtime.driver import DriverLaunch
 from dsv4.runtime.launch import TritonLaunch
 
 
@@ -13,13 +14,16 @@ def multiprocessors(monkeypatch, count: int) -> None:
 def launched(monkeypatch) -> list[str]:
     """Gets the names of the kernels of all launches that follow."""
     names: list[str] = []
-    run = TritonLaunch.run
 
-    def noted(self, *memory):
-        names.append(self.name)
-        run(self, *memory)
+    def noting(run):
+        def noted(self, *memory):
+            names.append(self.name)
+            run(self, *memory)
 
-    monkeypatch.setattr(TritonLaunch, "run", noted)
+        return noted
+
+    for way in (TritonLaunch, DriverLaunch):  # in the emulator, on a GPU
+        monkeypatch.setattr(way, "run", noting(way.run))
     return names
 
 
