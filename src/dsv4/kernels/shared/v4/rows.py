@@ -217,23 +217,39 @@ def _conversion(quick):
 
 
 @gluon.jit
-def fp8_to_bf16(x, scales, FIRST: gl.constexpr, QUICK: gl.constexpr = False):
-    """e4m3 values [rows, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [rows, panels, 32].
-
-    S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
-    corrects that. The scale is applied by itself: 2^120 times a scale may not fit. Bytes that mean NaN do not occur in
-    rows that count; QUICK: a scale that means NaN makes inf, and there are fewer instructions. Not everywhere: other
-    loops would be ordered differently by the assembler.
-    """
-    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
+def scale_bytes(x, scales, FIRST: gl.constexpr):
+    """The scale byte of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]. scales: an integer per
+    row, of such bytes."""
     L: gl.constexpr = x.type.layout
     panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    s = (scales >> (8 * panel.to(scales.dtype))[None, :, None]).to(gl.int32) & 255
+    return (scales >> (8 * panel.to(scales.dtype))[None, :, None]).to(gl.int32) & 255
+
+
+@gluon.jit
+def fp8_to_bf16(x, scales, FIRST: gl.constexpr, QUICK: gl.constexpr = False, SIGNS: gl.constexpr = False):
+    """e4m3 values [rows, panels, 16 x 4] times one scale per row and panel -> bf16 in pairs, int32 [rows, panels, 32].
+
+    Bytes that mean NaN do not occur in rows that count; QUICK: a scale that means NaN makes inf, and there are fewer
+    instructions. SIGNS: fewer instructions, too, without that. Not everywhere: other loops would be ordered differently
+    by the assembler.
+    """
+    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
+    s = scale_bytes(x, scales, FIRST)
     if QUICK:
         s = gl.maximum(s << 7, 0x40) * 0x10001
     else:
         s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)) * 0x10001
+    return fp8_times(x, s, QUICK or SIGNS)
+
+
+@gluon.jit
+def fp8_times(x, s, QUICK: gl.constexpr):
+    """e4m3 values times factors, [rows, panels, 1] of twice the same bf16 -> bf16 in pairs.
+
+    S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
+    corrects that. The scale is applied by itself: 2^120 times a scale may not fit.
+    """
     x, s = gl.broadcast(x, s)
     a, b = gl.inline_asm_elementwise(
         _conversion(QUICK), "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1

@@ -8,17 +8,7 @@ A row that is not there (-1, out of range, past the length) is filled with zeros
 is -inf: 0 * NaN would be NaN.
 """
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    async_copy,
-    cp_async,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    reinterpret_as,
-)
+from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
 from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 from dsv4.kernels.shared.v4.rows import (
@@ -32,29 +22,21 @@ from dsv4.kernels.shared.v4.rows import (
     page_of,
     plain_rows,
     scale_word,
-    words_of,
 )  # fmt: skip
+from dsv4.kernels.sm90.v4.slots import (
+    arrivals,
+    copy_rest,
+    copy_rows,
+    fp8_rest,
+    lanes,
+    panels_in,
+    words,
+    write_bias,
+)
+from dsv4.kernels.sm90.v4.table import table_blocks, whole_pages
 
 # What the job of an item says, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-
-
-@gluon.constexpr_function
-def lanes(warps):
-    """16 bytes of bf16 per thread, 8 threads for 64 values of a row."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def words(warps):
-    """16 bytes of 32-bit words per thread, 4 threads for 64 bytes of a row."""
-    return gl.BlockedLayout([1, 4], [8, 4], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def arrivals(warps):
-    """On ``ready``: one per gathering thread when its copies have landed, one for all ordinary stores."""
-    return 32 * warps + 1
 
 
 @aggregate
@@ -104,59 +86,6 @@ def pool_of(pools, in_window):
         gl.where(in_window, a.row_stride, b.row_stride), gl.where(in_window, a.inverse, b.inverse),
         gl.where(in_window, a.shift, b.shift),
     )  # fmt: skip
-
-
-@gluon.jit
-def panels_of(tile):
-    """Panels of 64 columns of a tile [64, 256]."""
-    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return reinterpret(tile, [4, 64, 64], PANEL)
-
-
-@gluon.jit
-def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
-    """256 columns of 64 rows by cp.async -> tile; rows that are not there become zeros. offset: in units of 8."""
-    L: gl.constexpr = lanes(gl.num_warps())
-    panels = panels_of(tile)
-    pointers = ptr + offset[:, None] * 8 + (COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
-    for panel in gl.static_range(4):
-        cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None])
-
-
-@gluon.jit
-def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Panels of a half block as bf16 in pairs: [64, COUNT, 32]."""
-    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
-    return reinterpret_as(tile, gl.int32, [4 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT).permute((1, 0, 2))
-
-
-@gluon.jit
-def copy_rest(rows, there, tile, ready):
-    """The last 64 values of each row, which are bf16, by cp.async; makes all arrivals on ``ready`` but one."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, L))
-    there = gl.convert_layout(there, gl.SliceLayout(1, L))
-    column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    cp_async(panels_of(tile).index(3), rows[:, None] + column[None, :], mask=there[:, None])
-    async_copy.mbarrier_arrive(ready, increment_count=False)
-
-
-@gluon.jit
-def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
-    """As copy_rest, for rows at any multiple of UNIT bytes."""
-    if UNIT >= 16:
-        copy_rest(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + data // 2, there, tile, ready)
-    else:
-        PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-        last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
-        last.store(words_of(ptr, data, there, 112, 32, UNIT))
-        mbarrier.arrive(ready, count=32 * gl.num_warps())
-
-
-@gluon.jit
-def write_bias(bias, there):
-    """What is added to the scores of a block. Its reader has read the last one: it then freed half 0 or half 1."""
-    bias.store(gl.where(there, 0.0, -float("inf")))
 
 
 @gluon.jit
@@ -254,7 +183,7 @@ def ask(pool, number, UNIT: gl.constexpr):
 
 @gluon.jit
 def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
-               UNIT: gl.constexpr):  # fmt: skip
+               UNIT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
     """Blocks [first, end) of FP8 rows, through registers. number, asked: of the first.
 
     The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
@@ -262,7 +191,8 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
     its first is stored, the first half of a row of the next block as the second is.
 
     By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory. There the
-    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have listed_blocks, where they can.
+    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have listed_blocks, where they can;
+    PAGES: those after the window table_blocks.
     """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
@@ -271,17 +201,21 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
     if HOW == TABLE:
         following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
         prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
-    for block in range(first, end):
+    by_table = end
+    if PAGES:
+        of_window = gl.minimum(gl.maximum(first, lists.window_blocks), end)
+        by_table = gl.where(whole_pages(pools.compressed, UNIT), of_window, end)
+    for block in range(first, by_table):
         slot = block % 2 * 2
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, QUICK=HOW != TABLE))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
         later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
         high = scale_word(asked.ptr, asked.at, asked.there, 4, UNIT)
         z = fp8_load(asked.ptr, asked.data, asked.there, 4, 2, UNIT)
         u = fp8_load(asked.ptr, asked.data, asked.there, 6, 1, UNIT)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, QUICK=HOW != TABLE))
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
@@ -294,10 +228,12 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
         if HOW == TABLE:
             following = later
             prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=HOW != TABLE))
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=HOW != TABLE))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
         mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
+    if PAGES:
+        phase = table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT)
     return phase
 
 
@@ -382,7 +318,7 @@ def write_job(job, turn, blocks, query, first_head, split):
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
                 HOW: gl.constexpr, FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
-                AFTER: gl.constexpr):  # fmt: skip
+                AFTER: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
     AFTER: the grid before makes rows, and may still run."""
     if AFTER:
@@ -420,7 +356,10 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
             phase = listed_blocks(number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW,
                                   UNIT)  # fmt: skip
         elif FP8[0]:
-            phase = fp8_blocks(number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT)
+            # Where rows are not split, the assembler would reload values in the loop.
+            PAGES: gl.constexpr = HOW == TABLE and UNIT >= 16 and SPLIT
+            phase = fp8_blocks(number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT,
+                               PAGES)  # fmt: skip
         elif RESIDENT:
             phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
         else:

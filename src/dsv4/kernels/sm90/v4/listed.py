@@ -53,9 +53,9 @@ from dsv4.kernels.sm90.v4.gather import (
     SPLIT_NUMBER,
     Pools,
     Queries,
-    arrivals,
     gather_role,
 )
+from dsv4.kernels.sm90.v4.slots import arrivals
 from dsv4.kernels.sm90.v4.steps import (
     SCORES,
     left_begin,
@@ -339,5 +339,5 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
         (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
-                       FP8, UNIT, RESIDENT, AFTER)),
+                       FP8, UNIT, RESIDENT, AFTER, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -29,7 +29,8 @@ from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope
 from dsv4.kernels.shared.v4.items import NONE
 from dsv4.kernels.shared.v4.rows import Pool, entries
-from dsv4.kernels.sm90.v4.gather import Pools, Queries, numbers_of, pool_of, words
+from dsv4.kernels.sm90.v4.gather import Pools, Queries, numbers_of, pool_of
+from dsv4.kernels.sm90.v4.slots import words
 from dsv4.kernels.sm90.v4.transposed import (
     Splits,
     add,

@@ -26,7 +26,7 @@ from dsv4.kernels.shared.v4.rows import (
     quotient,
     words_of,
 )
-from dsv4.kernels.sm90.v4.gather import lanes
+from dsv4.kernels.sm90.v4.slots import lanes
 
 
 @aggregate
