@@ -88,18 +88,25 @@ def test_fp16_rows_in_pages_by_block_table(order):
     compare(*compared)
 
 
-def test_fp8_rows_by_block_table_and_requests():
-    """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, NaN where none are."""
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+@pytest.mark.parametrize("splits", [3, pytest.param(1, marks=pytest.mark.slow)])  # 1: a variant of its own
+@pytest.mark.parametrize("page", [2, 3])
+def test_fp8_rows_by_block_table_and_requests(page, splits, order):
+    """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, of which a block is a
+    whole number, and of three; NaN in rows that are not there."""
+    width, written = 240 // page, 150 // page
     window = dsv4.Fp8Cache.pack(rows(64), rows_per_page=64)
-    compressed = dsv4.Fp8Cache.empty(80, 2)
+    compressed = dsv4.Fp8Cache.empty(80, page)
     compressed.storage.fill_(255)
-    compressed.write(torch.arange(150), rows(150))
+    compressed.write(torch.arange(written * page), rows(written * page))
+    plan = dsv4.plan(dsv4.v4_attention, batch=4, q_heads=16, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.full((splits * 4 * 16 * 513,), NAN))
     compared = run(
-        "latest", q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
+        order, q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
         window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
-        compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
-        compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
-        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        compressed_block_table=torch.randint(0, written, (3, width), dtype=torch.int32),
+        compressed_lengths=torch.tensor([240, 131, 0, 80], dtype=torch.int32),
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32), plan=plan,
     )  # fmt: skip
     compare(*compared)
 
