@@ -8,7 +8,7 @@ A row that is not there (-1, out of range, past the length) is filled with zeros
 is -inf: 0 * NaN would be NaN.
 """
 
-from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
 from dsv4.kernels.shared import dependent
 from dsv4.kernels.shared.v4.items import LIST, NONE, TABLE, lists_of, place_of
 from dsv4.kernels.shared.v4.rows import (
@@ -37,12 +37,6 @@ from dsv4.kernels.sm90.v4.table import table_blocks, whole_pages
 
 # What the job of an item says, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-
-
-@gluon.constexpr_function
-def by_list(how, unit):
-    """Whether FP8 rows are read by listed_blocks."""
-    return how != TABLE and unit >= 16
 
 
 @aggregate
@@ -262,50 +256,33 @@ def ask_listed(pool, number, spare, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def announce(bar):
-    """All stores are made: one arrival. An `arrive` counts as access to all of shared memory, so the compiler would put
-    a barrier of warps before it and another one behind it."""
-    barrier()
-    mbarrier.expect(bar, 0)
-
-
-@gluon.jit
-def keep_order(x):
-    """What the assembler moves no load or store across. x: any number."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
                   UNIT: gl.constexpr):  # fmt: skip
-    """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions and barriers of warps. A row
-    that is not there is read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out.
-    """
-    kv, kv_b, bias, free = memory.kv, memory.kv_b, memory.bias, barriers.free
+    """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
+    read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(words(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
         low, high = asked.scales.to(gl.int32), (asked.scales >> 32).to(gl.int32)
         mbarrier.wait(free.index(slot), phase)
-        panels_in(kv.index(slot), 0, 2).store(fp8_to_bf16(asked.x, low, 0, QUICK=True))
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, low, 0, QUICK=True))
         z = fp8_load_all(asked.row, 4, 2)
         u = fp8_load_all(asked.row, 6, 1)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
-        keep_order(block)
-        panels_in(kv_b.index(slot), 0, 2).store(fp8_to_bf16(asked.y, low, 2, QUICK=True))
-        announce(barriers.ready.index(slot))
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, low, 2, QUICK=True))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
+        tile = kv.index(slot + 1)
         rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
-        copy_rest(rows, asked.there, kv_b.index(slot + 1), barriers.ready1.index(slot + 1))
+        copy_rest(rows, asked.there, tile, ready.index(slot + 1))
         write_bias(bias.index(block % 2), asked.there)
         asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT)
-        barrier()  # between the copies to kv_b and the stores to it; here, so that loads are not issued later
-        panels_in(kv.index(slot + 1), 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=True))
-        panels_in(kv_b.index(slot + 1), 0, 1).store(fp8_to_bf16(u, high, 2, QUICK=True))
-        announce(barriers.ready1.index(slot + 1))
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=True))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=True))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
     return phase
 
@@ -360,9 +337,10 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         end = gl.minimum(begin + each, steps)
         L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        LISTED: gl.constexpr = HOW != TABLE and UNIT >= 16
         if FP8[0] and FP8[1]:  # rows are on their way while the last item's scores are waited for, then Q
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
-            asked = ask_listed(pool, number, q.ptr, UNIT) if by_list(HOW, UNIT) else ask(pool, number, UNIT)
+            asked = ask_listed(pool, number, q.ptr, UNIT) if LISTED else ask(pool, number, UNIT)
         mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
@@ -370,14 +348,11 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
             copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
         async_copy.mbarrier_arrive(barriers.q_ready, increment_count=False)
         write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
-        if FP8[0] and FP8[1] and by_list(HOW, UNIT):
-            announce(barriers.q_ready)
-        else:
-            mbarrier.arrive(barriers.q_ready, count=1)
+        mbarrier.arrive(barriers.q_ready, count=1)
         turn = turn ^ 1
         if FP8[0] != FP8[1]:
             phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
-        elif FP8[0] and by_list(HOW, UNIT):
+        elif FP8[0] and LISTED:
             phase = listed_blocks(number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW,
                                   UNIT)  # fmt: skip
         elif FP8[0]:

@@ -10,7 +10,7 @@ output of one, Q and the first blocks of the next arrive. gather.py says how.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
-kv, kv_b        4 x 32768           [64, 256] each: block b of a step, half h at 2b + h; APART [64, 128] of it in each
+kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h
 p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless PIECES, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
@@ -22,14 +22,11 @@ barrier         arrives                      count       waits          means
 q_ready         gather: copies, itself       threads+1   left, right    Q of the item is in q, and its job
 q_free          left, right                  2           gather         the item's scores are complete: refill q
 ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
-ready1[2b + 1]  gather: copies, itself       threads+1   left, right    APART: in place of ready[2b + 1]; ready[2b]: 1
 free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
-APART is for FP8 rows by list: halves of a half block in allocations of their own, so that the compiler puts no barriers
-between the stores to them.
 Copies write like ordinary stores; those who wait for them, or for converted FP8 rows, put the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
@@ -56,7 +53,6 @@ from dsv4.kernels.sm90.v4.gather import (
     SPLIT_NUMBER,
     Pools,
     Queries,
-    by_list,
     gather_role,
 )
 from dsv4.kernels.sm90.v4.slots import arrivals
@@ -65,7 +61,6 @@ from dsv4.kernels.sm90.v4.steps import (
     left_begin,
     left_resident,
     left_step,
-    part,
     right_resident,
     right_step,
 )
@@ -77,7 +72,6 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 class Memory:
     q: Value
     kv: Value
-    kv_b: Value
     bias: Value
     job: Value
     # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
@@ -95,7 +89,6 @@ class Barriers:
     q_ready: Value
     q_free: Value
     ready: Value
-    ready1: Value
     free: Value
     p_ready: Value
     m_ready: Value
@@ -103,17 +96,12 @@ class Barriers:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, APART: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr):
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
-    if APART:
-        kv = gl.allocate_shared_memory(DTYPE, [4, 64, 128], part(DTYPE))
-        kv_b = gl.allocate_shared_memory(DTYPE, [4, 64, 128], part(DTYPE))
-    else:
-        kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
-        kv_b = kv
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -123,16 +111,15 @@ def make_memory(DTYPE: gl.constexpr, APART: gl.constexpr):
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
-    return Memory(q, kv, kv_b, bias, job, p0, p1, m0, a0, m1, a1, sums)
+    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
 
 
 @gluon.jit
-def make_barriers(GATHER_WARPS: gl.constexpr, APART: gl.constexpr):
+def make_barriers(GATHER_WARPS: gl.constexpr):
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    ready1 = gl.allocate_shared_memory(gl.int64, [4, 1], BAR) if APART else ready
     free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -140,15 +127,13 @@ def make_barriers(GATHER_WARPS: gl.constexpr, APART: gl.constexpr):
     mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
     mbarrier.init(q_free, count=2)
     for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=1 if APART else arrivals(GATHER_WARPS))
+        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
         mbarrier.init(free.index(i), count=1)
-        if APART:
-            mbarrier.init(ready1.index(i), count=arrivals(GATHER_WARPS))
     for i in gl.static_range(2):
         mbarrier.init(p_ready.index(i), count=1)
         mbarrier.init(m_ready.index(i), count=1)
         mbarrier.init(sum_ready.index(i), count=1)
-    return Barriers(q_ready, q_free, ready, ready1, free, p_ready, m_ready, sum_ready)
+    return Barriers(q_ready, q_free, ready, free, p_ready, m_ready, sum_ready)
 
 
 @gluon.jit
@@ -264,8 +249,7 @@ def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr
 
 @gluon.jit
 def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
-              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr,
-              APART: gl.constexpr):  # fmt: skip
+              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
@@ -287,9 +271,9 @@ def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr
                 if RESIDENT:
                     o, m, l = right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
                 elif HALF == 0:
-                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN, APART)
+                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN)
                 else:
-                    o, m, l = right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN, APART)
+                    o, m, l = right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN)
                 phase = phase ^ 1
             if blocks == 0:
                 mbarrier.arrive(barriers.q_free, count=1)
@@ -347,14 +331,13 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     items = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, items)
     stride = gl.num_programs(0) - alone
 
-    APART: gl.constexpr = FP8[0] and FP8[1] and by_list(HOW, UNIT)
-    memory = make_memory(q_ptr.dtype.element_ty, APART)
-    barriers = make_barriers(GATHER_WARPS, APART)
+    memory = make_memory(q_ptr.dtype.element_ty)
+    barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES, APART)),
-        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES, APART)),
+        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
                        FP8, UNIT, RESIDENT, AFTER, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -16,15 +16,7 @@ both blocks, so that right rescales O once::
 A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
 """
 
-from dsv4.kernels.compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.opaque import zero
 
@@ -37,73 +29,30 @@ def landed(ready, phase):
     fence_async_shared()
 
 
-@gluon.constexpr_function
-def part(dtype):
-    """Of 128 columns."""
-    return gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
-
-
 @gluon.jit
-def half_scores(s, memory, barriers, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr,
-                APART: gl.constexpr = False):  # fmt: skip
-    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, APART two, not waited for."""
+def half_scores(s, memory, ready, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr):
+    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, not waited for."""
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
-    if SLOT % 2 == 1:
-        landed(barriers.ready1.index(SLOT), phase)
-    else:
-        landed(barriers.ready.index(SLOT), phase)
-    if APART:
-        q = reinterpret(memory.q, [4, 64, 128], part(memory.q.dtype))
-        q0, k0 = q.index(opaque + SLOT % 2 * 2), memory.kv.index(opaque + SLOT).permute((1, 0))
-        s = warpgroup_mma(q0, k0, s, use_acc=not FIRST, is_async=True)
-        q1, k1 = q.index(opaque + SLOT % 2 * 2 + 1), memory.kv_b.index(opaque + SLOT).permute((1, 0))
-        return warpgroup_mma(q1, k1, s, is_async=True)
-    else:
-        q, k = memory.q.index(opaque + SLOT % 2), memory.kv.index(opaque + SLOT).permute((1, 0))
-        return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
+    landed(ready.index(SLOT), phase)
+    q, k = memory.q.index(opaque + SLOT % 2), memory.kv.index(opaque + SLOT).permute((1, 0))
+    return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def scores(memory, barriers, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr, APART: gl.constexpr = False):
-    """S of a block, its slots in this order: two groups issued, APART four, not waited for."""
-    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, barriers, phase, step, FIRST, True, APART)
-    return half_scores(s, memory, barriers, phase, step, SECOND, False, APART)
+def scores(memory, ready, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """S of a block, its slots in this order: two groups issued, not waited for."""
+    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, ready, phase, step, FIRST, True)
+    return half_scores(s, memory, ready, phase, step, SECOND, False)
 
 
 @gluon.jit
-def add(p, memory, slot, o, APART: gl.constexpr):
-    """O [64, 256] += P V with the rows of a slot: one group issued, APART two. Not waited for: `added` does."""
-    if APART:
-        L: gl.constexpr = o.type.layout
-        a, b = gl.split(o.reshape([64, 2, 128]).permute((0, 2, 1)))  # registers change their names
-        a = warpgroup_mma(p, memory.kv.index(slot), gl.convert_layout(a, L), is_async=True)
-        b = warpgroup_mma(p, memory.kv_b.index(slot), gl.convert_layout(b, L), is_async=True)
-        return a, b
-    else:
-        return warpgroup_mma(p, memory.kv.index(slot), o, is_async=True)
-
-
-@gluon.jit
-def added(o, APART: gl.constexpr):
-    """O, when all products are complete."""
-    if APART:
-        a, b = o
-        a, b = warpgroup_mma_wait(num_outstanding=0, deps=(a, b))
-        L: gl.constexpr = a.type.layout
-        return gl.convert_layout(gl.join(a, b).permute((0, 2, 1)).reshape([64, 256]), L)
-    else:
-        return warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-
-
-@gluon.jit
-def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr,
-              APART: gl.constexpr):  # fmt: skip
+def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, barriers, phase, step, 0, 1, APART)
+    s = scores(memory, ready, phase, step, 0, 1)
     seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if 2 * step + 2 >= blocks:
@@ -118,42 +67,41 @@ def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.co
     fence_async_shared()
     mbarrier.arrive(p_ready.index(0), count=1)
     o = softmax.rescale(o, a0)
-    o = add(gl.convert_layout(pb, LA), memory, zero(step), o, APART)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
     landed(ready.index(2), phase)
-    o = added(o, APART)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(0), count=1)
     mbarrier.wait(p_ready.index(1), phase)
     m = memory.m1.load(RS)
     a1 = memory.a1.load(RS)
     l = l * gl.convert_layout(a1, RP)[:, None]
     o = softmax.rescale(o, a1)
-    o = add(memory.p1, memory, zero(step) + 2, o, APART)
-    o = added(o, APART)
+    o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(2), count=1)
     return o, m, l
 
 
 @gluon.jit
-def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr,
-              APART: gl.constexpr):  # fmt: skip
+def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
-    free, p_ready = barriers.free, barriers.p_ready
+    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, barriers, phase, step, 2, 3, APART)
+    s = scores(memory, ready, phase, step, 2, 3)
     seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
-    landed(barriers.ready1.index(1), phase)
+    landed(ready.index(1), phase)
     mbarrier.wait(p_ready.index(0), phase)
     m0 = memory.m0.load(RS)
     a0 = memory.a0.load(RS)
     # O is complete, but the assembler does not see it across the loop, and would wait for S, too: also in front of a
     # jump over the products.
-    o = warpgroup_mma_wait(num_outstanding=4 if APART else 2, deps=(o,))
+    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
     o = o * gl.convert_layout(a0, RO)[:, None]
-    o = add(memory.p0, memory, zero(step) + 1, o, APART)
-    s = warpgroup_mma_wait(num_outstanding=2 if APART else 1, deps=(s,))
+    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
     s = softmax.biased(s, seen[None, :], SIGN)
@@ -165,11 +113,11 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
     memory.a1.store(a1)
     fence_async_shared()
     mbarrier.arrive(p_ready.index(1), count=1)
-    o = added(o, APART)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(1), count=1)
     o = softmax.rescale(o, a1)
-    o = add(gl.convert_layout(pb, LA), memory, zero(step) + 3, o, APART)
-    o = added(o, APART)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     mbarrier.arrive(free.index(3), count=1)
     return o, m, l
 
@@ -177,7 +125,7 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
 @gluon.jit
 def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
     """The second half of S of block 0, whose first half is issued; masked."""
-    s = half_scores(s, memory, barriers, phase, step, 1, False)
+    s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
     seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     return softmax.biased(s, seen[None, :], SIGN)
@@ -188,7 +136,7 @@ def left_begin(memory, barriers, phase, steps, SIGN: gl.constexpr):
     """S of the first block 0 of an item."""
     s = gl.zeros([64, 64], gl.float32, SCORES)
     if steps > 0:
-        s = half_scores(s, memory, barriers, phase, steps, 0, True)
+        s = half_scores(s, memory, barriers.ready, phase, steps, 0, True)
         s = resident_scores(s, memory, barriers, phase, steps, SIGN)
     if steps <= 1:
         mbarrier.arrive(barriers.q_free, count=1)
@@ -224,7 +172,7 @@ def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN:
     # The product is issued in either branch: the assembler would not let O under way cross into one.
     if step + 1 < steps:
         o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
-        s = half_scores(s, memory, barriers, phase ^ 1, step, 0, True)
+        s = half_scores(s, memory, ready, phase ^ 1, step, 0, True)
         o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
         mbarrier.arrive(free.index(2), count=1)
         s = resident_scores(s, memory, barriers, phase ^ 1, step, SIGN)
@@ -244,7 +192,7 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, barriers, phase, step, 3, 2)
+    s = scores(memory, ready, phase, step, 3, 2)
     seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if step + 1 == steps:
