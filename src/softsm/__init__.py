@@ -15,15 +15,15 @@ import importlib
 __version__ = "0.2.0"
 
 _HOME = {
-    "use": "softsm.triton_driver.install",
-    "active_arch": "softsm.triton_driver.in_use",
+    "use": "softsm.doors.triton.install",
+    "active_arch": "softsm.doors.triton.in_use",
     "load": "softsm.engine.launch",
     "gpus": "softsm.engine.gpus",
     "multicast": "softsm.memory.multicast",
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
-    "timing": "softsm.clock.timer",
+    "timing": "softsm.timing.timer",
     "errors": "softsm.errors",
 }
 

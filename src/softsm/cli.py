@@ -227,7 +227,7 @@ def time(
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
-    from softsm.clock import command
+    from softsm.timing import command
 
     for given in (file, compare):
         if given is not None and not given.is_file():
@@ -296,7 +296,7 @@ def _accept(
     file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
 ) -> None:
     """Refuse what cannot be meant, in one line."""
-    from softsm.triton_driver.in_use import ARCHITECTURES
+    from softsm.doors.triton.in_use import ARCHITECTURES
 
     if not file.is_file():
         _stop(f"there is no file {file}")
@@ -327,8 +327,8 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, 
 
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
+    from softsm.doors.triton.install import use
     from softsm.engine.launch import options
-    from softsm.triton_driver.install import use
 
     try:
         softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms)

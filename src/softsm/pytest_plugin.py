@@ -47,7 +47,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
     import torch
 
-    from softsm.triton_driver.install import use
+    from softsm.doors.triton.install import use
 
     early_config.stash[in_use] = use(asked or DEFAULT, cuda_shim=not torch.cuda.is_available())
 

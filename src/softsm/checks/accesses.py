@@ -1,5 +1,6 @@
 """Loads, stores and asynchronous accesses of shared and global memory, compared with the shadow of what they touch
-(checks/shadow.py, checks/spans.py). The compiled code notes what it finds in `races`; checks/findings.py reads it."""
+(checks/shadow.py, checks/byte_ranges.py). The compiled code notes what it finds in `races`; checks/findings.py reads
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Touched(NamedTuple):
 
     origins: list[int]
     shadows: list[np.ndarray]
-    elsewhere: list[np.ndarray]  # `touched_since` of the processes that had a share of it, see engine/division.py
+    elsewhere: list[np.ndarray]  # `touched_since` of the processes that had a share of it, see engine/processes.py
 
     def owners(self) -> list[np.ndarray]:
         """uint32, for each word: who has touched it."""

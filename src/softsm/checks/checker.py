@@ -23,8 +23,8 @@ from softsm.checks.boxes import BoxChecks
 from softsm.checks.clocks import WORDS
 from softsm.checks.findings import Findings
 from softsm.checks.grids import GridChecks
-from softsm.checks.joined import Growing
 from softsm.checks.maps import MapChecks
+from softsm.checks.mma_chains import Growing
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products

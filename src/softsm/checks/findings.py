@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from softsm.checks import grids, replicas
+from softsm.checks import benign_races, grids
 from softsm.checks import shadow as sh
 from softsm.engine import program as pg
 from softsm.report.diagnostics import Diagnostic, Party
@@ -38,7 +38,7 @@ class Findings:
     def __init__(self, checker):
         self.checker = checker
         self.machine, self.report, self.strict = checker.machine, checker.report, checker.strict
-        self.confined_pairs: dict[tuple[int, int], bool] = {}  # (load, store), see checks/replicas.py
+        self.confined_pairs: dict[tuple[int, int], bool] = {}  # (load, store), see checks/benign_races.py
 
     def collect(self, w, op=None) -> None:
         """Turn the compiled code's findings into diagnostics."""
@@ -54,7 +54,7 @@ class Findings:
             if kind == sh.OVER_BARRIER:
                 self.checker.barriers.over_barrier(w, op, agents[other_pc + 1].cta, address & ~7, pc, lane)
                 continue
-            if kind == sh.UNINITIALISED and not self.strict and replicas.masked_atomic(self.machine.program, pc):
+            if kind == sh.UNINITIALISED and not self.strict and benign_races.masked_atomic(self.machine.program, pc):
                 continue
             if kind == sh.SAME:
                 if agent < sh.ASYNC and (not self.strict or self.one_statement(pc, other_pc)):
@@ -114,7 +114,7 @@ class Findings:
     def confined(self, load: int, store: int) -> bool:
         known = self.confined_pairs.get((load, store))
         if known is None:
-            known = self.confined_pairs[load, store] = replicas.confined(self.machine.program, load, store)
+            known = self.confined_pairs[load, store] = benign_races.confined(self.machine.program, load, store)
         return known
 
     def suspect(self, reader, found: Diagnostic, store: int, lanes: int) -> None:

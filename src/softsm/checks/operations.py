@@ -8,9 +8,9 @@ from collections import deque
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.checks.cells import ENTRY
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
+from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.engine.interpreter import cells_module
@@ -36,8 +36,8 @@ class Operations:
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
         self.by_number: dict[int, AsyncOp] = {}  # those that Python has issued
-        # tcgen05 operations, also those that compiled code issues (checks/cells.py), in the place of their number: the
-        # number, who from where, and the kind. Warps have numbers here, from 1 on.
+        # tcgen05 operations, also those that compiled code issues (checks/tmem_shadow.py), in the place of their
+        # number: the number, who from where, and the kind. Warps have numbers here, from 1 on.
         self.log = np.zeros((sh.OPS, ENTRY // 8), np.int64)
         self.order.newest[pg.LOG] = address_of(self.log)
         self.issuers: dict[int, object] = {}

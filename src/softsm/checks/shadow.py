@@ -27,7 +27,7 @@ asynchronous operation's bit is set in what the warp knows to be complete. Lanes
 own epoch has moved on to another even number in between: every barrier, bar.warp.sync among them, and every release
 does that; fence.proxy.async moves it to an odd one. Races are
 appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the records and
-the accesses of a warp, lane by lane; checks/spans.py has the rest. Compiled by `interpreter.checking_module()`.
+the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest. Compiled by `interpreter.checking_module()`.
 """
 
 from __future__ import annotations

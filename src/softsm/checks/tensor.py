@@ -11,7 +11,9 @@ import itertools
 
 import numpy as np
 
-from softsm.checks.cells import (
+from softsm.checks.order import address_of
+from softsm.checks.shadow import OPS
+from softsm.checks.tmem_shadow import (
     CELLS,
     COLUMNS,
     COPY,
@@ -25,8 +27,6 @@ from softsm.checks.cells import (
     STORE,
     SUMS,
 )
-from softsm.checks.order import address_of
-from softsm.checks.shadow import OPS
 from softsm.engine import program as pg
 from softsm.engine.interpreter import cells_module
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
@@ -39,7 +39,7 @@ PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
 class TensorShadow:
-    """Of one SM. The compiled code of checks/cells.py knows how it is laid out."""
+    """Of one SM. The compiled code of checks/tmem_shadow.py knows how it is laid out."""
 
     def __init__(self) -> None:
         raw = np.zeros(HELD_AT // 8 + CELLS // 8, np.int64)
@@ -78,7 +78,7 @@ class Where:
 
 @functools.cache
 def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
-    """What an access leaves behind in its cells, and what they must not hold: see `look` of checks/cells.py."""
+    """What an access leaves behind in its cells, and what they must not hold: see `look` of checks/tmem_shadow.py."""
     kind = UNKNOWN
     if write:
         kind = ACCUMULATOR if operation == "tcgen05.mma" else STORED.get(note, UNKNOWN)
@@ -91,13 +91,13 @@ def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
 
 @functools.cache
 def product(accumulator: tuple) -> int:
-    """The kind of the products on one accumulator, see checks/cells.py."""
+    """The kind of the products on one accumulator, see checks/tmem_shadow.py."""
     return PRODUCT | next(_accumulators) << SUMS
 
 
 def work(accumulator: tuple, ctas: list, reads: tuple, writes: tuple) -> tuple[np.ndarray, int]:
-    """The kind and regions of a product, as `operation` of checks/cells.py takes them, and their address: the same for
-    all CTAs that issue it."""
+    """The kind and regions of a product, as `operation` of checks/tmem_shadow.py takes them, and their address: the
+    same for all CTAs that issue it."""
     regions, shared = [], []
     for write, those in ((0, reads), (1, writes)):
         for place, cta, *rest in those:
@@ -211,7 +211,7 @@ class TensorChecks:
         self.report.add(Diagnostic("type", text, tuple(parties)))
 
     def kind_of(self, op) -> int:
-        """As far as the order of operations depends on it: see `in_order` of checks/cells.py."""
+        """As far as the order of operations depends on it: see `in_order` of checks/tmem_shadow.py."""
         footprint = op.footprint
         if footprint is None:
             return KINDS[op.kind]

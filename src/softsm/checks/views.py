@@ -92,7 +92,7 @@ class WarpView:
     issued: dict[int, Issued] = field(default_factory=dict)  # lane -> its tcgen05 operations, for commit
     released: dict[str, np.ndarray] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
     acquirable: dict[str, np.ndarray] = field(default_factory=dict)  # pass on, and take in
-    suspected: list = field(default_factory=list)  # races of it that may be none (checks/replicas.py)
+    suspected: list = field(default_factory=list)  # races of it that may be none (checks/benign_races.py)
     predicates: np.ndarray | None = None  # as they were when it exited
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait

@@ -65,7 +65,7 @@ class AsyncOp:
     # when races are checked:
     number: int = 0
     publishes: object = None  # what its completion tells who waits for it
-    touches: tuple | None = None  # of a tcgen05.mma: what it touches, see `operation` of checks/cells.py
+    touches: tuple | None = None  # of a tcgen05.mma: what it touches, see `operation` of checks/tmem_shadow.py
     instruction: object = None
 
 

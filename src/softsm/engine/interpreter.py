@@ -190,7 +190,7 @@ def checking_module():
 
 @functools.cache
 def spans_module():
-    """checks/spans.py, compiled."""
+    """checks/byte_ranges.py, compiled."""
     path = _HERE.parent / "checks" / "spans.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
@@ -199,10 +199,10 @@ def spans_module():
 
 @functools.cache
 def cells_module():
-    """checks/cells.py, compiled."""
+    """checks/tmem_shadow.py, compiled."""
     path = _HERE.parent / "checks" / "cells.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"),
-               path.with_name("spans.py"), path.with_name("joined.py"))  # fmt: skip
+               path.with_name("spans.py"), path.with_name("mma_chains.py"))  # fmt: skip
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
              "asynchronous": spans_module().asynchronous}  # fmt: skip
     return build.load("cells", path.read_text(), depends, 2, **names)

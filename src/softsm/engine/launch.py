@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from softsm import accepted
-from softsm.engine import division, tensor_waits
+from softsm.engine import processes, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
 from softsm.engine.scheduler import Machine
@@ -52,7 +52,7 @@ class Options:
     sms: int = 4
     budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
     arch: str = ""
-    processes: int = 0  # at most so many share a launch; 0: as engine/division.py has it
+    processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     checks: object = None  # softsm.checks.checking.Checks when the checkers are on
     recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
@@ -116,7 +116,7 @@ class Kernel:
     executed: int = 0  # warp instructions of all launches of this process so far
 
     def __init__(self, module: Module, function: Function, checking: bool = False):
-        from softsm.checks.joined import Tables
+        from softsm.checks.mma_chains import Tables
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
         from softsm.isa import product_chain, tcgen05
@@ -264,7 +264,7 @@ class Kernel:
     @functools.cached_property
     def independent(self) -> bool:
         """Do its clusters stay away from each other?"""
-        return division.independent(self.module, self.program.specials)
+        return processes.independent(self.module, self.program.specials)
 
     @functools.cached_property
     def undefined(self) -> list:

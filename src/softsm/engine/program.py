@@ -51,19 +51,19 @@ S_COLUMNS = 30  # address of Cta.columns, or 0: every access to tensor memory is
 S_READS = 31  # when races are checked: the reads of warps, see checks/shadow.py
 S_SCRATCH = 32  # 32 lane addresses
 S_UNWATCHED = 64  # nobody looks at single events
-# When races are checked, of tcgen05.ld and st (checks/cells.py):
+# When races are checked, of tcgen05.ld and st (checks/tmem_shadow.py):
 S_CELLS = 65  # address of the TensorShadow
 S_LATEST = 66  # an access completes at its wait, so compiled code does only those that nothing can come behind
 S_OWED = 67  # Python has issued some that the warp has not waited for
 S_ISSUER = 68  # the warp's number in what is kept of the operations that compiled code issues
 UNWAITED = 7  # numbers at most, behind their count, of
 S_LOADS, S_STORES = 72, 80  # ... those of compiled code that the warp has not waited for
-S_NOTES = 69  # when a launch is timed: the control words of clock/noting.py
+S_NOTES = 69  # when a launch is timed: the control words of timing/address_trace.py
 S_NOTED = 70  # ... and the number of the warp there
 S_FIELDS = 88
 # What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
 # down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py), and what is known of
-# products (checks/joined.py).
+# products (checks/mma_chains.py).
 NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, GROWING, PRODUCTS, LAYOUT = range(10)
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address

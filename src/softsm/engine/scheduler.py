@@ -14,7 +14,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine
 from softsm.engine.deadlock import DeadlockWatch
-from softsm.engine.division import Division
+from softsm.engine.processes import Division
 from softsm.engine.warps import Cta, Fragment, Sm, Warp
 from softsm.errors import StepBudget
 

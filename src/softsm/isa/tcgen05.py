@@ -224,7 +224,7 @@ class Work:
     shared: tuple[int, int]  # and in shared memory
     spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
     touched: tuple[np.ndarray, int] | None = None  # and all that it touches, for compiled code of the checker
-    chain: int = 0  # see checks/joined.py
+    chain: int = 0  # see checks/mma_chains.py
     learned: bool = False
 
 

@@ -298,7 +298,7 @@ def lower_st(asm, ins, modifiers) -> None:
 
 def in_loop(asm, op: int, row: int, rows: list[int], access: dict, kind: int = 0) -> None:
     """Where a register is a column and nothing is in flight, the compiled loop can do it (engine/vec_tensor.py). When
-    races are checked it can where nothing else may happen before the result is due (checks/cells.py)."""
+    races are checked it can where nothing else may happen before the result is due (checks/tmem_shadow.py)."""
     if access["shape"] == "32x32b" and not access["packed"]:
         _, _, number, _, _, _, *guard = asm.records[-1]
         asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), kind, *guard]

@@ -13,7 +13,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-from softsm.clock.engines import MACS, engines_of
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.launch import options
 from softsm.engine.scheduler import Machine
@@ -36,6 +35,7 @@ from softsm.report.recording import (
     volume,
 )
 from softsm.report.roles import role_of
+from softsm.timing.engines import MACS, engines_of
 
 
 class RecordingEngine(AsyncEngine):

@@ -7,7 +7,7 @@ import tensor_kernels as tk
 from layouts import SW128
 
 import softsm
-from softsm.checks import joined
+from softsm.checks import mma_chains
 from softsm.engine.launch import load
 from softsm.isa import instruction_descriptor as idesc
 from softsm.isa import product_chain, tcgen05
@@ -134,7 +134,7 @@ def test_products_of_compiled_code_are_compared_like_those_of_python(products, a
     second = checked(k)
     assert len(in_python) == again
     assert second[:2] == first[:2]
-    monkeypatch.setattr(joined.Growing, "begin", lambda *args: None)
+    monkeypatch.setattr(mma_chains.Growing, "begin", lambda *args: None)
     assert checked(k)[:2] == first[:2]
 
 

@@ -1,0 +1,467 @@
+"""Cells of tensor memory under the checkers, compiled: who touched them, and whole tcgen05.ld and st of shape 32x32b.
+
+The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) three times over, for the operation
+that wrote each cell last and the last two that read it, and behind that a byte for each cell: what it holds
+(checks/tensor.py). Compiled by `interpreter.cells_module()`, which gives the compiled twin of checks/shadow.py as
+`records`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from softsm.checks import byte_ranges, shadow
+from softsm.checks.clocks import WORDS
+from softsm.checks.mma_chains import (
+    E_A,
+    E_ADD,
+    E_B,
+    E_CHAIN,
+    E_COLUMN,
+    E_D,
+    E_IDESC,
+    E_PAST_COLUMN,
+    E_PAST_SHARED,
+    E_SHARED,
+    E_WORK,
+    G_CHAIN,
+    G_COUNT,
+    G_FIELDS,
+    G_FIRST,
+    G_ISSUED,
+    G_LANE,
+    G_OWNER,
+    G_PLACES,
+    G_ROOM,
+    TABLE,
+)
+from softsm.checks.mma_chains import ENTRY as ENTRY_FIELDS
+from softsm.checks.shadow import OPS
+from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
+from softsm.engine.program import (
+    CLOCKS,
+    DISTANCE,
+    FIRST_USE,
+    FOUND,
+    GROWING,
+    LOG,
+    MACRO,
+    NEWEST,
+    PRODUCTS,
+    S_ALIVE,
+    S_CELLS,
+    S_CLOCK,
+    S_COLUMNS,
+    S_ISSUER,
+    S_LATEST,
+    S_LOADS,
+    S_NEXT_OP,
+    S_OWED,
+    S_P,
+    S_PHASES,
+    S_Q,
+    S_R,
+    S_RACES,
+    S_SHARED_SIZE,
+    S_SLOT,
+    S_STORES,
+    S_TENSOR,
+    S_TENSOR_LANE,
+    S_WRITES,
+    SECTIONS,
+    SHARED_START,
+    UNWAITED,
+    WAIT_LOADS,
+    WAIT_STORES,
+)
+
+compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+inner = globals().get("inner") or compiled  # for what only compiled code calls
+records = globals().get("records") or shadow
+asynchronous = globals().get("asynchronous") or byte_ranges.asynchronous
+
+LANE_GROUPS, COLUMNS = 8, 512
+CELLS = LANE_GROUPS * COLUMNS
+HELD_AT = 3 * 8 * CELLS  # where the bytes begin
+COLUMN = 4 * 128  # bytes of tensor memory from one column to the next
+STRICT = 4  # sections of a clock at the strict level
+ENTRY = 24  # bytes of an operation in the log: its number, who issued it from where, its kind
+NO_KIND, LOAD, STORE, PRODUCT, SHIFT, COPY, COPY_4X256B = range(7)
+SUMS = 8  # first bit of the number of a product's accumulator, in its kind
+REGION = 7  # fields of a region
+
+
+FOUR = ir.VectorType(ir.IntType(64), 4)  # cells at once; Numba does not see that it could
+
+
+def _splat(builder, value):
+    one = builder.insert_element(ir.Constant(FOUR, ir.Undefined), value, ir.IntType(32)(0))
+    first = ir.Constant(ir.VectorType(ir.IntType(32), 4), [0] * 4)
+    return builder.shuffle_vector(one, ir.Constant(FOUR, ir.Undefined), first)
+
+
+def _cells(builder, at):
+    return builder.inttoptr(at, FOUR.as_pointer())
+
+
+@intrinsic
+def four_are(typingctx, at, value):
+    """Do four cells hold this value?"""
+
+    def codegen(context, builder, signature, args):
+        same = builder.icmp_unsigned("==", builder.load(_cells(builder, args[0]), align=8), _splat(builder, args[1]))
+        return builder.icmp_unsigned("==", builder.bitcast(same, ir.IntType(4)), ir.IntType(4)(15))
+
+    return types.boolean(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_four(typingctx, at, value):
+    def codegen(context, builder, signature, args):
+        builder.store(_splat(builder, args[1]), _cells(builder, args[0]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_four(typingctx, to, of):
+    def codegen(context, builder, signature, args):
+        builder.store(builder.load(_cells(builder, args[1]), align=8), _cells(builder, args[0]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@inner("void(i8, i8, i8, i8)")
+def note(S, number, pc, kind):
+    """Operation `number` is issued by the warp of S."""
+    entry = i8(load64(i8(load64(S + 8 * S_NEXT_OP)) + 8 * LOG)) + ENTRY * (number & (OPS - 1))
+    store64(entry, np.uint64(number))
+    store64(entry + 8, np.uint64(i8(load64(S + 8 * S_ISSUER)) << 32 | pc))
+    store64(entry + 16, np.uint64(kind))
+
+
+@compiled("i8(i8, i8, i8, i8, i8)")
+def in_order(old, read, new, write, strict):
+    """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): an operation of kind `old` that read or
+    wrote cells, and a later one of kind `new` that reads or writes them."""
+    was, now = old & ((1 << SUMS) - 1), new & ((1 << SUMS) - 1)
+    if was == LOAD or was == STORE or now == LOAD or now == STORE:
+        return i8((was == STORE and now == LOAD) or (was <= STORE and now == STORE))
+    if was == PRODUCT:
+        return write if read else i8(write and old == new)
+    if was == SHIFT:
+        return i8(now == PRODUCT or now == COPY_4X256B)
+    # a copy, and a product that uses what it brought: PTX 9.4 means A and scale factors, Triton the accumulator too
+    return i8(now == PRODUCT and not (write and strict))
+
+
+@inner("void(i8, i8, i8, i8, i8, i8)")
+def unordered(S, number, reader, me, write, out):
+    """Operation `number` wrote cells that `me` touches, or read cells that it writes, and is not known to be complete:
+    add it to `out` unless it is in order before."""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    log = i8(load64(layout + 8 * LOG))
+    old, new = log + ENTRY * (number & (OPS - 1)), log + ENTRY * (me & (OPS - 1))
+    if i8(load64(old)) == number and load32(old + 12) == load32(new + 12):
+        strict = i8(load64(layout + 8 * SECTIONS)) == STRICT
+        if in_order(i8(load64(old + 16)), reader, i8(load64(new + 16)), write, i8(strict)):
+            return
+    entry, n = 2 * number + reader, i8(load64(out))
+    for i in range(1, n + 1):
+        if i8(load64(out + 8 * i)) == entry:
+            return
+    store64(out + 8 * (n + 1), np.uint64(entry))
+    store64(out, np.uint64(n + 1))
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def users(S, table, low, high, reader, me, write, known, out):
+    """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
+    order. Returns 1 when there is a cell that nobody used."""
+    empty, last, at = i8(0), i8(-1), low
+    while at < high:
+        if at + 4 <= high and four_are(table + 8 * at, last):
+            at += 4
+            continue
+        number = i8(load64(table + 8 * at))
+        at += 1
+        if number == last:
+            continue
+        last = number
+        if number == 0:
+            empty = i8(1)
+        elif number != me and not records.complete(known, number, me + 1):
+            unordered(S, number, reader, me, write, out)
+    return empty
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def look(S, table, groups, low, high, write, me, wrong):
+    """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
+    of tensor memory. Which operations wrote them (and read them, for a write) and are neither `me`, nor known to be
+    complete, nor in order? And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. The
+    answer is -1 when there is no such operation, and nothing that `wrong` names; else the number of operations. Then
+    found[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more for a reader."""
+    layout, flags = i8(load64(S + 8 * S_NEXT_OP)), i8(0)
+    out = i8(load64(layout + 8 * FOUND))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    if i8(load64(layout + 8 * SECTIONS)) == STRICT:
+        known += 4 * 2 * WORDS
+    store64(out, np.uint64(0))
+    for g in range(LANE_GROUPS):
+        if (groups >> g) & 1:
+            first, end, last = g * COLUMNS + low, g * COLUMNS + high, i8(-1)
+            flags |= users(S, table, first, end, 0, me, write, known, out)
+            if write:
+                users(S, table + 8 * CELLS, first, end, 1, me, write, known, out)
+                users(S, table + 16 * CELLS, first, end, 1, me, write, known, out)
+            if wrong >> 1:
+                for at in range(first, end):
+                    one = i8(load8(table + HELD_AT + at))
+                    if one != last:
+                        flags |= i8(2) << one
+                        last = one
+    n = i8(load64(out))
+    store64(out, np.uint64(flags))
+    return n if n or flags & wrong else i8(-1)
+
+
+@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+def mark(table, groups, low, high, write, me, kind):
+    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
+    for g in range(LANE_GROUPS):
+        if (groups >> g) & 1 == 0:
+            continue
+        at, end = g * COLUMNS + low, g * COLUMNS + high
+        while at < end:
+            four = at + 4 <= end
+            if write:
+                if four:
+                    store_four(table + 8 * at, me)
+                    store32(table + HELD_AT + at, u4(0x01010101 * kind))
+                else:
+                    store64(table + 8 * at, np.uint64(me))
+                    store8(table + HELD_AT + at, np.uint8(kind))
+            elif four:
+                copy_four(table + 8 * (at + 2 * CELLS), table + 8 * (at + CELLS))
+                store_four(table + 8 * (at + CELLS), me)
+            else:
+                store64(table + 8 * (at + 2 * CELLS), load64(table + 8 * (at + CELLS)))
+                store64(table + 8 * (at + CELLS), np.uint64(me))
+            at += 4 if four else 1
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
+    """Note an operation of this kind that touches a region, `look`, and `mark` when the answer is -1. left: what it
+    leaves behind in the cells."""
+    note(S, me, pc, kind)
+    n = look(S, table, groups, low, high, write, me, wrong)
+    if n < 0:
+        mark(table, groups, low, high, write, me, left)
+    return n
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def compare(S, work, places, me, pc, lane, issued, silent):
+    """What `operation` does. silent: where something is wrong it has changed nothing that doing it again would not, and
+    reported nothing."""
+    layout, slot, races = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT)), i8(load64(S + 8 * S_RACES))
+    note(S, me, pc, i8(load64(work)))
+    regions, count = work + 16, i8(load64(work + 8))
+    wrong = i8(0)
+    for k in range(count):
+        r = regions + 8 * REGION * k
+        table = i8(load64(places + 16 * i8(load64(r))))
+        groups, low, high, write = i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24)), i8(load64(r + 32))
+        if look(S, table, groups, low, high, write, me, i8(load64(r + 48))) >= 0:
+            wrong = i8(1)
+            break
+    if wrong and silent:
+        return wrong
+    at = issued + 4 * ((me & (OPS - 1)) >> 5)
+    store32(at, load32(at) | u4(1) << u4(me & 31))
+    shared = regions + 8 * REGION * count
+    for k in range(i8(load64(shared))):
+        read = shared + 8 + 24 * k
+        asynchronous(
+            i8(load64(places + 16 * i8(load64(read)) + 8)), layout, races, i8(load64(read + 8)),
+            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane,
+        )  # fmt: skip
+    if silent and load64(races) != np.uint64(0):
+        store64(races, np.uint64(0))
+        return i8(1)
+    if wrong == 0:  # all regions have been compared before one is marked
+        for k in range(count):
+            r = regions + 8 * REGION * k
+            table = i8(load64(places + 16 * i8(load64(r))))
+            groups, low, high, write = i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24)), i8(load64(r + 32))
+            mark(table, groups, low, high, write, me, i8(load64(r + 40)))
+    return wrong
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
+def operation(S, work, places, me, pc, lane, issued):
+    """A matrix product, issued by one lane of the warp of S. Returns 1 when Python has to compare the regions of tensor
+    memory, which then are as before.
+
+    work: its kind; how many regions of tensor memory it touches (in which CTA, lane groups, first and end column,
+    write, what it leaves behind, what is wrong there), and they; how often it reads shared memory (in which CTA, spans,
+    how many), and where. places: of each CTA the table of its tensor memory and the site of its shared memory. issued:
+    a set of operations that it becomes one of."""
+    return compare(S, work, places, me, pc, lane, issued, 0)
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8)")
+def known_product(S, rows, table, a_tensor, lane, chain):
+    """The entry of the product whose operands the registers `rows` of a lane have, or 0: see checks/mma_chains.py."""
+    R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
+    idesc = i8(load32(R + (i8(load32(rows)) * 32 + lane) * 4))
+    d = i8(load32(R + (i8(load32(rows + 4)) * 32 + lane) * 4))
+    if a_tensor:
+        a = i8(load32(R + (i8(load32(rows + 8)) * 32 + lane) * 4))
+    else:
+        a = i8(load64(Q + (i8(load32(rows + 8)) * 32 + lane) * 8))
+    b = i8(load64(Q + (i8(load32(rows + 12)) * 32 + lane) * 8))
+    add = i8((load32(P + 4 * i8(load32(rows + 16))) >> u4(lane)) & u4(1))
+    for k in range(i8(load64(table))):
+        e = table + 8 + 8 * ENTRY_FIELDS * k
+        if (
+            i8(load64(e + 8 * E_D)) == d and i8(load64(e + 8 * E_A)) == a and i8(load64(e + 8 * E_B)) == b
+            and i8(load64(e + 8 * E_IDESC)) == idesc and i8(load64(e + 8 * E_ADD)) == add
+        ):  # fmt: skip
+            return e if i8(load64(e + 8 * E_CHAIN)) == chain else i8(0)
+    return i8(0)
+
+
+@inner("i8(i8, i8, i8, i8, u4, i8)")
+def product(S, rows, which, a_tensor, m, pc):
+    """A matrix product, instruction `which` of them, that goes with the one before it: 0 when nothing is out of the
+    ordinary and it has been compared, marked, numbered and noted in checks/mma_chains.py; else MACRO, and nothing has
+    changed that issuing it in Python would not."""
+    layout, columns = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_COLUMNS))
+    growing, number = i8(load64(layout + 8 * GROWING)), i8(load64(layout + 8 * NEWEST))
+    if load64(S + 8 * S_PHASES) == np.uint64(0) or i8(load64(growing + 8 * G_OWNER)) != S or columns == 0:
+        return i8(MACRO)
+    lane, count = i8(load64(growing + 8 * G_LANE)), i8(load64(growing + 8 * G_COUNT))
+    if m != u4(1) << u4(lane) or count >= i8(load64(growing + 8 * G_ROOM)) or number & 31 == 0:
+        return i8(MACRO)
+    if load64(i8(load64(S + 8 * S_RACES))) != np.uint64(0):
+        return i8(MACRO)
+    table = i8(load64(layout + 8 * PRODUCTS)) + 8 * TABLE * which
+    e = known_product(S, rows, table, a_tensor, lane, i8(load64(growing + 8 * G_CHAIN)))
+    if e == 0:
+        return i8(MACRO)
+    low, high = i8(load64(e + 8 * E_COLUMN)), i8(load64(e + 8 * E_PAST_COLUMN))
+    if low < i8(load64(columns)) or high > i8(load64(columns + 8)):
+        return i8(MACRO)
+    low, high = i8(load64(e + 8 * E_SHARED)), i8(load64(e + 8 * E_PAST_SHARED))
+    if low < SHARED_START or high > i8(load64(S + 8 * S_SHARED_SIZE)):
+        return i8(MACRO)
+    places, issued = i8(load64(growing + 8 * G_PLACES)), i8(load64(growing + 8 * G_ISSUED))
+    if compare(S, i8(load64(e + 8 * E_WORK)), places, number, pc, lane, issued, 1):
+        return i8(MACRO)
+    store64(layout + 8 * NEWEST, np.uint64(number + 1))
+    at = growing + 8 * (G_FIRST + G_FIELDS * count)
+    store64(at, np.uint64(which << 32 | (e - table) // (8 * ENTRY_FIELDS)))
+    store64(at + 8, np.uint64(number))
+    store64(growing + 8 * G_COUNT, np.uint64(count + 1))
+    return i8(0)
+
+
+@compiled("i8(i8, i8, i8, i8)")
+def busy(S, table, low, high):
+    """Has some operation touched these columns that the warp of S does not know to be complete?"""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    newest = i8(load64(layout + 8 * NEWEST))
+    for row in range(3 * LANE_GROUPS):
+        last = i8(0)
+        for at in range(row * COLUMNS + low, row * COLUMNS + high):
+            number = i8(load64(table + 8 * at))
+            if number != last:
+                last = number
+                if number and not records.complete(known, number, newest):
+                    return i8(1)
+    return i8(0)
+
+
+@compiled("void(i8, i8)")
+def waited(S, those):
+    """The warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES): it knows them to be complete, at
+    the strict level for its tcgen05 operations as well."""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    for k in range(i8(load64(S + 8 * those))):
+        bit = i8(load64(S + 8 * (those + 1 + k))) & (OPS - 1)
+        at = known + 4 * (bit >> 5)
+        store32(at, load32(at) | u4(1) << u4(bit & 31))
+        if i8(load64(layout + 8 * SECTIONS)) == STRICT:
+            at += 4 * 2 * WORDS
+            store32(at, load32(at) | u4(1) << u4(bit & 31))
+    store64(S + 8 * those, np.uint64(0))
+
+
+@inner("i8(i8, i8, u4)")
+def wait(S, kind, m):
+    """tcgen05.wait, or registers of a load are due: MACRO when Python has to look, else 0."""
+    if load64(S + 8 * S_PHASES) == np.uint64(0) or load64(S + 8 * S_OWED) != np.uint64(0):
+        return i8(MACRO)
+    if kind == WAIT_LOADS or kind == WAIT_STORES:
+        if load64(S + 8 * S_ALIVE) != np.uint64(m):
+            return i8(MACRO)
+        waited(S, S_LOADS if kind == WAIT_LOADS else S_STORES)
+    elif kind == FIRST_USE:
+        layout = i8(load64(S + 8 * S_NEXT_OP))
+        if i8(load64(layout + 8 * SECTIONS)) == STRICT and load64(S + 8 * S_LOADS) != np.uint64(0):
+            return i8(MACRO)
+    return i8(0)
+
+
+@inner("i8(i8, i8, i8, i8, i8, i8, i8)")
+def access(S, rows, row, count, store, about, pc):
+    """tcgen05.ld and st by a whole warp: `count` registers, whose numbers are at `rows`, and as many columns of its 32
+    lanes from the address in register `row` on. 0 when nothing is out of the ordinary and it has been done, compared,
+    marked and numbered; else MACRO, and nothing has changed."""
+    columns, layout = i8(load64(S + 8 * S_COLUMNS)), i8(load64(S + 8 * S_NEXT_OP))
+    those = i8(S_STORES if store else S_LOADS)
+    number, unwaited = i8(load64(layout + 8 * NEWEST)), i8(load64(S + 8 * those))
+    if columns == 0 or load64(S + 8 * S_PHASES) == np.uint64(0) or load64(S + 8 * S_OWED) != np.uint64(0):
+        return i8(MACRO)
+    if load64(S + 8 * S_LATEST) != np.uint64(0) and about >> DISTANCE == 0:
+        return i8(MACRO)
+    if unwaited == UNWAITED or number & 31 == 0:  # Order.number has more to do then
+        return i8(MACRO)
+    R = i8(load64(S + 8 * S_R))
+    address = load32(R + row * 128)
+    for lane in range(1, 32):
+        if load32(R + row * 128 + 4 * lane) != address:
+            return i8(MACRO)
+    first, lanes = i8(address & u4(0xFFFF)), i8(load64(S + 8 * S_TENSOR_LANE))
+    if i8(address) - first != lanes or first < i8(load64(columns)) or first + count > i8(load64(columns + 8)):
+        return i8(MACRO)
+    table = i8(load64(S + 8 * S_CELLS))
+    kind, left, wrong = i8(LOAD), i8(0), i8(1)
+    if store:
+        kind, left, wrong = i8(STORE), about & ((1 << DISTANCE) - 1), i8(0)
+    if touch(S, table, i8(3) << (lanes >> 20), first, first + count, store, number, pc, kind, left, wrong) >= 0:
+        return i8(MACRO)
+    store64(layout + 8 * NEWEST, np.uint64(number + 1))
+    store64(S + 8 * (those + 1 + unwaited), np.uint64(number))
+    store64(S + 8 * those, np.uint64(unwaited + 1))
+    cells = i8(load64(S + 8 * S_TENSOR)) + first * COLUMN
+    for k in range(count):
+        register, cell = R + i8(load32(rows + 4 * k)) * 128, cells + k * COLUMN
+        for at in range(0, 128, 8):
+            if store:
+                store64(cell + at, load64(register + at))
+            else:
+                store64(register + at, load64(cell + at))
+    if store:
+        store64(S + 8 * S_WRITES, load64(S + 8 * S_WRITES) + np.uint64(1))
+    return i8(0)
