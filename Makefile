@@ -72,6 +72,7 @@ fuzz: setup
 
 lint: setup
 	$(VENV)/bin/ruff check src tests benchmarks tutorials docs
+	$(VENV)/bin/ruff format --check src tests benchmarks tutorials docs
 	$(VENV)/bin/mypy
 
 bench: setup

@@ -98,9 +98,7 @@ def masked(repeat: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--bf16-sdpa", action="store_true", help="bf16 at the full 2048 x 2048")

@@ -62,10 +62,7 @@ def beside_dense_sdpa(repeat: int = 3) -> Iterator[dict]:
     queries, heads, context = 64, 64, 8192
     for kind in ("swa", "csa"):
         args, pool, seen = layer(kind, queries, heads, context, torch.float32)
-        q, kv = (
-            args[0].transpose(0, 1)[None],
-            pool.expand(1, heads, *pool.shape),
-        )  # [1, H, T, 512], [1, H, S, 512]
+        q, kv = (args[0].transpose(0, 1)[None], pool.expand(1, heads, *pool.shape))  # [1, H, T, 512], [1, H, S, 512]
         calls = {
             "dsv4": lambda a=args: dsv4.v4_attention(*a),
             "sdpa": lambda q=q, kv=kv, m=seen: scaled_dot_product_attention(q, kv, kv, attn_mask=m),
@@ -74,9 +71,7 @@ def beside_dense_sdpa(repeat: int = 3) -> Iterator[dict]:
         assert (ours - theirs).norm() / theirs.norm() < 1e-5
         seconds = best(calls, repeat)
         name = f"{kind.upper()}, {queries} queries x {heads} heads, {context} tokens"
-        yield dict(
-            name=name, dsv4_s=seconds["dsv4"], sdpa_s=seconds["sdpa"], ratio=seconds["sdpa"] / seconds["dsv4"]
-        )
+        yield dict(name=name, dsv4_s=seconds["dsv4"], sdpa_s=seconds["sdpa"], ratio=seconds["sdpa"] / seconds["dsv4"])
 
 
 def memory(queries: int = 4096, heads: int = 64, rows: int = WINDOW + TOPK) -> dict:
@@ -86,9 +81,7 @@ def memory(queries: int = 4096, heads: int = 64, rows: int = WINDOW + TOPK) -> d
     lists = torch.randint(0, len(pool), (queries, rows), dtype=torch.int32)
     args = [q, pool, lists[:, :WINDOW].contiguous(), pool, lists[:, WINDOW:].contiguous()]
     out = torch.zeros_like(q)
-    dsv4.v4_attention(
-        *[a[:8] if a is not pool else a for a in args]
-    )  # threads and libraries have their buffers now
+    dsv4.v4_attention(*[a[:8] if a is not pool else a for a in args])  # threads and libraries have their buffers now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here (Linux)
     before = resident("VmRSS")
     begin = time.perf_counter()
@@ -110,9 +103,7 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()

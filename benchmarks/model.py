@@ -61,8 +61,9 @@ def build():
 def resumed(model, batch: int, tokens: int, graphs: bool) -> PagedModel:
     """An engine whose requests have so many tokens behind them."""
     room = batch * (tokens + 512)
-    served = PagedModel(model, tokens=room, requests=batch, chunk=max(batch, 128), context=tokens + 512, rows="fp8",
-                        graphs=graphs)  # fmt: skip
+    served = PagedModel(
+        model, tokens=room, requests=batch, chunk=max(batch, 128), context=tokens + 512, rows="fp8", graphs=graphs
+    )
     for pools in served.pools:
         if "index" in pools:  # equal scores would be a case of their own
             pools["index"].normal_()
@@ -115,6 +116,7 @@ def eager(model, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
     seen: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     hooks = []
     for layer, kind in zip(model.model.layers, LAYERS):
+
         def before(*_, kind=kind, **__):
             seen.append((kind, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
             seen[-1][1].record()
@@ -132,6 +134,7 @@ def eager(model, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
 
 def fill(layer, kind: str, batch: int, tokens: int) -> None:
     """The state of a cache layer of transformers after so many tokens, a multiple of 128."""
+
     def rows(n, width):
         return torch.randn(batch, n, width, device="cuda", dtype=torch.bfloat16)
 

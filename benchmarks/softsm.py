@@ -184,8 +184,12 @@ def cold() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         code = f"import softsm, numpy; softsm.load({ALU!r}).launch(1, 32, [numpy.zeros(32, numpy.float32), 1])"
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "SOFTSM_CACHE": folder},
-                       stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            env={**os.environ, "SOFTSM_CACHE": folder},
+            stderr=subprocess.DEVNULL,
+        )
         compiled = time.perf_counter() - start
     return imported, compiled
 

@@ -264,8 +264,9 @@ def cost(only: str) -> str:
     os.environ["SOFTSM_PROCESSES"] = "1"  # plain runs, too
 
     def seconds() -> float:
-        return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF,
-                                                                             resource.RUSAGE_CHILDREN)))  # fmt: skip
+        return sum(
+            u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        )
 
     def took(work, times: int = 12) -> float:
         def once() -> float:

@@ -111,8 +111,9 @@ def index(requests: int, each: int, keys: int, topk: int = 512) -> Case:
         lengths = torch.full((n,), keys, dtype=torch.int32, device=device)
         starts = torch.arange(0, n + 1, each, dtype=torch.int32, device=device) if each > 1 else None
         out = torch.empty(n, topk, dtype=torch.int32, device=device)
-        plan = dsv4.plan(dsv4.index_topk, batch=n, q_heads=64, kv_heads=1, head_dim=128, max_seqlen_k=keys,
-                         device=q.device)  # fmt: skip
+        plan = dsv4.plan(
+            dsv4.index_topk, batch=n, q_heads=64, kv_heads=1, head_dim=128, max_seqlen_k=keys, device=q.device
+        )
         if device == "cpu":  # a plan of the CPU has no room for scores
             scratch = scored(n, keys, topk)
             plan = dataclasses.replace(plan, scratch=scratch)
@@ -194,8 +195,9 @@ def tma_matmul(M: int, N: int, K: int, BM: int, BN: int, BK: int, stages: int, w
         )
         ad, bd, cd = (TensorDescriptor.from_tensor(x, box) for x, box in ((a, [BM, BK]), (b, [BN, BK]), (c, [BM, BN])))
         grid = (min(132, -(-M // BM) * -(-N // BN)),)
-        return lambda: tma_matmul_kernel[grid](ad, bd, cd, M, N, K, SMS=132, BM=BM, BN=BN, BK=BK, GROUP=8,
-                                               num_stages=stages, num_warps=warps)  # fmt: skip
+        return lambda: tma_matmul_kernel[grid](
+            ad, bd, cd, M, N, K, SMS=132, BM=BM, BN=BN, BK=BK, GROUP=8, num_stages=stages, num_warps=warps
+        )
 
     return Case(
         f"matmul TMA {M}x{N}x{K} {BM}x{BN}x{BK} s{stages} w{warps}", "triton matmul", make, f"matmul {M}x{N}x{K}"
@@ -230,8 +232,9 @@ def rowwise(which: str, rows: int, columns: int, warps: int, dtype: torch.dtype 
         if which == "softmax":
             return lambda: kernels.softmax_kernel[(rows,)](x, out, columns, columns, BLOCK=block, num_warps=warps)
         if which == "layer_norm":
-            return lambda: kernels.layer_norm_kernel[(rows,)](x, out, w, b, columns, columns, 1e-5,
-                                                              BLOCK=min(block, 1024), num_warps=warps)  # fmt: skip
+            return lambda: kernels.layer_norm_kernel[(rows,)](
+                x, out, w, b, columns, columns, 1e-5, BLOCK=min(block, 1024), num_warps=warps
+            )
         if which == "rms_norm":
             return lambda: kernels.rms_norm_kernel[(rows,)](
                 x, out, w, columns, columns, 1e-5, BLOCK=block, num_warps=warps
@@ -250,8 +253,9 @@ PREFILL = [
 DECODE = [
     *(fmha(b, 64, 1, 1, s, 512, same=True) for b, s in ((128, 4096), (1, 65536), (32, 8192), (8, 16384), (1, 8192))),
     *(fmha(b, 64, 8, 1, s, 128) for b, s in ((64, 8192), (16, 4096), (1, 32768))),
-    fmha(32, 32, 8, 1, 8192, 64), fmha(32, 16, 8, 1, 4096, 256),
-]  # fmt: skip
+    fmha(32, 32, 8, 1, 8192, 64),
+    fmha(32, 16, 8, 1, 4096, 256),
+]
 V4 = [
     v4(4096, 64, 512, 0, False, 8192), v4(4096, 128, 1024, 0, False, 8192), v4(1024, 64, 128, 512, False),
     v4(128, 64, 128, 512, False), v4(1, 64, 128, 512, False), v4(1, 64, 128, 512, True), v4(32, 64, 128, 512, True),
@@ -275,13 +279,13 @@ MATMUL = [
     tma_matmul(4096, 4096, 4096, 128, 128, 64, 3, 4), tma_matmul(4096, 4096, 4096, 128, 256, 64, 3, 8),
     tma_matmul(2048, 2048, 2048, 128, 128, 64, 4, 8),
 ]  # fmt: skip
-ATTENTION = [
-    attention(64, 4096, 128, *c) for c in ((128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3))
-] + [
-    attention(64, 4096, 64, 128, 64, 4, 3), attention(64, 4096, 64, 128, 128, 8, 2),
+ATTENTION = [attention(64, 4096, 128, *c) for c in ((128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3))] + [
+    attention(64, 4096, 64, 128, 64, 4, 3),
+    attention(64, 4096, 64, 128, 128, 8, 2),
     attention(16, 2048, 64, 128, 64, 4, 3),
-    attention(64, 4096, 128, 128, 64, 8, 3, True), attention(64, 4096, 128, 64, 64, 4, 3, True),
-]  # fmt: skip
+    attention(64, 4096, 128, 128, 64, 8, 3, True),
+    attention(64, 4096, 128, 64, 64, 4, 3, True),
+]
 ROWS = [
     rowwise("add", 8192, 8192, 4), rowwise("add", 1024, 1024, 4), rowwise("softmax", 8192, 4096, 8),
     rowwise("softmax", 8192, 4096, 4), rowwise("softmax", 8192, 4096, 16), rowwise("layer_norm", 8192, 8192, 8),

@@ -121,9 +121,10 @@ def measure(step: Step, kind: str, device: torch.device, theirs) -> dict:
         more = {}
         if kind != "window":
             more = dict(
-                compressed=dsv4.Fp8Cache.from_pages(pages[kind]), compressed_indices=lists[kind][0],
+                compressed=dsv4.Fp8Cache.from_pages(pages[kind]),
+                compressed_indices=lists[kind][0],
                 compressed_lengths=lists[kind][1],
-            )  # fmt: skip
+            )
         dsv4.v4_attention(
             q, dsv4.Fp8Cache.from_pages(pages["window"]), lists["window"][0], window_lengths=lists["window"][1],
             sink=sink, softmax_scale=SCALE, out=out, **more,
@@ -257,9 +258,10 @@ def padded_decode(theirs, q, sink, pages, lists, kind):
     more = {}
     if kind != "window":
         more = dict(
-            extra_k_cache=pages[kind].unsqueeze(2), extra_indices_in_kvcache=lists[kind][0][:, None].contiguous(),
+            extra_k_cache=pages[kind].unsqueeze(2),
+            extra_indices_in_kvcache=lists[kind][0][:, None].contiguous(),
             extra_topk_length=lists[kind][1],
-        )  # fmt: skip
+        )
 
     def call():
         return theirs.flash_mla_with_kvcache(

@@ -38,8 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         # No limits of time: another process may have the core.
-        settings.register_profile("dsv4", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40,
-                                  print_blob=True)  # fmt: skip
+        settings.register_profile(
+            "dsv4", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40, print_blob=True
+        )
         settings.load_profile("dsv4")
 
 

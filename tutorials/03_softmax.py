@@ -87,7 +87,7 @@ def check_a_load_before_the_product_is_found() -> None:
 def show() -> None:
     p, want, _ = attempt()
     say(f"P: relative error {compare(p, want):.2g} (bf16 rounds to {2.0**-9:.2g}). Without the wait for the product:")
-    say(str(next(iter(attempt(wait=False, order='eager')[2]))))
+    say(str(next(iter(attempt(wait=False, order="eager")[2]))))
 
 
 if __name__ == "__main__":

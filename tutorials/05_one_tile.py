@@ -109,7 +109,7 @@ def check_reading_o_too_early_is_found() -> None:
 def show() -> None:
     (o, lse), (want, want_lse), _ = attempt()
     say(f"O: relative error {compare(o, want):.2g}, LSE: {compare(lse, want_lse):.2g}. Reading O one wait too early:")
-    say(str(next(iter(attempt(wait=False, order='eager')[2]))))
+    say(str(next(iter(attempt(wait=False, order="eager")[2]))))
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ def attempt(order: str = "latest"):
     o = torch.full((128, 512), float("nan"))
     tiles = [descriptor(q, [128, 64], cga_layout=ROWS), descriptor(k, [128, 64], cga_layout=ROWS),
              descriptor(v, [128, 256], cga_layout=COLUMNS)]  # fmt: skip
-    report = run(attention, *tiles, o, 512**-0.5 * 1.4426950408889634, S_LAYOUT, O_LAYOUT, P_LAYOUT, order=order,
-                 num_ctas=2)  # fmt: skip
+    report = run(
+        attention, *tiles, o, 512**-0.5 * 1.4426950408889634, S_LAYOUT, O_LAYOUT, P_LAYOUT, order=order, num_ctas=2
+    )
     return o, softmax(q, k) @ v.double(), report
 
 

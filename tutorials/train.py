@@ -73,9 +73,7 @@ def line(model: torch.nn.Module, shape: tuple[int, int]) -> torch.Tensor:
     return torch.randint(1, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(3))
 
 
-def train(
-    model: torch.nn.Module, implementation: str, ids: torch.Tensor, rate: float, steps: int
-) -> list[float]:
+def train(model: torch.nn.Module, implementation: str, ids: torch.Tensor, rate: float, steps: int) -> list[float]:
     """The losses of a copy of the model, step by step."""
     model = copy.deepcopy(model).train()
     model.set_attn_implementation(implementation)

@@ -259,7 +259,8 @@ class Softsm:
             memory.add(raw.ctypes.data, raw.nbytes, "source", raw)
         grid, n = min(grid, 2), min(n, 3)
         stamps = np.zeros(grid * WARPS * 4, np.int64)
-        softsm.load(ptx).launch(grid, threads, [stamps, source, n, m, map.ljust(128, b"\0")], shared=shared,
-                                memory=memory, sms=2)  # fmt: skip
+        softsm.load(ptx).launch(
+            grid, threads, [stamps, source, n, m, map.ljust(128, b"\0")], shared=shared, memory=memory, sms=2
+        )
         found = stamps.reshape(grid, WARPS, 4)
         return Stamps(found[..., :2], found[..., 2:])

@@ -38,7 +38,7 @@ OPERATIONS = {
     "vote": ("setp.lt.s32 %p5, {d}, %r50; vote.sync.ballot.b32 {d}, %p5, -1;", "VOTE", 2),
     "redux": ("redux.sync.add.s32 {d}, {d}, -1;", "REDUX", 1),
     "bra": ("add.s32 {d}, {d}, %r50;", "IADD3", 1),
-}  # fmt: skip
+}
 SETUP = """
   add.u32 %r50, %thread, 3; mov.u32 %r51, 0x01234567; xor.b32 %r51, %r51, %thread;
   cvt.rn.f32.u32 %f300, %thread; mov.b32 %f301, 0x3f7fffff;

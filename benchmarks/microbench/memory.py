@@ -86,7 +86,8 @@ def gather(warps: int, row: int, groups: int, size: int = 16) -> str:
     per = row // (32 * size)
     cp = "cg" if size == 16 else "ca"
     copies = "".join(
-        f"  cp.async.{cp}.shared.global [%r7+{k * 32 * size}], [%d3+{k * 32 * size}], {size};\n" for k in range(per))  # fmt: skip
+        f"  cp.async.{cp}.shared.global [%r7+{k * 32 * size}], [%d3+{k * 32 * size}], {size};\n" for k in range(per)
+    )
     body = loop(f"""  mul.lo.u32 %r3, %r2, 0x9E3779B1; shr.u32 %r4, %r3, 13; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;
   shr.u32 %r3, %r3, 5; and.b32 %r3, %r3, %m; mul.wide.u32 %d3, %r3, {row}; add.u64 %d3, %d3, %d4;
   and.b32 %r5, %i, {groups - 1}; mad.lo.u32 %r7, %r5, {row}, %r6;
@@ -181,8 +182,9 @@ class Memory(Bench):
                         run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=mask)
                     stamps = run(text, grid, 32 * w, w * g * 1024, source=big, n=n, m=mask)
                     moved = n * w * 1024
-                    yield report(moved / stamps.ns(), "bytes/ns of an SM", stamps,
-                                 bytes_a_cycle=moved / stamps.cycles())  # fmt: skip
+                    yield report(
+                        moved / stamps.ns(), "bytes/ns of an SM", stamps, bytes_a_cycle=moved / stamps.cycles()
+                    )
         with self.point("issue of cp.async, 16 B") as report:
             stamps = run(issue_of_copies(16), 1, 32, 16 << 10, source=big, n=50)
             yield report(stamps.cycles() / 800, "cycles", stamps)

@@ -88,20 +88,29 @@ def chase(bypass: str) -> str:
     one = f"""  ld.global{bypass}.u32 %r20, [%d3]; shr.u32 %r20, %r20, %r21; shr.u32 %r20, %r20, %r21; add.u32 %r22, %r22, %r20;
   add.u32 %r22, %r22, 4224; and.b32 %r22, %r22, %m; cvt.u64.u32 %d4, %r22; add.u64 %d3, %d4, %src;
 """
-    setup = "  mov.u32 %r21, %ntid.x; sub.u32 %r21, %r21, 8; mov.u32 %r22, 0; mov.u64 %d3, %src;\n"  # 24: twice, all bits
+    setup = (
+        "  mov.u32 %r21, %ntid.x; sub.u32 %r21, %r21, 8; mov.u32 %r22, 0; mov.u64 %d3, %src;\n"  # 24: twice, all bits
+    )
     return frame(32, loop(one * 4) + "  xor.b32 %acc, %acc, %r22;\n", setup)
 
 
 class Overlap(Bench):
     group = "overlap"
     SHAPES = ((64, False), (256, False), (128, True))
-    CHASES = (("L2, 8 MB", (8 << 20) - 1, ".cg"), ("device memory", (1 << 30) - 1, ".cg"), ("L1", (16 << 10) - 1, ".ca"))
+    CHASES = (
+        ("L2, 8 MB", (8 << 20) - 1, ".cg"),
+        ("device memory", (1 << 30) - 1, ".cg"),
+        ("L1", (16 << 10) - 1, ".ca"),
+    )
 
     def kernels(self) -> Iterator[tuple[str, str]]:
         for work in WORK:
             for n, register_a in self.SHAPES:
                 for groups in (1,) if register_a else (1, 2):  # registers of 384 threads are too few for A in them
-                    yield f"{work} x {groups} beside N={n} {'RS' if register_a else 'SS'}", beside(work, n, register_a, groups)
+                    yield (
+                        f"{work} x {groups} beside N={n} {'RS' if register_a else 'SS'}",
+                        beside(work, n, register_a, groups),
+                    )
         for by in (4, 16):
             for apart in (0, 500, 2000, 10000):
                 yield f"shared by {by}, {apart} apart", late_ring(16384, 8, by, apart)
@@ -128,8 +137,15 @@ class Overlap(Bench):
                         # The products last shorter than the work: what the work does behind them, it does alone.
                         p, w, a = both.cycles(slice(0, 4)), both.cycles(slice(4, None)), alone.cycles(slice(4, None))
                         beside_ = m - (w - p) / max(a / m, 1e-9)
-                        yield report(p / (rounds * 8), "cycles a product", both, products_alone=products.cycles(slice(0, 4)) / (rounds * 8),
-                                     work=p / max(beside_, 1e-9), work_alone=a / m, work_unit=f"cycles a round of {count} {unit}")
+                        yield report(
+                            p / (rounds * 8),
+                            "cycles a product",
+                            both,
+                            products_alone=products.cycles(slice(0, 4)) / (rounds * 8),
+                            work=p / max(beside_, 1e-9),
+                            work_alone=a / m,
+                            work_unit=f"cycles a round of {count} {unit}",
+                        )
         big = self.device.memory(2 << 30)
         tensor = self.device.tensor_map(big, self.device.most // 1024, 512, 128, 64)
         for by in (4, 16):
@@ -153,7 +169,10 @@ class Overlap(Bench):
                 each = 10000
                 places = 1 if smem > 114 << 10 else 2
                 text = spin().replace(".reqntid 32", f".reqntid {threads}")
-                spans = {w: min(run(text, 132 * places * w, threads, smem, n=each).span_ns() for _ in range(3)) for w in (1, 3)}
+                spans = {
+                    w: min(run(text, 132 * places * w, threads, smem, n=each).span_ns() for _ in range(3))
+                    for w in (1, 3)
+                }
                 stamps = run(text, 132 * places * 3, threads, smem, n=each)
                 yield report((spans[3] - spans[1]) / 2 - stamps.ns(), "ns", stamps, spans=spans)
         if self.device.name != "gpu":
@@ -170,8 +189,16 @@ class Overlap(Bench):
             return lambda: device.launch(text, grid, threads, shared, 0, n, 0, b"")
 
         for count in (1, 2, 3, 5):
-            for grid, threads, shared in ((1, 32, 0), (132, 128, 0), (132, 128, 200 << 10), (132, 384, 200 << 10), (1056, 128, 0)):
-                with self.point(f"{count} launches of {grid} CTAs, {threads} threads, {shared} bytes, in a graph") as report:
+            for grid, threads, shared in (
+                (1, 32, 0),
+                (132, 128, 0),
+                (132, 128, 200 << 10),
+                (132, 384, 200 << 10),
+                (1056, 128, 0),
+            ):
+                with self.point(
+                    f"{count} launches of {grid} CTAs, {threads} threads, {shared} bytes, in a graph"
+                ) as report:
                     yield report(device.graph_behind_us([launching(grid, threads, shared)] * count), "us")
         for first, second in ((0, 200 << 10), (200 << 10, 0)):
             with self.point(f"a launch with {first} bytes, then one with {second}, in a graph") as report:

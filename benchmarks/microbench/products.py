@@ -74,13 +74,14 @@ def beside_copies(n: int, box: int, stages: int) -> str:
         f"  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r{20 + s}], [%d2], {box}, "
         f"[%sm+{TILE + 8 * s}];\n  add.u64 %d2, %d2, {box};\n"
         for s in range(stages)
-    )  # fmt: skip
+    )
     again = "".join(
-        f"  add.u32 %r41, %sm, {TILE + 8 * s};\n" + wait("%r41", "%r42", f"W{s}")
+        f"  add.u32 %r41, %sm, {TILE + 8 * s};\n"
+        + wait("%r41", "%r42", f"W{s}")
         + f"  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r41], {box};\n"
         f"  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r{20 + s}], [%d2], {box}, [%r41];\n"
         for s in range(stages)
-    )  # fmt: skip
+    )
     drain = "".join(f"  add.u32 %r41, %sm, {TILE + 8 * s};\n" + wait("%r41", "%r42", f"E{s}") for s in range(stages))
     places = "".join(f"  add.u32 %r{20 + s}, %sm, {ring + s * box};\n" for s in range(stages))
     body = f"""  setp.ge.u32 %p3, %warp, 4; @%p3 bra OTHER;

@@ -20,10 +20,16 @@ def strips(warps: int, piece: int, groups: int, load: bool = False) -> str:
     block = rows * PITCH
     columns = PITCH // (4 * piece)
     if load:
-        body = "".join(f"  ld.global.v4.b32 {{%f{4 * k}, %f{4 * k + 1}, %f{4 * k + 2}, %f{4 * k + 3}}}, [%d3+{k * piece}];\n" for k in range(4))
+        body = "".join(
+            f"  ld.global.v4.b32 {{%f{4 * k}, %f{4 * k + 1}, %f{4 * k + 2}, %f{4 * k + 3}}}, [%d3+{k * piece}];\n"
+            for k in range(4)
+        )
         body += "".join(f"  xor.b32 %acc, %acc, %f{k};\n" for k in range(16))
     else:
-        body = "".join(f"  cp.async.cg.shared.global [%r7+{512 * k}], [%d3+{k * piece}], 16; cp.async.commit_group;\n" for k in range(4))
+        body = "".join(
+            f"  cp.async.cg.shared.global [%r7+{512 * k}], [%d3+{k * piece}], 16; cp.async.commit_group;\n"
+            for k in range(4)
+        )
         body += f"  cp.async.wait_group {groups - 4};\n"
     text = loop(f"""  mul.lo.u32 %r3, %r2, 0x9E3779B1; shr.u32 %r4, %r3, 13; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;
   shr.u32 %r5, %r3, 22; and.b32 %r5, %r5, {columns - 1}; mul.lo.u32 %r5, %r5, {4 * piece};
@@ -59,7 +65,9 @@ def jumps(count: int, skipped: int) -> str:
         ran = "".join(f"  fma.rn.f32 %f{i % 8}, %f{i % 8}, %f300, %f301;\n" for i in range(16))
         over = "".join(f"  fma.rn.f32 %f{8 + i % 16}, %f{8 + i % 16}, %f{i % 8}, %f301;\n" for i in range(skipped))
         parts.append(f"{ran}  setp.ne.u32 %p2, %m, {77000 + k}; @%p2 bra J{k};\n{over}J{k}:\n")
-    start = "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(24)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
+    start = (
+        "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(24)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
+    )
     return frame(32, "".join(parts) + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(24)), start)
 
 
@@ -74,7 +82,9 @@ def chained(warps: int, tiles: int) -> str:
                 c = 4 * (j + h)
                 d = f"{{%f{c}, %f{c + 1}, %f{c + 2}, %f{c + 3}}}"
                 text += f"  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d}, {{%r10, %r11, %r12, %r13}}, {{%r{14 + 2 * h}, %r{15 + 2 * h}}}, {d};\n"
-    setup = "  shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %sm;\n" + "".join(f"  mov.b32 %f{i}, 0;\n" for i in range(4 * tiles))
+    setup = "  shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %sm;\n" + "".join(
+        f"  mov.b32 %f{i}, 0;\n" for i in range(4 * tiles)
+    )
     return frame(32 * warps, loop(text) + "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(4 * tiles)), setup)
 
 
@@ -106,7 +116,9 @@ class Strips(Bench):
         big = self.device.memory(2 << 30)
         for piece in self.PIECES:
             block = 512 // piece * PITCH
-            made = [(f"{w} warps, {g} under way each", strips(w, piece, g), w, 512 * g * w) for w, g in ((8, 16), (10, 8))]
+            made = [
+                (f"{w} warps, {g} under way each", strips(w, piece, g), w, 512 * g * w) for w, g in ((8, 16), (10, 8))
+            ]
             made.append(("loads, 16 warps", strips(16, piece, 8, True), 16, 0))
             for what, text, w, shared in made:
                 for where, size in (("L2", 16 << 20), ("HBM", 2 << 30)):
@@ -117,11 +129,15 @@ class Strips(Bench):
                             run(text, 132, 32 * w, shared, source=big, n=n, m=mask)
                         stamps = run(text, 132, 32 * w, shared, source=big, n=n, m=mask)
                         moved = n * w * 2048
-                        yield report(moved / stamps.ns(), "bytes/ns of an SM", stamps, bytes_a_cycle=moved / stamps.cycles())
+                        yield report(
+                            moved / stamps.ns(), "bytes/ns of an SM", stamps, bytes_a_cycle=moved / stamps.cycles()
+                        )
         for grid in (1, 8, 132):  # one multiprocessor alone is not held up by the L2
             for piece in self.PIECES:
                 for w in (8, 4):
-                    with self.point(f"strips of {piece} bytes, {w} warps, 16 under way each, L2, {grid} CTAs") as report:
+                    with self.point(
+                        f"strips of {piece} bytes, {w} warps, 16 under way each, L2, {grid} CTAs"
+                    ) as report:
                         text, n = strips(w, piece, 16), 2000 // w
                         mask = min(16 << 20, self.device.most) // (512 // piece * PITCH) - 1
                         run(text, 132, 32 * w, 8192 * w, source=big, n=n, m=mask)

@@ -1,11 +1,11 @@
 """A hook of mkdocs: pages that are generated, so that each says what the code says, and links between documents.
 
-    README, DESIGN, CHANGELOG, CONTRIBUTING, tutorials/README, benchmarks/NOTES     as pages of the site
-    diagnostics/    one page per code, from what `softsm explain CODE` prints
-    layouts         pictures of `softsm explain INSTRUCTION`
-    tutorials/      the prose and the code of each chapter
-    commands        every command with its options
-    plots           tables and plots of benchmarks/results/*.json
+README, DESIGN, CHANGELOG, CONTRIBUTING, tutorials/README, benchmarks/NOTES     as pages of the site
+diagnostics/    one page per code, from what `softsm explain CODE` prints
+layouts         pictures of `softsm explain INSTRUCTION`
+tutorials/      the prose and the code of each chapter
+commands        every command with its options
+plots           tables and plots of benchmarks/results/*.json
 """
 
 import ast

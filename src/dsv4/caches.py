@@ -58,9 +58,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data, scales
 
 
-def dequantize_rows(
-    data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
+def dequantize_rows(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """(data uint8 [n, 576], scales uint8 [n, 8]) to rows [n, 512]. e4m3 times a power of two is exact in bf16."""
     n = data.shape[0]
     rows = torch.empty(n, HEAD_DIM, dtype=dtype, device=data.device)

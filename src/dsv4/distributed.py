@@ -177,9 +177,7 @@ def positions(length: int, *, order: str = "zigzag", group: Any = None, device: 
     return _positions("length", f"{length}", checks.at_least(0, "length", length), order, group, where)
 
 
-def _positions(
-    name: str, came: str, length: int, order: str, group: Any, device: torch.device | None
-) -> Tensor:
+def _positions(name: str, came: str, length: int, order: str, group: Any, device: torch.device | None) -> Tensor:
     rank, size = _place(group)
     pieces = _pieces(None, order)
     if length % (pieces * size):
@@ -316,9 +314,7 @@ class State:
         return out.to(dtype), lse
 
 
-def _ring(
-    k: Tensor, v: Tensor, pieces: int, order: str, group: Any
-) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+def _ring(k: Tensor, v: Tensor, pieces: int, order: str, group: Any) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
     """For each rank, this one first: its pieces of keys, (position of the first, k, v). The next travel meanwhile."""
     import torch.distributed as dist
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from dsv4.runtime import checks, gradients
 
 
-def merge_states(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets, from the attention over each::
 
         lse = log(sum_n e^lse_n)      out = sum_n e^(lse_n - lse) out_n  *  1 / (1 + e^(sink - lse))
@@ -36,12 +34,8 @@ def merge_states(
     lse_shape = first.shape[:2] if first.ndim == 3 else (first.shape[0], first.shape[2], first.shape[1])
     heads = first.shape[-2]
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        checks.tensor(
-            f"outs[{n}]", out, tuple(first.shape), checks.FLOATS, like=("outs[0]", first), unit_last=False
-        )
-        checks.tensor(
-            f"lses[{n}]", lse, tuple(lse_shape), (torch.float32,), like=("outs[0]", first), unit_last=False
-        )
+        checks.tensor(f"outs[{n}]", out, tuple(first.shape), checks.FLOATS, like=("outs[0]", first), unit_last=False)
+        checks.tensor(f"lses[{n}]", lse, tuple(lse_shape), (torch.float32,), like=("outs[0]", first), unit_last=False)
     checks.sink(sink, heads, ("outs[0]", first))
     tensors = {"sink": sink} | {f"outs[{n}]": x for n, x in enumerate(outs)}
     tensors |= {f"lses[{n}]": x for n, x in enumerate(lses)}

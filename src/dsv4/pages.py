@@ -1,7 +1,7 @@
 """Rows as bytes in pages that are split, not interleaved: what Fp8Cache and IndexCache have in common.
 
-    page p starts at byte p * page_stride:  [ R rows of data | R rows of scales | padding ]
-    row r is row r % R of page r // R
+page p starts at byte p * page_stride:  [ R rows of data | R rows of scales | padding ]
+row r is row r % R of page r // R
 """
 
 from __future__ import annotations

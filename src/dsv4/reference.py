@@ -151,11 +151,9 @@ def v4_attention(
     *,
     window_lengths: Tensor | None = None,  # [N]: only the first so many entries of the list count
     compressed_lengths: Tensor | None = None,  # [N]
-    compressed_block_table: Tensor
-    | None = None,  # [R, pages]: instead of a list, the first length rows of these pages
+    compressed_block_table: Tensor | None = None,  # [R, pages]: instead of a list, the first length rows of these pages
     request_starts: Tensor | None = None,  # [R + 1]: queries starts[r] .. starts[r+1] belong to request r
-    inverse_rope: tuple[Tensor, Tensor]
-    | None = None,  # (cos_sin [positions, 64], position of each query [N])
+    inverse_rope: tuple[Tensor, Tensor] | None = None,  # (cos_sin [positions, 64], position of each query [N])
     sink: Tensor | None = None,  # [H]
     softmax_scale: float | None = None,
     compute: torch.dtype = torch.float64,
@@ -173,9 +171,7 @@ def v4_attention(
         if compressed_block_table is not None and request[n] >= 0:
             page = rows_per_page(compressed)
             j = torch.arange(int(compressed_lengths[n]), device=q.device)
-            rows.append(
-                compressed_rows[compressed_block_table[request[n], j // page].long() * page + j % page]
-            )
+            rows.append(compressed_rows[compressed_block_table[request[n], j // page].long() * page + j % page])
         elif compressed_indices is not None:
             rows.append(compressed_rows[listed(compressed_indices[n], compressed_lengths, n)])
         kv = torch.cat([r.to(compute) for r in rows])[None]  # [1, rows, 512]

@@ -77,8 +77,7 @@ def run(
     order: Order = "eager",
     seed: Seed = 0,
     save: Annotated[
-        list[str] | None,
-        typer.Option(help="N=file.npy: write array argument N after the run; may be repeated"),
+        list[str] | None, typer.Option(help="N=file.npy: write array argument N after the run; may be repeated")
     ] = None,
 ) -> None:
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""

@@ -24,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     which = f"target: SOFTSM, else {DEFAULT}; or --softsm=ARCH"
     group.addoption("--softsm", action="store_const", const=DEFAULT, default="", help=f"{what} ({which})")
     for arch in ARCHITECTURES:  # options of their own: `--softsm tests` must not take the folder for an architecture
-        group.addoption(f"--softsm={arch}", dest="softsm", action="store_const", const=f"={arch}",
-                        help=f"as --softsm, for {arch}")  # fmt: skip
+        group.addoption(
+            f"--softsm={arch}", dest="softsm", action="store_const", const=f"={arch}", help=f"as --softsm, for {arch}"
+        )
     group.addoption("--softsm-order", default="latest", choices=("eager", "latest", "random"),
                     help="completion of asynchronous operations under --softsm")  # fmt: skip
     group.addoption("--softsm-seed", type=int, default=0, help="of --softsm-order random")

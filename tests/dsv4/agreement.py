@@ -9,9 +9,7 @@ from dsv4.suites.calls import FEATURES, Rule, judge, judge_lse, relative
 FP32_BOUND = 2.0**-19
 
 
-def qkv(
-    b: int, t: int, s: int, hq: int, hkv: int, d: int, dtype=torch.float32, seed: int = 0
-) -> list[Tensor]:
+def qkv(b: int, t: int, s: int, hq: int, hkv: int, d: int, dtype=torch.float32, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = ((b, t, hq, d), (b, s, hkv, d), (b, s, hkv, d))
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

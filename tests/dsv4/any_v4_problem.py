@@ -102,9 +102,10 @@ class Problem:
             used.append(table[owner[n], j // page_rows] * page_rows + (j % page_rows).int())
         self.args |= dict(
             compressed=self.pool(pages, page_rows, torch.cat(used).unique(), paged=True),
-            compressed_block_table=table.to(self.where.device), compressed_lengths=lengths.to(self.where.device),
+            compressed_block_table=table.to(self.where.device),
+            compressed_lengths=lengths.to(self.where.device),
             request_starts=starts.to(self.where.device),
-        )  # fmt: skip
+        )
 
     def extra(self) -> dict:
         kind = self.r.choice((None, None, "deterministic", "splits"))

@@ -103,6 +103,7 @@ def check_decode_of_a_v4_layer(rank, size):
     own_window = torch.arange(24 * size).view(-1, 4)[rank::size].flatten()
     own_compressed = torch.arange(8 * page * size).view(-1, page)[rank::size].flatten()
     for fp8 in (False, True):
+
         def pool(x, rows, fp8=fp8):
             return dsv4.Fp8Cache.pack(x, rows_per_page=rows) if fp8 else x.bfloat16().view(-1, rows, 512)
 
@@ -267,13 +268,12 @@ def check_v4_prefill(rank, size):
     """Rows are few: brought together, the rank's queries see them by lists for their positions; bit for bit."""
     tokens = 16 * size
     q, rows = normal(tokens, 4, 512, dtype=torch.bfloat16), normal(tokens, 512, seed=1, dtype=torch.bfloat16)
+
     def lists(at):
         return (at[:, None] - torch.arange(8)).clamp_min(-1).int()
 
     want = dsv4.v4_attention(q, rows, lists(torch.arange(tokens)), deterministic=True)
-    got = dsv4.v4_attention(
-        shard(q, 0), unshard(shard(rows, 0), 0), lists(positions(tokens)), deterministic=True
-    )
+    got = dsv4.v4_attention(shard(q, 0), unshard(shard(rows, 0), 0), lists(positions(tokens)), deterministic=True)
     assert torch.equal(got, shard(want, 0))
 
 

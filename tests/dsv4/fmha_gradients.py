@@ -37,16 +37,18 @@ def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, ba
 VARLEN = {
     # Sequences without queries, without keys, of one token; more than 128 keys, so that a sequence has several tiles.
     "causal": dict(starts_q=(0, 40, 40, 41, 90, 100), starts_k=(0, 60, 80, 81, 221, 221)),
-    "window-gqa-dlse": dict(starts_q=(0, 1, 60, 75), starts_k=(0, 130, 290, 300), heads=6, kv_heads=2, window=(30, 2),
-                            dlse=True),
+    "window-gqa-dlse": dict(
+        starts_q=(0, 1, 60, 75), starts_k=(0, 130, 290, 300), heads=6, kv_heads=2, window=(30, 2), dlse=True
+    ),
     "fp16-hd128": dict(dtype=FP16, d=128, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
-}  # fmt: skip
+}
 SHORT = {
     # Two calls each of kernels that take dense batches: what goes together, and a last sequence alone.
     "causal-dlse": dict(starts_q=(0, 40, 75, 75, 113, 273), starts_k=(0, 50, 95, 100, 148, 308), dlse=True),
-    "window-gqa": dict(starts_q=(0, 20, 40, 60, 80), starts_k=(0, 45, 90, 135, 181), heads=4, kv_heads=2,
-                       window=(10, 2)),
-}  # fmt: skip
+    "window-gqa": dict(
+        starts_q=(0, 20, 40, 60, 80), starts_k=(0, 45, 90, 135, 181), heads=4, kv_heads=2, window=(10, 2)
+    ),
+}
 
 
 def varlen_request(

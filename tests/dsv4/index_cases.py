@@ -89,8 +89,9 @@ def assert_select(arch, ordered_scores, topk):
     k[:, 1] = (-ordered_scores).clamp_min(0)
     q = torch.zeros(1, 2, 8).bfloat16()
     q[0, 0, 0] = q[0, 1, 1] = 1
-    arguments = dict(q=q, k=k, weights=torch.tensor([[1.0, -1.0]]), topk=topk, scale=1.0,
-                     lengths=torch.tensor([len(k)]))  # fmt: skip
+    arguments = dict(
+        q=q, k=k, weights=torch.tensor([[1.0, -1.0]]), topk=topk, scale=1.0, lengths=torch.tensor([len(k)])
+    )
     got = kernel(arch, "eager", **arguments)
     want, columns = cpu_index.lowest_index_topk(ordered_scores.float()[None], min(topk, len(k)))[::-1]
     assert torch.equal(got[0][0, : len(k)].long(), columns[0]), (got[0], columns)

@@ -24,9 +24,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_table_in_the_readme_is_the_recorded_one():
-    assert bench.replaced(README, RECORDS) == README, (
-        f"run: {bench.COMMAND}"
-    )
+    assert bench.replaced(README, RECORDS) == README, f"run: {bench.COMMAND}"
 
 
 def test_a_file_without_marks_is_refused():

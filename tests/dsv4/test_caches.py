@@ -41,9 +41,7 @@ def packed_by_hand(rows, rows_per_page, stride):
     return image
 
 
-@pytest.mark.parametrize(
-    "rows_per_page, stride", [(64, 37440), (256, 149760), (2, 1728), (1, 1152), (3, 2000)]
-)
+@pytest.mark.parametrize("rows_per_page, stride", [(64, 37440), (256, 149760), (2, 1728), (1, 1152), (3, 2000)])
 @pytest.mark.parametrize("n", [0, 1, 2, 65, 130])
 def test_pack_is_byte_exact(rows_per_page, stride, n):
     rows = rows_of(n, seed=n)
@@ -104,11 +102,7 @@ def test_gather_reads_only_the_rows_asked_for():
     indices = torch.tensor([[5, -1, 39], [17, 5, -1]], dtype=torch.int32)
     got = cache.gather(indices)
     assert got.shape == (2, 3, 512) and got.dtype == torch.bfloat16
-    assert (
-        torch.equal(got[0, 0], whole[5])
-        and torch.equal(got[0, 2], whole[39])
-        and torch.equal(got[1, 0], whole[17])
-    )
+    assert torch.equal(got[0, 0], whole[5]) and torch.equal(got[0, 2], whole[39]) and torch.equal(got[1, 0], whole[17])
     assert not got[0, 1].any() and not got[1, 2].any()
     # Poison everything else, row 0 included: it stands in for -1 and must not show.
     kept = cache.gather(indices)
@@ -206,12 +200,7 @@ def test_bad_input_is_refused_by_name(case):
 
 
 @settings(max_examples=40)
-@given(
-    st.integers(1, 9),
-    st.integers(0, 40),
-    st.integers(0, 700),
-    st.lists(st.integers(-3, 45), max_size=12),
-)
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 700), st.lists(st.integers(-3, 45), max_size=12))
 def test_any_list_gives_its_rows_or_a_named_error(rows_per_page, n, extra, wanted):
     rows = rows_of(n, seed=n, spread=1)
     cache = Fp8Cache.pack(rows, rows_per_page=rows_per_page, page_stride=rows_per_page * ROW_BYTES + extra)

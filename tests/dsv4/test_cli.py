@@ -47,10 +47,7 @@ def test_verify_prints_the_seed_that_repeats_the_run(tmp_path: Path) -> None:
 
 def test_verify_json_holds_every_measurement(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    assert (
-        run("verify", "--backend", "cpu", "--suite", "seeds", "--head-dim", "64", "--json", str(file)).code
-        == 0
-    )
+    assert run("verify", "--backend", "cpu", "--suite", "seeds", "--head-dim", "64", "--json", str(file)).code == 0
     report = json.loads(file.read_text())
     assert (report["passed"], report["failed"], len(report["cases"])) == (18, 0, 18)
     assert report["backend"] == "cpu" and report["arch"] is None and report["torch"] == torch.__version__

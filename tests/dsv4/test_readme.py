@@ -69,8 +69,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.skipif(
-    (dispatch.triton_version() or (0, 0)) < (3, 9),
-    reason="the sm_100 kernels can answer only with triton >= 3.9",
+    (dispatch.triton_version() or (0, 0)) < (3, 9), reason="the sm_100 kernels can answer only with triton >= 3.9"
 )
 def test_support_matrix_is_up_to_date() -> None:
     assert support.replaced(README) == README, "run: dsv4 support --write README.md"

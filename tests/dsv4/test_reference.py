@@ -16,10 +16,7 @@ def token_loop(q, k, v, seen, sink, scale):
     """One query and one head at a time, straight from the formula, in Python's arithmetic order."""
     b, t, hq, d = q.shape
     group = hq // k.shape[2]
-    out, lse = (
-        torch.zeros(b, t, hq, d, dtype=torch.float64),
-        torch.full((b, hq, t), -INF, dtype=torch.float64),
-    )
+    out, lse = (torch.zeros(b, t, hq, d, dtype=torch.float64), torch.full((b, hq, t), -INF, dtype=torch.float64))
     for n in range(b):
         for i in range(t):
             for h in range(hq):
@@ -144,13 +141,7 @@ def test_v4_block_table_is_a_list_of_the_first_rows():
     table, starts = torch.tensor([[3, 1], [0, -1]]), torch.tensor([0, 2, 3])
     lengths = torch.tensor([2, 3, 1])
     got = reference.v4_attention(
-        q,
-        window,
-        none,
-        pages,
-        compressed_block_table=table,
-        compressed_lengths=lengths,
-        request_starts=starts,
+        q, window, none, pages, compressed_block_table=table, compressed_lengths=lengths, request_starts=starts
     )
     lists = torch.tensor([[6, 7, -1], [6, 7, 2], [0, -1, -1]])
     want = reference.v4_attention(q, window, none, pages, lists)

@@ -132,9 +132,7 @@ def test_merge_is_the_derivative():
         douts_of, dlses_of, dsink = backward.merge_states(x[:3], cut(x[3:6]), x[6], *douts)
         return *douts_of, *dlses_of, dsink
 
-    check(
-        lambda *x: finite(*reference.merge_states(x[:3], cut(x[3:6]), x[6])), gradients, *outs, *lses, normal(2)
-    )
+    check(lambda *x: finite(*reference.merge_states(x[:3], cut(x[3:6]), x[6])), gradients, *outs, *lses, normal(2))
 
 
 @pytest.mark.parametrize("width", [D, 2 * D])

@@ -27,9 +27,7 @@ def test_case_passes_on_the_cpu(case: Case) -> None:
 
 
 def test_seeds_are_the_grid_of_64_and_eight_longer_ones() -> None:
-    want = {
-        f"d{d}-t{t}-s{s}" for d in (64, 128, 256, 512) for t in (1, 4, 32, 128) for s in (128, 256, 384, 512)
-    }
+    want = {f"d{d}-t{t}-s{s}" for d in (64, 128, 256, 512) for t in (1, 4, 32, 128) for s in (128, 256, 384, 512)}
     assert len(want) == 64
     want |= {f"d{d}-t{t}-s1024" for d in (64, 128, 256, 512) for t in (1, 128)}
     cases = suites.seeds()
@@ -64,19 +62,7 @@ def test_fmha_covers_every_head_dim_dtype_and_feature() -> None:
         (d, dtype) for d in (64, 128, 256, 512) for dtype in (torch.bfloat16, torch.float16)
     }
     words = set().union(*(case.features for case in cases))
-    assert {
-        "causal",
-        "window",
-        "sink",
-        "gqa",
-        "mqa",
-        "varlen",
-        "paged",
-        "strided",
-        "zero",
-        "nan",
-        "merge",
-    } <= words
+    assert {"causal", "window", "sink", "gqa", "mqa", "varlen", "paged", "strided", "zero", "nan", "merge"} <= words
 
 
 def test_v4_covers_drafts_of_one_to_four_tokens_and_every_layer_kind() -> None:
@@ -210,9 +196,7 @@ def test_a_mistake_is_noticed(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"sink": None}, {"inverse_rope": None}, {"compressed": None, "compressed_indices": None}],
-    ids=str,
+    "change", [{"sink": None}, {"inverse_rope": None}, {"compressed": None, "compressed_indices": None}], ids=str
 )
 def test_a_mistake_in_a_v4_layer_is_noticed(change, monkeypatch: pytest.MonkeyPatch) -> None:
     real = dsv4.v4_attention

@@ -327,9 +327,10 @@ def decode(*, q, k_cache, indices, topk_length, attn_sink, softmax_scale, extra_
     more = {}
     if extra_k_cache is not None:
         more = dict(
-            compressed=Fp8Cache.from_pages(extra_k_cache[:, :, 0]), compressed_indices=extra_indices_in_kvcache[:, 0],
+            compressed=Fp8Cache.from_pages(extra_k_cache[:, :, 0]),
+            compressed_indices=extra_indices_in_kvcache[:, 0],
             compressed_lengths=extra_topk_length,
-        )  # fmt: skip
+        )
     out, lse = reference.v4_attention(
         q[:, 0], Fp8Cache.from_pages(k_cache[:, :, 0]), indices[:, 0], window_lengths=topk_length, sink=attn_sink,
         softmax_scale=softmax_scale, compute=torch.float32, **more,

@@ -118,9 +118,10 @@ def main(checkpoint: str, requests: str, result: str) -> None:
             logprob_start_len=0 if batch.get("logprobs") else -1,
         )  # fmt: skip
         got = dict(
-            tokens=[o["output_ids"] for o in outs], cached=[o["meta_info"]["cached_tokens"] for o in outs],
+            tokens=[o["output_ids"] for o in outs],
+            cached=[o["meta_info"]["cached_tokens"] for o in outs],
             calls=Counter(json.loads(calls.read_text())) - before,  # written before the token was sent
-        )  # fmt: skip
+        )
         if batch.get("logprobs"):
             got["logprobs"] = [[p for p, *_ in o["meta_info"]["input_token_logprobs"][1:]] for o in outs]
         batches.append(got)

@@ -30,9 +30,9 @@ def wanted(checkpoints):
 def run(checkpoints, serve, wanted):
     """(plug-in, prefix caching) -> the results, of an engine that is started once."""
     folder, done = checkpoints("gemma4")[0], {}
-    batches = {
-        name: dict(prompts=wanted.prompts(*lengths), tokens=TOKENS) for name, lengths in BATCHES.items()
-    } | dict(logprobs=dict(prompts=wanted.prompts(300), tokens=1, logprobs=True))
+    batches = {name: dict(prompts=wanted.prompts(*lengths), tokens=TOKENS) for name, lengths in BATCHES.items()} | dict(
+        logprobs=dict(prompts=wanted.prompts(300), tokens=1, logprobs=True)
+    )
 
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:

@@ -1,6 +1,6 @@
 """Tiny random checkpoints on disk, as the engines load them, and what transformers says of prompts to them.
 
-    python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512 DIR
+python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512 DIR
 """
 
 import functools

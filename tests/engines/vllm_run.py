@@ -197,9 +197,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
             )  # fmt: skip
             prompts = batch["prompts"]
             outs = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling)
-            got = dict(
-                tokens=[list(o.outputs[0].token_ids) for o in outs], cached=[o.num_cached_tokens for o in outs]
-            )
+            got = dict(tokens=[list(o.outputs[0].token_ids) for o in outs], cached=[o.num_cached_tokens for o in outs])
             if batch.get("logprobs"):
                 got["logprobs"] = [
                     [line[t].logprob for line, t in zip(o.prompt_logprobs[1:], p[1:])] for o, p in zip(outs, prompts)

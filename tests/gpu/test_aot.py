@@ -15,10 +15,7 @@ from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import aot, calls, dispatch
 from dsv4.runtime.settings import settings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(suites.gpu_arch() != "sm_90a", reason="needs a Hopper GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(suites.gpu_arch() != "sm_90a", reason="needs a Hopper GPU")]
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +61,17 @@ def pair(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("tokens, keys, q_heads, kv_heads, causal", [
-    (1000, 1500, 4, 2, True), (4096, 4096, 2, 2, False), (65, 20000, 8, 8, True), (129, 77, 1, 1, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, keys, q_heads, kv_heads, causal",
+    [(1000, 1500, 4, 2, True), (4096, 4096, 2, 2, False), (65, 20000, 8, 8, True), (129, 77, 1, 1, False)],
+)
 def test_two_ctas_share_keys_and_values(pair, monkeypatch, tokens, keys, q_heads, kv_heads, causal):
     """Against one CTA, whose tests are many; bitwise equal from run to run."""
     q = torch.randn(2, tokens, q_heads, 512, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, keys, kv_heads, 512, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-    plan = dsv4.plan(dsv4.fmha, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=512, max_seqlen_q=tokens,
-                     max_seqlen_k=keys)  # fmt: skip
+    plan = dsv4.plan(
+        dsv4.fmha, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=512, max_seqlen_q=tokens, max_seqlen_k=keys
+    )
     plan = replace(plan, num_splits=1)
     want, want_lse = dsv4.fmha(q, k, v, causal=causal, return_lse=True, plan=plan)
     monkeypatch.setattr(settings, "pair", True)

@@ -107,8 +107,9 @@ def test_v4(dtype, options, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [2.0**-12, 2.0**9])
 def test_fp16_of_v4_gradients_that_are_small_or_large(size, deterministic):
-    b, want, low = v4_gradients.request(30, 80, (500, 128), (70, 200), dlse=True, device="cuda", dtype=FP16, size=size,
-                                        deterministic=deterministic)  # fmt: skip
+    b, want, low = v4_gradients.request(
+        30, 80, (500, 128), (70, 200), dlse=True, device="cuda", dtype=FP16, size=size, deterministic=deterministic
+    )
     run(b)
     v4_gradients.check(b, want, low)
 

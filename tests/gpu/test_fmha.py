@@ -76,8 +76,9 @@ def test_a_cuda_graph_follows_changing_lengths(d, kv_heads):
     q, out = draw(batch, 1, heads, d), torch.empty(batch, 1, heads, d, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(batch * pages, device="cuda").to(torch.int32).view(batch, pages)
     lengths = torch.full((batch,), page * pages, dtype=torch.int32, device="cuda")
-    plan = dsv4.warmup(dsv4.fmha_paged, batch=batch, q_heads=heads, kv_heads=kv_heads, head_dim=d,
-                       max_seqlen_k=page * pages)  # fmt: skip
+    plan = dsv4.warmup(
+        dsv4.fmha_paged, batch=batch, q_heads=heads, kv_heads=kv_heads, head_dim=d, max_seqlen_k=page * pages
+    )
 
     def run() -> None:
         dsv4.fmha_paged(q, k, v, table, lengths, out=out, plan=plan)

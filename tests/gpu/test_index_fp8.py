@@ -7,10 +7,7 @@ import torch
 import dsv4
 from dsv4.index.cache import IndexCache, quantize_queries, unpacked
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def on_gpu(arguments):

@@ -6,10 +6,7 @@ import torch
 from dsv4 import Fp8Cache
 from dsv4.integrations.sglang import rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PAGE, PAGES, TOKENS, POSITIONS = 256, 5, 70, 4096
 
 

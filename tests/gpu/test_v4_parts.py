@@ -9,10 +9,7 @@ from dsv4 import Fp8Cache
 from dsv4.reference import rope_table
 from dsv4.runtime.settings import settings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("rows_per_page", [2, 64])

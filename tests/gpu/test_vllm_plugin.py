@@ -10,10 +10,7 @@ from dsv4.compress.pages import compress_pages
 from dsv4.integrations.vllm import v4
 from dsv4.integrations.vllm.insertion import insert
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def captured(call):

@@ -38,8 +38,7 @@ LOAD = t.only("%p0", t.expect("bar", 4096) + t.tma_load("a", "%rd3", "0, 0", "ba
 AGAIN = t.only("%p0", t.expect("bar2", 4096) + t.tma_load("a", "%rd3", "0, 0", "bar2"))
 BULK = t.only(
     "%p0",
-    t.expect("bar", 4096) + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
-    "[a], [%rd1], 4096, [bar];\n",
+    t.expect("bar", 4096) + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 4096, [bar];\n",
 )
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd3, {0, 0}], [a];\ncp.async.bulk.commit_group;\n"
 BULK_STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 4096;\ncp.async.bulk.commit_group;\n"
@@ -66,9 +65,7 @@ def test_reading_after_a_bulk_load_requires_the_mbarrier_wait():
 
 def test_a_relaxed_wait_orders_nothing():
     def make(keep):
-        return tma(
-            LOAD + t.wait("bar", 0, "" if keep else ".relaxed.cta") + READ + when(not keep, t.wait("bar", 0))
-        )
+        return tma(LOAD + t.wait("bar", 0, "" if keep else ".relaxed.cta") + READ + when(not keep, t.wait("bar", 0)))
 
     holds(make, args=MAPPED)
 
@@ -84,13 +81,7 @@ def test_a_tma_load_over_bytes_being_read_requires_a_barrier():
 
 def test_two_loads_into_the_same_bytes_are_not_ordered():
     def make(keep):
-        body = (
-            LOAD
-            + when(keep, t.wait("bar", 0) + "bar.sync 0;\n")
-            + AGAIN
-            + t.wait("bar", 0)
-            + t.wait("bar2", 0)
-        )
+        body = LOAD + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + AGAIN + t.wait("bar", 0) + t.wait("bar2", 0)
         return tma(body)
 
     holds(make, args=MAPPED)
@@ -143,9 +134,7 @@ def test_the_proxy_fence_must_cover_the_stores_of_all_warps():
     """A fence of one warp before the barrier says nothing about the others' stores."""
 
     def make(keep):
-        body = t.fill("a", 4096, 5) + (
-            "fence.proxy.async;\n" if keep else t.only("warp 0", "fence.proxy.async;\n")
-        )
+        body = t.fill("a", 4096, 5) + ("fence.proxy.async;\n" if keep else t.only("warp 0", "fence.proxy.async;\n"))
         return tma(body + "bar.sync 0;\n" + t.only("%p0", STORE + DONE))
 
     holds(make, args=MAPPED)
@@ -241,8 +230,7 @@ def test_cp_async_arrival_covers_the_copies_before_it():
 def test_a_bulk_store_of_copied_bytes_requires_proxy_fence():
     def make(keep):
         copies = "".join(
-            COPY.replace("[%r40]", f"[%r40+{512 * i}]").replace("[%rd20]", f"[%rd20+{512 * i}]")
-            for i in range(8)
+            COPY.replace("[%r40]", f"[%r40+{512 * i}]").replace("[%rd20]", f"[%rd20+{512 * i}]") for i in range(8)
         )
         body = copies + "cp.async.wait_all;\n" + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n"
         return plain(body + t.only("%p0", BULK_STORE + DONE))
@@ -258,9 +246,7 @@ TWO = dict(grid=2, cluster=2)
 
 
 def pair(body):
-    return t.kernel(
-        t.init("bar", "bar2") + PEER + body, "x out", shared=SHARED, target="sm_90a", version="8.6"
-    )
+    return t.kernel(t.init("bar", "bar2") + PEER + body, "x out", shared=SHARED, target="sm_90a", version="8.6")
 
 
 MINE = PEER + "mapa.shared::cluster.u32 %r52, %r40, %r51;\n"
@@ -297,11 +283,7 @@ def test_a_proxy_fence_before_a_relaxed_cluster_arrival_is_enough_by_default():
 def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
     def make(keep):
         body = (
-            WRITE
-            + "ld.shared.u32 %r42, [%r40];\n"
-            + when(keep, SYNC)
-            + MINE
-            + "st.shared::cluster.u32 [%r52], %r0;\n"
+            WRITE + "ld.shared.u32 %r42, [%r40];\n" + when(keep, SYNC) + MINE + "st.shared::cluster.u32 [%r52], %r0;\n"
         )
         return pair(body + SYNC)
 
@@ -313,12 +295,7 @@ def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():
         body = t.only("%p0", t.expect("bar", 512)) + SYNC + FULL + MINE
         body += "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
         body += "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r52], %r0, [%r53];\n"
-        body += (
-            when(keep, t.wait("bar", 0))
-            + READ.replace("%rd2", "%rd2")
-            + when(not keep, t.wait("bar", 0))
-            + SYNC
-        )
+        body += when(keep, t.wait("bar", 0)) + READ.replace("%rd2", "%rd2") + when(not keep, t.wait("bar", 0)) + SYNC
         return pair(body)
 
     one = holds(make, args=[X, OUT], also=("uninitialised",), code=("race", "uninitialised"), **TWO)
@@ -377,6 +354,7 @@ def test_fences_of_the_cluster_stand_in_for_a_release_and_an_acquire(strict):
     relaxed = dict(arrive=".relaxed.cluster", wait=".relaxed.cluster")
     fence = "fence.acq_rel.{};\n"
     for narrow in ("before", "after"):
+
         def make(keep):
             scopes = {"before": "cluster", "after": "cluster"} | ({} if keep else {narrow: "cta"})  # noqa: B023
             return handed_over(**relaxed, **{where: fence.format(scope) for where, scope in scopes.items()})

@@ -71,11 +71,7 @@ def test_commit_covers_the_products_of_its_own_thread_only():
 
 def test_commit_of_another_warp_covers_nothing():
     def make(keep):
-        body = (
-            t.only("thread 0", MMA)
-            + "bar.sync 0;\n"
-            + t.only("thread 0" if keep else "thread 64", t.commit("bar"))
-        )
+        body = t.only("thread 0", MMA) + "bar.sync 0;\n" + t.only("thread 0" if keep else "thread 64", t.commit("bar"))
         return whole(body + t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD)
 
     holds(make, args=OUT, also=("in-flight",))
@@ -92,9 +88,7 @@ def again(between):
 
 def test_product_after_load_requires_wait_ld():
     holds(
-        lambda keep: again(when(keep, t.WAIT_LD) + t.BEFORE + "bar.sync 0;\n" + t.AFTER),
-        args=OUT,
-        also=("in-flight",),
+        lambda keep: again(when(keep, t.WAIT_LD) + t.BEFORE + "bar.sync 0;\n" + t.AFTER), args=OUT, also=("in-flight",)
     )
 
 
@@ -116,9 +110,7 @@ def test_product_after_load_of_other_warps_requires_a_barrier():
 
 @pytest.mark.parametrize("missing", ["before", "after"])
 def test_default_level_needs_no_tensor_fences(missing):
-    fences = (
-        (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")
-    )
+    fences = (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")
     assert not findings(again(t.WAIT_LD + fences), OUT, strict=False)
 
 
@@ -195,8 +187,7 @@ def test_products_of_different_shape_are_not_ordered():
 def test_product_reading_what_another_product_wrote_requires_a_wait():
     def make(keep):
         first = t.only(
-            "thread 0",
-            "add.u32 %r6, %r3, 32;\n" + t.mma("%r6", "%rd10", "%rd11", t.idesc()) + t.commit("bar2"),
+            "thread 0", "add.u32 %r6, %r3, 32;\n" + t.mma("%r6", "%rd10", "%rd11", t.idesc()) + t.commit("bar2")
         )
         gap = when(keep, t.wait("bar2", 0) + t.AFTER)
         second = t.only("thread 0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
@@ -232,11 +223,7 @@ def test_copy_then_product_stay_in_order_within_a_warp():
         use = "add.u32 %r6, %r3, 32;\n" + t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar")
         first = t.only("thread 0", copy + t.commit("bar2")) + "bar.sync 0;\n" + t.AFTER
         return whole(
-            first
-            + t.only("thread 0" if keep else "thread 32", use)
-            + t.wait("bar2", 0)
-            + t.wait("bar", 0)
-            + t.AFTER
+            first + t.only("thread 0" if keep else "thread 32", use) + t.wait("bar2", 0) + t.wait("bar", 0) + t.AFTER
         )
 
     holds(make, args=OUT)
@@ -321,9 +308,7 @@ def test_other_warps_read_the_allocated_address_after_a_barrier():
     def make(keep):
         ask = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], 32;\n"
         body = t.only("warp 0", ask) + when(keep, "bar.sync 0;\n") + "ld.shared.u32 %r3, [place];\n"
-        return t.kernel(
-            body + "bar.sync 0;\nld.shared.u32 %r3, [place];\n" + t.dealloc(32), "out", shared=SHARED
-        )
+        return t.kernel(body + "bar.sync 0;\nld.shared.u32 %r3, [place];\n" + t.dealloc(32), "out", shared=SHARED)
 
     holds(make, args=OUT)
 

@@ -27,10 +27,7 @@ def plain(body):
 def test_reading_what_other_warps_wrote_requires_a_barrier():
     holds(lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",))
     holds(
-        lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ),
-        args=ARGS,
-        also=("uninitialised",),
-        strict=False,
+        lambda keep: plain(WRITE + when(keep, "bar.sync 0;\n") + READ), args=ARGS, also=("uninitialised",), strict=False
     )
 
 
@@ -98,9 +95,7 @@ def test_a_named_barrier_orders_its_arrivals_before_its_waits():
         count = 128 if keep else 64
         other = 1 if keep else 2
         body = "setp.lt.u32 %p4, %r0, 64;\n"
-        first = t.only(
-            "%p4", WRITE + f"bar.arrive 1, {count};\n" if keep else WRITE + f"bar.sync 1, {count};\n"
-        )
+        first = t.only("%p4", WRITE + f"bar.arrive 1, {count};\n" if keep else WRITE + f"bar.sync 1, {count};\n")
         second = "setp.ge.u32 %p5, %r0, 64;\n" + t.only("%p5", f"bar.sync {other}, {count};\n" + READ)
         return plain(body + first + second)
 
@@ -127,9 +122,7 @@ def test_a_relaxed_arrival_orders_nothing():
 def test_a_phase_must_be_waited_for_before_the_next_one_ends():
     def make(keep):
         turn = "@%p0 " + t.arrive("bar")
-        return plain(
-            t.init("bar") + turn + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + turn + t.wait("bar", 1)
-        )
+        return plain(t.init("bar") + turn + when(keep, t.wait("bar", 0) + "bar.sync 0;\n") + turn + t.wait("bar", 1))
 
     holds(make, args=ARGS, code="barrier-phase")
 
@@ -198,8 +191,7 @@ def test_an_atomic_orders_by_its_semantics():
     def make(keep):
         order = "acq_rel" if keep else "relaxed"
         return message(
-            f"atom.{order}.gpu.global.add.u32 %r62, [%rd1], 1;",
-            f"atom.{order}.gpu.global.add.u32 %r60, [%rd1], 0;",
+            f"atom.{order}.gpu.global.add.u32 %r62, [%rd1], 1;", f"atom.{order}.gpu.global.add.u32 %r60, [%rd1], 0;"
         )
 
     holds(make, args=ARGS, **GRID)

@@ -9,9 +9,7 @@ SHARED = ".shared .align 1024 .b8 a[2048]; .shared .align 1024 .b8 b[256];"
 OUT = [np.zeros(128, np.uint32)]
 FENCE, COMMIT, WAIT = (f"wgmma.{x}.sync.aligned" for x in ("fence", "commit_group", "wait_group"))
 ZERO = "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4))
-PRODUCT = (
-    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd10, %rd11, 1, 1, 1, 0, 0;\n"
-)
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd10, %rd11, 1, 1, 1, 0, 0;\n"
 DESCRIBE = t.descriptor("%rd10", "a", blackwell=False) + t.descriptor("%rd11", "b", blackwell=False)
 FILL = t.fill("a", 2048) + t.fill("b", 256)
 PUBLISH = "fence.proxy.async;\nbar.sync 0;\n"
@@ -33,14 +31,7 @@ def group(fence=True):
 def test_operands_written_by_ordinary_stores_require_proxy_fence():
     def make(keep):
         return whole(
-            ZERO
-            + FILL
-            + when(keep, "fence.proxy.async;\n")
-            + "bar.sync 0;\n"
-            + group()
-            + WAIT
-            + " 0;\n"
-            + USE
+            ZERO + FILL + when(keep, "fence.proxy.async;\n") + "bar.sync 0;\n" + group() + WAIT + " 0;\n" + USE
         )
 
     holds(make, args=OUT)
@@ -51,13 +42,7 @@ def test_overwriting_an_operand_requires_wait_group():
     def make(keep):
         late = when(not keep, WAIT + " 0;\n")
         return whole(
-            ZERO
-            + FILL
-            + PUBLISH
-            + group()
-            + when(keep, WAIT + " 0;\nbar.sync 0;\n")
-            + t.fill("b", 256, 0)
-            + late
+            ZERO + FILL + PUBLISH + group() + when(keep, WAIT + " 0;\nbar.sync 0;\n") + t.fill("b", 256, 0) + late
         )
 
     removed = holds(make, args=OUT)
@@ -87,13 +72,7 @@ def test_other_warps_may_overwrite_an_operand_after_a_barrier():
 def test_using_the_accumulator_requires_wait_group():
     def make(keep):
         return whole(
-            ZERO
-            + FILL
-            + PUBLISH
-            + group()
-            + when(keep, WAIT + " 0;\n")
-            + USE
-            + when(not keep, WAIT + " 0;\n")
+            ZERO + FILL + PUBLISH + group() + when(keep, WAIT + " 0;\n") + USE + when(not keep, WAIT + " 0;\n")
         )
 
     holds(make, args=OUT, code="wgmma-registers")
@@ -131,19 +110,13 @@ def test_copies_of_the_accumulator_count_at_the_strict_level_only():
 
 def test_writing_the_accumulator_before_a_product_requires_wgmma_fence():
     holds(
-        lambda keep: whole(FILL + PUBLISH + ZERO + group(keep) + WAIT + " 0;\n" + USE),
-        args=OUT,
-        code="wgmma-registers",
+        lambda keep: whole(FILL + PUBLISH + ZERO + group(keep) + WAIT + " 0;\n" + USE), args=OUT, code="wgmma-registers"
     )
 
 
 def test_products_on_one_accumulator_need_no_fence_between_them():
     body = FILL + PUBLISH + ZERO + FENCE + ";\n" + PRODUCT + PRODUCT + COMMIT + ";\n" + WAIT + " 0;\n" + USE
-    holds(
-        lambda keep: whole(body if keep else body.replace(FENCE + ";\n", "")),
-        args=OUT,
-        code="wgmma-registers",
-    )
+    holds(lambda keep: whole(body if keep else body.replace(FENCE + ";\n", "")), args=OUT, code="wgmma-registers")
 
 
 def test_overwriting_the_far_half_of_b_of_a_sparse_product_requires_wait_group():

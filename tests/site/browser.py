@@ -102,8 +102,9 @@ def chromium(folder: Path) -> Iterator[Browser]:
     script = f'exec "$@" 3<&{its_commands} 4>&{its_answers}'
     process = subprocess.Popen(
         ["bash", "-c", script, "bash", found, *FLAGS, f"--user-data-dir={folder / 'profile'}"],
-        pass_fds=(its_commands, its_answers), stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        pass_fds=(its_commands, its_answers),
+        stderr=subprocess.DEVNULL,
+    )
     os.close(its_commands)
     os.close(its_answers)
     try:

@@ -19,8 +19,12 @@ WHY = "triton-lang/triton#9610: no fence.proxy.async between cp.async and the pr
 EXPECTED_REPORTS = [
     ("3.6.", f"{test}[{target}]", WHY)
     for target in ("sm_90a", "sm_100a")
-    for test in ("test_matmul_of_a_transposed_operand", "test_matmul_with_one_warpgroup_and_large_tile",
-                 "test_matmul_tf32", "test_autotuned_matmul")
+    for test in (
+        "test_matmul_of_a_transposed_operand",
+        "test_matmul_with_one_warpgroup_and_large_tile",
+        "test_matmul_tf32",
+        "test_autotuned_matmul",
+    )
 ] + [("3.6.", "test_matmul_fp8[sm_100a]", WHY)]
 
 

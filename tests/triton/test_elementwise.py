@@ -12,11 +12,7 @@ from bounds import within
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    tl.store(
-        out_ptr + offsets,
-        tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask),
-        mask=mask,
-    )
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask), mask=mask)
 
 
 def test_vector_add(sm):
@@ -71,8 +67,9 @@ def layer_norm_forward(x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, stride, n
 
 
 @triton.jit
-def layer_norm_backward(dx_ptr, dy_ptr, dw_ptr, locks, x_ptr, w_ptr, mean_ptr, rstd_ptr, stride, n,
-                        BLOCK: tl.constexpr):  # fmt: skip
+def layer_norm_backward(
+    dx_ptr, dy_ptr, dw_ptr, locks, x_ptr, w_ptr, mean_ptr, rstd_ptr, stride, n, BLOCK: tl.constexpr
+):
     """dx per row; dw summed over rows under a spin lock, as kernels without atomics on vectors do."""
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)

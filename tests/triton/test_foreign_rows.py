@@ -67,8 +67,9 @@ def test_cross_entropy_in_place(sm):
 
 
 @triton.jit
-def rms_backward_kernel(dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, n, PER: tl.constexpr,
-                        BLOCK: tl.constexpr):  # fmt: skip
+def rms_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, n, PER: tl.constexpr, BLOCK: tl.constexpr
+):
     """Programs take blocks of rows and leave partial sums of dW, which the host adds up."""
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -108,8 +109,9 @@ def turn(ptr, cos, sin, HEADS: tl.constexpr, PADDED: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def rope_kernel(q_ptr, k_ptr, cos_ptr, sin_ptr, tokens, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-                BACKWARD: tl.constexpr):  # fmt: skip
+def rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, tokens, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BACKWARD: tl.constexpr
+):
     """Both halves of every head of one token, in place; the gradient turns the other way."""
     token = tl.program_id(0)
     i = tl.arange(0, D // 2)

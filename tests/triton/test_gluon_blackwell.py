@@ -33,9 +33,7 @@ needs_39 = pytest.mark.skipif(V36, reason="written with Triton 3.9's names")
 
 
 @gluon.jit
-def mma_shared(
-    a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BYTES: gl.constexpr
-):
+def mma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BYTES: gl.constexpr):
     """C = A B^T, both operands in shared memory, the accumulator in tensor memory."""
     a = gl.allocate_shared_memory(a_desc.dtype, [BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [BN, BK], b_desc.layout)
@@ -67,9 +65,7 @@ def mma_shared(
 
 def check_mma_from_shared_memory(dtype, BM, BN, BK):
     a, b, c = torch.randn(BM, 128).to(dtype), torch.randn(BN, 128).to(dtype), torch.zeros(BM, BN).to(dtype)
-    mma_shared[(1,)](
-        descriptor(a, [BM, BK]), descriptor(b, [BN, BK]), descriptor(c, [BM, BN]), 128, BM, BN, BK, 2
-    )
+    mma_shared[(1,)](descriptor(a, [BM, BK]), descriptor(b, [BN, BK]), descriptor(c, [BM, BN]), 128, BM, BN, BK, 2)
     assert_matmul(c, a, b.t())
 
 
@@ -97,8 +93,9 @@ def test_mma_fp8_and_tf32(sm100):
 
 
 @gluon.jit
-def attention_tile(q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-                   P_LAYOUT: gl.constexpr):  # fmt: skip
+def attention_tile(
+    q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, P_LAYOUT: gl.constexpr
+):
     """S = Q K^T from shared memory; P is written over S in tensor memory and is the left operand of P V."""
     q = gl.allocate_shared_memory(q_desc.dtype, [BM, D], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [BN, D], k_desc.layout)
@@ -124,10 +121,7 @@ def attention_tile(q_desc, k_desc, v_desc, out_ptr, scale, BM: gl.constexpr, BN:
     tcgen05_mma(in_tmem, v, o, use_acc=False, mbarriers=[done.index(0)])
     mbarrier.wait(done.index(0), 1)
     result = tmem_load(o)
-    put(
-        out_ptr,
-        (result / gl.convert_layout(total, gl.SliceLayout(1, result.type.layout))[:, None]).to(q_desc.dtype),
-    )
+    put(out_ptr, (result / gl.convert_layout(total, gl.SliceLayout(1, result.type.layout))[:, None]).to(q_desc.dtype))
 
 
 def check_mma_with_the_left_operand_in_tensor_memory():
@@ -223,8 +217,7 @@ def test_gather4_in_every_order(sm100, order):
 
 
 @gluon.jit
-def pair_matmul(a_desc, b_desc, out_ptr, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                ACC: gl.constexpr):  # fmt: skip
+def pair_matmul(a_desc, b_desc, out_ptr, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, ACC: gl.constexpr):
     """Two CTAs share one product: each holds half of the rows of A and of B."""
     a = gl.allocate_shared_memory(a_desc.dtype, [BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [BN, BK], b_desc.layout)
@@ -253,8 +246,9 @@ def check_pair_of_ctas(BM):
     a, b, out = torch.randn(BM, K).half(), torch.randn(BN, K).half(), torch.zeros(BM, BN)
     layouts = [gl.NVMMASharedLayout.get_default_for([n, BK], gl.float16, cga_layout=rows) for n in (BM, BN)]
     acc = TensorMemoryLayout([BM // 2, BN], col_stride=1, cga_layout=rows, two_ctas=True)
-    pair_matmul[(1,)](descriptor(a, [BM, BK], layouts[0]), descriptor(b, [BN, BK], layouts[1]), out, K, BM, BN, BK,
-                      acc, num_ctas=2)  # fmt: skip
+    pair_matmul[(1,)](
+        descriptor(a, [BM, BK], layouts[0]), descriptor(b, [BN, BK], layouts[1]), out, K, BM, BN, BK, acc, num_ctas=2
+    )
     assert_matmul(out, a, b.t())
 
 
@@ -319,8 +313,9 @@ def epilogue_partition(out_ptr, tiles, columns, N, acc, full, empty, BM: gl.cons
 
 
 @gluon.jit
-def specialised_matmul(a_desc, b_desc, out_ptr, M, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                       STAGES: gl.constexpr):  # fmt: skip
+def specialised_matmul(
+    a_desc, b_desc, out_ptr, M, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
+):
     """Persistent, two accumulators: the epilogue of one tile runs beside the products of the next."""
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
@@ -352,7 +347,8 @@ def check_warp_specialised_persistent_matmul(programs):
     M, N, K = 256, 192, 128
     a, b, out = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.zeros(M, N)
     specialised_matmul[(programs,)](
-        descriptor(a, [128, 64]), descriptor(b, [64, 64]), out, M, N, K, 128, 64, 64, 2, num_warps=4)  # fmt: skip
+        descriptor(a, [128, 64]), descriptor(b, [64, 64]), out, M, N, K, 128, 64, 64, 2, num_warps=4
+    )
     assert_matmul(out, a, b.t())
 
 

@@ -149,9 +149,7 @@ def test_every_program_is_done_once_when_work_is_stolen(sm100, order):
 
 
 @gluon.jit
-def mixed_product(
-    a_desc, b_desc, as_ptr, bs_ptr, out_ptr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
-):
+def mixed_product(a_desc, b_desc, as_ptr, bs_ptr, out_ptr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr):
     a = gl.allocate_shared_memory(a_desc.dtype, [BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [BN, BK // 2], b_desc.layout)
     loaded = barriers(1)
@@ -188,9 +186,7 @@ def test_fp4_padded_to_bytes_by_the_copy(sm100, order):
     padded = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2, fp4_padded=True)
     out = torch.zeros(BM, BN)
     with options(order=order):
-        mixed_product[(1,)](
-            descriptor(a, [BM, BK]), descriptor(b, [BN, BK // 2], padded), sa, sb, out, BM, BN, BK
-        )
+        mixed_product[(1,)](descriptor(a, [BM, BK]), descriptor(b, [BN, BK // 2], padded), sa, sb, out, BM, BN, BK)
     assert_matmul(out, left, right.t())
 
 

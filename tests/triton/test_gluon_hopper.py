@@ -71,9 +71,7 @@ def wgmma_shared(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, 
 
 def check_wgmma_from_shared_memory(dtype, BK):
     a, b, c = torch.randn(64, 128).to(dtype), torch.randn(128, 128).to(dtype), torch.zeros(64, 128).to(dtype)
-    wgmma_shared[(1,)](
-        descriptor(a, [64, BK]), descriptor(b, [128, BK]), descriptor(c, [64, 128]), 128, 64, 128, BK
-    )
+    wgmma_shared[(1,)](descriptor(a, [64, BK]), descriptor(b, [128, BK]), descriptor(c, [64, 128]), 128, 64, 128, BK)
     assert_matmul(c, a, b.t())
 
 
@@ -123,8 +121,9 @@ def test_wgmma_from_registers_in_every_order(sm90, order):
 
 
 @gluon.jit
-def pipeline_producer(a_desc, b_desc, row, column, K, a, b, ready, free, BYTES: gl.constexpr, BK: gl.constexpr,
-                      STAGES: gl.constexpr):  # fmt: skip
+def pipeline_producer(
+    a_desc, b_desc, row, column, K, a, b, ready, free, BYTES: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
+):
     stage = 0
     phase = 1  # the first round finds every stage free
     for k in range(0, K, BK):
@@ -160,8 +159,9 @@ def pipeline_consumer(out_ptr, row, column, N, K, a, b, ready, free, BM: gl.cons
 
 
 @gluon.jit
-def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                     STAGES: gl.constexpr):  # fmt: skip
+def pipelined_matmul(
+    a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
+):
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     ready = barriers(STAGES)
@@ -174,10 +174,7 @@ def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.con
     gl.warp_specialize(
         [
             (pipeline_consumer, (out_ptr, row, column, N, K, a, b, ready, free, BM, BN, BK, STAGES)),
-            (
-                pipeline_producer,
-                (a_desc, b_desc, row, column, K, a, b, ready, free, (BM + BN) * BK * 2, BK, STAGES),
-            ),
+            (pipeline_producer, (a_desc, b_desc, row, column, K, a, b, ready, free, (BM + BN) * BK * 2, BK, STAGES)),
         ],
         [1],
         [24],
@@ -186,9 +183,7 @@ def pipelined_matmul(a_desc, b_desc, out_ptr, N, K, BM: gl.constexpr, BN: gl.con
 
 def check_warp_specialised_matmul(stages):
     a, b, out = torch.randn(128, 320).half(), torch.randn(128, 320).half(), torch.zeros(128, 128)
-    pipelined_matmul[(2, 2)](
-        descriptor(a, [64, 64]), descriptor(b, [64, 64]), out, 128, 320, 64, 64, 64, stages
-    )
+    pipelined_matmul[(2, 2)](descriptor(a, [64, 64]), descriptor(b, [64, 64]), out, 128, 320, 64, 64, 64, stages)
     assert_matmul(out, a, b.t())
 
 
@@ -205,9 +200,7 @@ def test_warp_specialised_matmul_in_every_order(sm90, order):
 
 
 @gluon.jit
-def gather_producer(
-    kv_ptr, index_ptr, n, tiles, ready, free, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
-):
+def gather_producer(kv_ptr, index_ptr, n, tiles, ready, free, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, BN, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, L))

@@ -84,9 +84,7 @@ def test_sort_and_histogram(sm):
     x = torch.randint(0, 10_000, (128,), dtype=torch.int32)  # one of each thread
     out, counts = torch.empty_like(x), torch.empty(16, dtype=torch.int32)
     kernel[(1,)](x, out, counts, N=128)
-    assert torch.equal(out, x.sort().values) and torch.equal(
-        counts, torch.bincount(x % 16, minlength=16).int()
-    )
+    assert torch.equal(out, x.sort().values) and torch.equal(counts, torch.bincount(x % 16, minlength=16).int())
 
 
 def test_math_functions(sm):
@@ -133,10 +131,7 @@ def test_integer_arithmetic(sm):
         tl.store(out + i, x // y)
         tl.store(out + N + i, x % y)
         tl.store(out + 2 * N + i, (x >> 3) ^ (y << 2))
-        tl.store(
-            out + 3 * N + i,
-            tl.umulhi(x.to(tl.uint64, bitcast=True), y.to(tl.uint64, bitcast=True)).to(tl.int64),
-        )
+        tl.store(out + 3 * N + i, tl.umulhi(x.to(tl.uint64, bitcast=True), y.to(tl.uint64, bitcast=True)).to(tl.int64))
         tl.store(out + 4 * N + i, tl.where(x > y, x, -y))
 
     a = torch.randint(-(2**40), 2**40, (64,))
@@ -218,12 +213,7 @@ def test_inline_assembly(sm):
         i = tl.arange(0, N)
         v = tl.load(x + i)
         y = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; add.s32 t, $1, 5; mul.lo.s32 $0, t, t; }",
-            "=r,r",
-            [v],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            "{ .reg .b32 t; add.s32 t, $1, 5; mul.lo.s32 $0, t, t; }", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
         )
         tl.store(out + i, y)
 

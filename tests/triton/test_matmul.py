@@ -38,9 +38,7 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk,
     cm = pid_m * BM + tl.arange(0, BM)
     cn = pid_n * BN + tl.arange(0, BN)
     mask = (cm[:, None] < M) & (cn[None, :] < N)
-    tl.store(
-        c_ptr + cm[:, None] * stride_cm + cn[None, :] * stride_cn, acc.to(c_ptr.dtype.element_ty), mask=mask
-    )
+    tl.store(c_ptr + cm[:, None] * stride_cm + cn[None, :] * stride_cn, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
 def matmul(a, b, dtype=torch.float32, BM=64, BN=64, BK=32, RELU=False, **options):
@@ -98,21 +96,17 @@ def test_matmul_int8(sm):
 
 
 def test_autotuned_matmul(sm):
-    configs = [
-        triton.Config({"BM": m, "BN": 64, "BK": 32}, num_warps=4, num_stages=s)
-        for m, s in ((64, 2), (64, 3))
-    ]
+    configs = [triton.Config({"BM": m, "BN": 64, "BK": 32}, num_warps=4, num_stages=s) for m, s in ((64, 2), (64, 3))]
     tuned = triton.autotune(configs, key=["M", "N", "K"])(matmul_kernel)
     a, b, c = torch.randn(128, 64).half(), torch.randn(64, 64).half(), torch.empty(128, 64)
     tuned[lambda meta: (triton.cdiv(128, meta["BM"]),)](
-        a, b, c, 128, 64, 64, *a.stride(), *b.stride(), *c.stride(), GROUP=1, RELU=True)  # fmt: skip
+        a, b, c, 128, 64, 64, *a.stride(), *b.stride(), *c.stride(), GROUP=1, RELU=True
+    )
     assert_matmul(c, a, b, relu=True)
 
 
 @triton.jit
-def grouped_kernel(
-    a_ptrs, b_ptrs, c_ptrs, sizes, groups, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def grouped_kernel(a_ptrs, b_ptrs, c_ptrs, sizes, groups, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """A fixed number of programs walks over the tiles of all problems. The operands come as arrays of addresses."""
     tile = tl.program_id(0)
     before = 0
@@ -161,9 +155,7 @@ def descriptor_kernel(a_desc, b_desc, c_desc, M, N, K, BM: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def device_descriptor_kernel(
-    a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+def device_descriptor_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
     b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
     c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])

@@ -183,9 +183,10 @@ class SmallContest:
 def compressing(d: int, m: int, overlap: bool, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     width = d * (1 + overlap)
     rest: dict[str, Any] = dict(
-        position_bias=torch.randn(m, width, device="cuda"), norm_weight=torch.rand(d, device="cuda"),
+        position_bias=torch.randn(m, width, device="cuda"),
+        norm_weight=torch.rand(d, device="cuda"),
         cos_sin=rope_table(8192, 64, 160000.0, factor=16.0).cuda(),
-    )  # fmt: skip
+    )
     state = None
     if tokens == 1:
         _, state = dsv4.compress(bf16(4 * m - 1, width), bf16(4 * m - 1, width), **rest)

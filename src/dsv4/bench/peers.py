@@ -112,9 +112,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
     if ffpa is not None and d > 256 and queries > 1:
         mine = [x.contiguous() for x in (qh, kh, vh)]  # its layout, made beforehand
         for backend in ("cutedsl", "triton"):
-            yield f"FFPA {backend}", lambda backend=backend: ffpa.ffpa_attn_func(
-                *mine, is_causal=causal, enable_gqa=grouped, forward_backend=backend
-            ).transpose(1, 2)
+            yield (
+                f"FFPA {backend}",
+                lambda backend=backend: ffpa.ffpa_attn_func(
+                    *mine, is_causal=causal, enable_gqa=grouped, forward_backend=backend
+                ).transpose(1, 2),
+            )
     for name in ("flash-attn 3", "flash-attn"):
         flash = module(name)
         if flash is not None and d <= 256:
@@ -163,8 +166,9 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
     for name in ("flash-attn 3", "flash-attn"):
         flash = module(name)
         if flash is not None and d <= 256:
-            yield name, gradients(
-                lambda q, k, v, flash=flash: flash.flash_attn_func(q, k, v, causal=causal), (q, k, v), dout
+            yield (
+                name,
+                gradients(lambda q, k, v, flash=flash: flash.flash_attn_func(q, k, v, causal=causal), (q, k, v), dout),
             )
 
 
@@ -228,9 +232,7 @@ class DeepGEMM:
     def __bool__(self) -> bool:
         return self.module is not None
 
-    def paged(
-        self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor
-    ) -> Callable[[], Tensor]:
+    def paged(self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor) -> Callable[[], Tensor]:
         """q e4m3 [requests, queries, H, 128], pages uint8 [pages, 64, 132], weights fp32 [N, H], lengths int32
         [requests, queries] -> scores fp32 [N, table width * 64]; what is not seen is left as it was."""
         longest, lib = table.shape[1] * 64, self.module

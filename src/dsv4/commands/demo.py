@@ -34,9 +34,7 @@ class Section:
     cases: list[Case]
 
 
-def demo(
-    seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
-) -> None:
+def demo(seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None) -> None:
     """Each kind of DeepSeek-V4 layer and the FMHA shapes on the best backend here, compared with the fp64 oracle."""
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
@@ -172,9 +170,7 @@ def v4_cases() -> list[Case]:
         whole = partial(layer, kind=kind, steps=[120, 1, 2, 3, 4], heads=16)
         found.append(Case("demo", f"{kind.upper()} layer, {name}: 120 tokens, then 1, 2, 3, 4", whole))
     for kind in names:
-        draft = partial(
-            step, kind=kind, start=4093, count=4, heads=64, topk=512, store="fp8", table=kind == "hca"
-        )
+        draft = partial(step, kind=kind, start=4093, count=4, heads=64, topk=512, store="fp8", table=kind == "hca")
         found.append(Case("demo", f"{kind.upper()} decode: 4 tokens after 4093, 64 heads, FP8 rows", draft))
     mixed = partial(batch, kind="hca", steps=[(1, 1), (300, 2), (127, 3), (900, 4)], heads=64)
     return [*found, Case("demo", "HCA decode: four requests with 1 to 4 tokens, 64 heads, FP8 rows", mixed)]
@@ -193,11 +189,7 @@ def table(section: Section, results: list[Result]) -> Table:
             found.add_row(escape(result.case.name), time, "-", "-", show.mark(result.ok))
         else:
             found.add_row(
-                escape(result.case.name),
-                time,
-                show.number(norm.value),
-                show.number(norm.bound),
-                show.mark(result.ok),
+                escape(result.case.name), time, show.number(norm.value), show.number(norm.bound), show.mark(result.ok)
             )
         if not result.ok:
             found.add_row(f"  [red]{escape(result.why())}[/]")

@@ -43,19 +43,13 @@ class Finding:
 
 
 def doctor(
-    run: Annotated[
-        bool, typer.Option("--run", help="also run small cases in softsm (compiles kernels)")
-    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="also run small cases in softsm (compiles kernels)")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Say what this machine can run, and why it cannot run the rest.
 
     Exit status 1 if something that should work does not."""
-    groups = {
-        "Software": list(software()),
-        "Device": list(device()),
-        "Backends": list(backends(run)),
-    }
+    groups = {"Software": list(software()), "Device": list(device()), "Backends": list(backends(run))}
     findings = [finding for group in groups.values() for finding in group]
     if as_json:
         print(json.dumps({name: [asdict(f) for f in group] for name, group in groups.items()}, indent=1))
@@ -70,9 +64,7 @@ def table(title: str, findings: list[Finding]) -> Table:
     words = {True: "[green]yes[/]", False: "[bold red]BROKEN[/]", None: "[yellow]no[/]"}
     result = Table(title=title, title_justify="left", show_header=False)
     for finding in findings:
-        result.add_row(
-            finding.what, words[finding.ok], escape(finding.found), f"[dim]{escape(finding.why)}[/]"
-        )
+        result.add_row(finding.what, words[finding.ok], escape(finding.found), f"[dim]{escape(finding.why)}[/]")
     return result
 
 
@@ -85,11 +77,7 @@ def version(package: str) -> str | None:
 
 def software() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), True, f"{platform.system()} {platform.machine()}")
-    build = (
-        f"built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "CPU build: no GPU even if there is one"
-    )
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build: no GPU even if there is one"
     yield Finding("torch", torch.__version__, True, f"{build}; threads: {torch.get_num_threads()}")
     yield triton()
     for package in ("numba", "ml_dtypes"):
@@ -114,33 +102,21 @@ def triton() -> Finding:
         for _, arch, oldest in dispatch.ARCHITECTURES.values()
         if found < oldest
     ]
-    return Finding(
-        "triton", text, bool(can), "; ".join([f"compiles for {', '.join(can) or 'nothing here'}", *cannot])
-    )
+    return Finding("triton", text, bool(can), "; ".join([f"compiles for {', '.join(can) or 'nothing here'}", *cannot]))
 
 
 def device() -> Iterator[Finding]:
     yield Finding("cpu", platform.processor() or platform.machine(), True, f"{os.cpu_count()} cores")
     yield ptxas()
     if not torch.cuda.is_available():
-        why = (
-            "torch is a CPU build"
-            if torch.version.cuda is None
-            else "no device, or no driver that suits this torch"
-        )
+        why = "torch is a CPU build" if torch.version.cuda is None else "no device, or no driver that suits this torch"
         yield Finding("gpu", "none that torch sees", None, why)
         return
     for index in range(torch.cuda.device_count()):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         entry = dispatch.ARCHITECTURES.get(capability)
-        why = (
-            f"kernels of {entry[1]}"
-            if entry
-            else "no kernels for this compute capability; backend cpu still works"
-        )
-        yield Finding(
-            f"gpu {index}", f"{name}, {capability[0]}.{capability[1]}", True if entry else None, why
-        )
+        why = f"kernels of {entry[1]}" if entry else "no kernels for this compute capability; backend cpu still works"
+        yield Finding(f"gpu {index}", f"{name}, {capability[0]}.{capability[1]}", True if entry else None, why)
 
 
 def ptxas() -> Finding:
@@ -152,9 +128,7 @@ def ptxas() -> Finding:
     if bundled.exists():
         return Finding("ptxas", "in the Triton wheel", True, "kernels can be compiled here, GPU or not")
     found = shutil.which("ptxas")
-    return Finding(
-        "ptxas", "on PATH" if found else "none", True if found else None, "" if found else "no cubins here"
-    )
+    return Finding("ptxas", "on PATH" if found else "none", True if found else None, "" if found else "no cubins here")
 
 
 def backends(run: bool) -> Iterator[Finding]:

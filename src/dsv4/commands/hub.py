@@ -35,9 +35,7 @@ __all__ += [
 """
 
 
-def hub(
-    out: Annotated[Path, typer.Option(help="directory for build/torch-universal; must be empty or new")],
-) -> None:
+def hub(out: Annotated[Path, typer.Option(help="directory for build/torch-universal; must be empty or new")]) -> None:
     """Write dsv4's attention as a kernel for the Hugging Face hub."""
     if out.exists() and any(out.iterdir()):
         raise typer.BadParameter(f"{out} is not empty", param_hint="--out")

@@ -134,9 +134,7 @@ def predicted_section(path: Path) -> str:
     return text[text.index(PREDICTED) :] if PREDICTED in text else ""
 
 
-def launch_of(
-    head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16
-) -> Launch:
+def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
     """As a call would launch it; nothing runs."""
     q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
     if how in ("rows", "pair"):

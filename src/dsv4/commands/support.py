@@ -75,9 +75,7 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(
-    d: int = 128, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Any:
+def dense(d: int = 128, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     k, v = (zeros(1, 9, kv_heads, d, dtype=dtype) for _ in "kv")
     return ready(problem.dense(zeros(1, 5, heads, d, dtype=dtype), k, v, **options))
 
@@ -175,10 +173,7 @@ def cell(answers: list[bool | None]) -> str:
 
 def matrix() -> str:
     """The table as Markdown."""
-    lines = [
-        "| | " + " | ".join(column.title for column in COLUMNS) + " |",
-        "|---" * (1 + len(COLUMNS)) + "|",
-    ]
+    lines = ["| | " + " | ".join(column.title for column in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for d in checks.HEAD_DIMS:
         cells = []
         for column in COLUMNS:
@@ -190,9 +185,7 @@ def matrix() -> str:
         lines.append(f"| head dim {d} | " + " | ".join(cells) + " |")
     for name, make in FEATURES:
         lines.append(
-            f"| {name} | "
-            + " | ".join(cell([answer(column, one) for one in make()]) for column in COLUMNS)
-            + " |"
+            f"| {name} | " + " | ".join(cell([answer(column, one) for one in make()]) for column in COLUMNS) + " |"
         )
     return "\n".join(lines)
 

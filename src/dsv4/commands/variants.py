@@ -78,8 +78,9 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
     """The parts of the work, each for one process: (kind, what of it)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
     plain = [kind for kind in kinds if kind not in ONLY_V4 and kind != "fmha-backward"]
-    parts: list[tuple] = [(kind, d, dtype, phase) for d, dtype, kind, phase in
-                          itertools.product(dims, dtypes, plain, PHASES)]  # fmt: skip
+    parts: list[tuple] = [
+        (kind, d, dtype, phase) for d, dtype, kind, phase in itertools.product(dims, dtypes, plain, PHASES)
+    ]
     if "fmha-backward" in kinds:
         parts += [("fmha-backward", *x) for x in itertools.product(dims, dtypes)]
     if 512 in dims:
@@ -153,7 +154,13 @@ def v4_few(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
 
 
 def v4_small(
-    rows: str, named: str, splits: int = 1, heads: int = 64, wide: bool = False, queries: int = 1, width: int = 0,
+    rows: str,
+    named: str,
+    splits: int = 1,
+    heads: int = 64,
+    wide: bool = False,
+    queries: int = 1,
+    width: int = 0,
     room: int = 64,
 ) -> V4Problem:
     """rows: of ROWS, `fp16` (q too), or `odd pages`, plain rows that are not equally far apart. wide: positions have 64
@@ -306,8 +313,9 @@ def model_launches(sizes: Sizes) -> list[Launch]:
             normed(bf16(1, main), eps=1e-6, weight=bf16(main), rope=(cos_sin, one), to=pool, slots=one)
         for m, d, overlap, made in (
             *((sizes.ratios[0], main, True, pool) for pool in pools),
-            *((sizes.ratios[1], main, False, pool) for pool in pools), (sizes.ratios[0], keys, True, bf16(2, 8, keys)),
-        ):  # fmt: skip
+            *((sizes.ratios[1], main, False, pool) for pool in pools),
+            (sizes.ratios[0], keys, True, bf16(2, 8, keys)),
+        ):
             width = d * (1 + overlap)
             states = torch.empty(2 * m, width), torch.empty(2 * m, width)
             compress_rings(bf16(1, width), bf16(1, width), bf16(m, width), bf16(d), 1e-6, cos_sin, states,

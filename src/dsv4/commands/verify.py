@@ -28,9 +28,7 @@ def verify(
     arch: Annotated[
         str | None, typer.Option(help="sm_100a or sm_90a: the GPU's own, or the one softsm emulates")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="write every measurement to this file")
-    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write every measurement to this file")] = None,
     seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
@@ -50,9 +48,7 @@ def verify(
     except (ValueError, suites.Unavailable) as problem:
         refuse(str(problem))
     if not cases:
-        refuse(
-            f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else "")
-        )
+        refuse(f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else ""))
     show.file_to_write("--json", json_file)
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
@@ -79,24 +75,13 @@ def refuse(why: str) -> None:
 def line(result: Result) -> str:
     tight = result.tightest
     detail = result.why() if not result.ok else str(tight)
-    return (
-        f"{show.mark(result.ok)} {escape(str(result.case))}  {escape(detail)}  {result.seconds * 1e3:.1f} ms"
-    )
+    return f"{show.mark(result.ok)} {escape(str(result.case))}  {escape(detail)}  {result.seconds * 1e3:.1f} ms"
 
 
 def summary(results: list[Result]) -> Table:
     """One row per suite and head dim, with the worst of its cases."""
     table = Table(title="Error against the fp64 oracle, worst case of each group")
-    for name in (
-        "suite",
-        "head dim",
-        "cases",
-        "passed",
-        "relative error",
-        "allowance used",
-        "cosine",
-        "seconds",
-    ):
+    for name in ("suite", "head dim", "cases", "passed", "relative error", "allowance used", "cosine", "seconds"):
         table.add_column(name, justify="left" if name == "suite" else "right")
     ordered = sorted(results, key=lambda r: (list(suites.SUITES).index(r.case.suite), r.case.head_dim))
     for (suite, head_dim), rows in groupby(ordered, key=lambda r: (r.case.suite, r.case.head_dim)):

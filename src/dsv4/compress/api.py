@@ -126,8 +126,11 @@ def compress(
     Gradients exist with respect to kv, gate, position_bias and norm_weight, for a whole sequence at once: with state=
     or out= an input that requires grad raises an error under grad mode, and the returned state is detached.
     """
-    learning = torch.is_grad_enabled() and state is None and out is None and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (kv, gate, position_bias, norm_weight)
+    learning = (
+        torch.is_grad_enabled()
+        and state is None
+        and out is None
+        and any(isinstance(x, Tensor) and x.requires_grad for x in (kv, gate, position_bias, norm_weight))
     )
     d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning)
     if dtype is not None:
@@ -229,9 +232,7 @@ def _in_torch(kv: Tensor, gate: Tensor, state: CompressState | None, given: tupl
     value, logit = _slots(new_kv, new_gate, windows, before, m, d, overlap)
     positions = torch.arange(first, first + windows, device=kv.device) * m
     rows = pooled(value, logit, norm_weight, eps, cos_sin, positions)
-    drop = (
-        before + (windows - (1 if overlap else 0)) * m if windows else 0
-    )  # CSA keeps the last finished window
+    drop = before + (windows - (1 if overlap else 0)) * m if windows else 0  # CSA keeps the last finished window
     after = CompressState(new_kv[..., drop:, :].clone(), new_gate[..., drop:, :].clone(), total)
     return rows.to(dtype), after
 
@@ -247,9 +248,7 @@ def pooled(
     return rows if cos_sin is None else _rope(rows, cos_sin, positions)
 
 
-def _slots(
-    kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool
-) -> tuple[Tensor, Tensor]:
+def _slots(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool) -> tuple[Tensor, Tensor]:
     """[..., tokens, width] -> [..., windows, slots, d] of both; the first window starts at token `before`."""
 
     def slots(x: Tensor, missing: float) -> Tensor:
@@ -298,9 +297,7 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False)
     checks.tensor("norm_weight", norm_weight, ("d",), FLOATS, like=like, unit_last=False)
     d = norm_weight.shape[0]
     if d == 0 or width not in (d, 2 * d):
-        checks.fail(
-            "kv", f"width {width} with norm_weight [{d}]", "width d (HCA) or 2 d (CSA), norm_weight [d]"
-        )
+        checks.fail("kv", f"width {width} with norm_weight [{d}]", "width d (HCA) or 2 d (CSA), norm_weight [d]")
     checks.tensor("position_bias", position_bias, ("m", width), FLOATS, like=like, unit_last=False)
     m = position_bias.shape[0]
     if m == 0:
@@ -324,9 +321,7 @@ def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False)
         if r == 0 or r % 2 or r > d:
             checks.fail("cos_sin", f"width {r}", f"an even width from 2 to {d}: cosines, then sines")
         if last >= cos_sin.shape[0] and last >= seen // m * m:
-            checks.fail(
-                "cos_sin", f"{cos_sin.shape[0]} positions", f"at least {last + 1}, to rotate the last row"
-            )
+            checks.fail("cos_sin", f"{cos_sin.shape[0]} positions", f"at least {last + 1}, to rotate the last row")
     return d, m
 
 

@@ -90,8 +90,9 @@ def fmha(
     backend: str = "auto",
 ) -> Result:
     """Attention of q [B, T, Hq, D] to k, v [B, S, Hkv, D] -> out [B, T, Hq, D], lse [B, Hq, T]."""
-    return _call("fmha", (q, k, v, sink), (), causal, window, softmax_scale, return_lse, out, plan, deterministic,
-                 backend)  # fmt: skip
+    return _call(
+        "fmha", (q, k, v, sink), (), causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
+    )
 
 
 @overload
@@ -137,8 +138,9 @@ def fmha_varlen(
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
     bounds = (checks.bound("max_seqlen_q", max_seqlen_q), checks.bound("max_seqlen_k", max_seqlen_k))
-    return _call("fmha_varlen", tensors, bounds, causal, window, softmax_scale, return_lse, out, plan, deterministic,
-                 backend)  # fmt: skip
+    return _call(
+        "fmha_varlen", tensors, bounds, causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
+    )
 
 
 @overload
@@ -180,8 +182,9 @@ def fmha_paged(
     -> out [B, T, Hq, D], lse [B, Hq, T].
     """
     tensors = (q, k_pages, v_pages, block_table, lengths, sink)
-    return _call("fmha_paged", tensors, (), causal, window, softmax_scale, return_lse, out, plan, deterministic,
-                 backend)  # fmt: skip
+    return _call(
+        "fmha_paged", tensors, (), causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
+    )
 
 
 for _function in (fmha, fmha_varlen, fmha_paged):

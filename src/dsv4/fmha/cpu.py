@@ -151,14 +151,10 @@ def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: t
             lse_block.fill_(NEG_INF)
         return
     outs = _by_kv_head(out_block, group)
-    lses = (
-        [None] * len(outs) if lse_block is None else _by_kv_head(lse_block.transpose(1, 2)[..., None], group)
-    )
+    lses = [None] * len(outs) if lse_block is None else _by_kv_head(lse_block.transpose(1, 2)[..., None], group)
     sinks = [None] * len(outs)
     if p.sink is not None:
-        sinks = _by_kv_head(
-            p.sink[None, None, :, None].expand(some.q.shape[0], -1, -1, -1), group
-        )  # [A, G, 1, 1]
+        sinks = _by_kv_head(p.sink[None, None, :, None].expand(some.q.shape[0], -1, -1, -1), group)  # [A, G, 1, 1]
     for (o, lse), out_view, lse_view, sink in zip(results, outs, lses, sinks, strict=True):
         if sink is not None:
             # in fp64: the difference of an LSE and a large sink loses bits that the exponential multiplies
@@ -222,16 +218,10 @@ def attend(
         # Keys below the triangle's corner are seen by all; the rest is the kernel's own causality.
         corner = offset + right
         triangle = _call_flash(q, k[:, :, corner:], v[:, :, corner:], scale, causal=True)
-        return (
-            triangle
-            if corner == 0
-            else merge(_attend_all(q, k[:, :, :corner], v[:, :, :corner], scale), triangle)
-        )
+        return triangle if corner == 0 else merge(_attend_all(q, k[:, :, :corner], v[:, :, :corner], scale), triangle)
     if t <= QUERY_BLOCK:
         halves = [(0, s // 2), (s // 2, s)]
-        a, b = (
-            attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves
-        )
+        a, b = (attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves)
         return merge(a, b)
     out, lse = _nothing_seen(q)
     for i in range(0, t, QUERY_BLOCK):
@@ -252,9 +242,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
         out, lse = _attend_all(q.transpose(1, 2), k[:, :1], v[:, :1], scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
     # One product alone: parts of the keys become a batch, so that every thread has one.
-    splits = (
-        min(torch.get_num_threads() // -(-t // FLASH_ROWS), k.shape[2] // SPLIT_KEYS) if a * g == 1 else 1
-    )
+    splits = min(torch.get_num_threads() // -(-t // FLASH_ROWS), k.shape[2] // SPLIT_KEYS) if a * g == 1 else 1
     if splits < 2:
         return _call_flash(q, k, v, scale)
     part = k.shape[2] // splits

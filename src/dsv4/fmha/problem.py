@@ -122,9 +122,7 @@ def _common(q, k, v, causal, window, sink, softmax_scale, deterministic, names=(
     )
 
 
-def dense(
-    q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False
-) -> FmhaProblem:  # fmt: skip
+def dense(q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False) -> FmhaProblem:
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.FLOATS, like=("q", q))
@@ -146,9 +144,7 @@ def varlen(
         if x.shape[0] == 0:
             checks.fail(name, "no entries", "B + 1 entries")
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        checks.fail(
-            "cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q"
-        )
+        checks.fail("cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q")
     common = _common(q, k, v, causal, window, sink, softmax_scale, deterministic)
     return FmhaProblem(
         "varlen",
@@ -172,17 +168,11 @@ def paged(
     checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
     checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
     common = _common(
-        q, k_pages, v_pages, causal, window, sink, softmax_scale, deterministic,
-        names=("k_pages", "v_pages"),
-    )  # fmt: skip
+        q, k_pages, v_pages, causal, window, sink, softmax_scale, deterministic, names=("k_pages", "v_pages")
+    )
     capacity = block_table.shape[1] * k_pages.shape[1]
     return FmhaProblem(
-        "paged",
-        max_seqlen_q=q.shape[1],
-        max_seqlen_k=capacity,
-        block_table=block_table,
-        lengths=lengths,
-        **common,
+        "paged", max_seqlen_q=q.shape[1], max_seqlen_k=capacity, block_table=block_table, lengths=lengths, **common
     )
 
 
@@ -204,9 +194,7 @@ def check_values(p: FmhaProblem) -> None:
             longest = int((x[1:] - x[:-1]).max()) if x.shape[0] > 1 else 0
             if longest > bound:
                 checks.fail(
-                    f"max_seqlen_{name}",
-                    bound,
-                    f"at least {longest}, the longest sequence in cu_seqlens_{name}",
+                    f"max_seqlen_{name}", bound, f"at least {longest}, the longest sequence in cu_seqlens_{name}"
                 )
     elif p.lengths is not None and p.block_table is not None:
         checks.in_range("lengths", p.lengths, 0, p.max_seqlen_k)

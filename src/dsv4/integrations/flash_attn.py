@@ -183,8 +183,9 @@ def flash_attn_with_kvcache(
     options: dict[str, Any] = dict(
         causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale
     )
-    names = dict(sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache",
-                 lengths="cache_seqlens")  # fmt: skip
+    names = dict(
+        sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache", lengths="cache_seqlens"
+    )
     with named(**names):
         typed = dict(causal=checks.flag("causal", causal), window=checks.two_ints(window), sink=options["sink"],
                      softmax_scale=checks.scale(softmax_scale))  # fmt: skip
@@ -296,9 +297,7 @@ def _varlen_paged(
     return outs.index_select(0, place), lses.index_select(0, place)
 
 
-def _table(
-    cache: Tensor, batch: int, lines: Tensor | None, table: Tensor | None, like: tuple[str, Tensor]
-) -> Tensor:
+def _table(cache: Tensor, batch: int, lines: Tensor | None, table: Tensor | None, like: tuple[str, Tensor]) -> Tensor:
     """A block table for both forms: a cache without one has pages as long as its lines."""
     if table is not None:
         if lines is not None:
@@ -321,9 +320,7 @@ def _seqlens(x: Any, batch: int, capacity: int, like: tuple[str, Tensor]) -> Ten
     return torch.full((batch,), n, dtype=torch.int32, device=like[1].device)
 
 
-def _rotary(
-    cos: Any, sin: Any, d: int, lengths: Tensor, steps: int, like: tuple[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _rotary(cos: Any, sin: Any, d: int, lengths: Tensor, steps: int, like: tuple[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Both tables, checked."""
     checks.tensor("rotary_cos", cos, ("positions", "r / 2"), checks.FLOATS, like=like, unit_last=False)
     checks.tensor("rotary_sin", sin, tuple(cos.shape), checks.FLOATS, like=like, unit_last=False)

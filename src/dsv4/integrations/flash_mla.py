@@ -133,9 +133,10 @@ def flash_mla_with_kvcache(
     more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q)
     if extra_k_cache is None:
         _absent(
-            "None without extra_k_cache", extra_indices_in_kvcache=extra_indices_in_kvcache,
+            "None without extra_k_cache",
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
             extra_topk_length=extra_topk_length,
-        )  # fmt: skip
+        )
     else:
         more["compressed"] = _pool("extra_k_cache", extra_k_cache, is_fp8_kvcache)
         more["compressed_indices"] = _lists("extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q)

@@ -97,9 +97,7 @@ def window_lists(
 ) -> WindowLists:
     """The mask function: asks the model's rule about the W rows up to each query, instead of about all rows."""
     if local_size is None or mask_function is None or use_vmap:
-        raise ValueError(
-            "attn_implementation='dsv4': got a mask that is not a sliding window; accepted: DeepSeek-V4"
-        )
+        raise ValueError("attn_implementation='dsv4': got a mask that is not a sliding window; accepted: DeepSeek-V4")
     q = torch.arange(q_length, device=device)[:, None] + q_offset  # [S, 1] token numbers
     width = min(local_size, kv_length)
     k = q - torch.arange(width - 1, -1, -1, device=device)  # [S, W]
@@ -130,22 +128,16 @@ def attention(
     """The attention function: (out [B, S, H, D], no weights)."""
     layer = getattr(_LAYER, "now", None)
     if layer is None:
-        raise ValueError(
-            f"attn_implementation='dsv4': got {type(module).__name__}; accepted: DeepseekV4Attention"
-        )
+        raise ValueError(f"attn_implementation='dsv4': got {type(module).__name__}; accepted: DeepseekV4Attention")
     if not isinstance(attention_mask, WindowLists):
         came = checks.describe(attention_mask)
-        raise ValueError(
-            f"attention_mask: got {came}; accepted: None or a 2-D padding mask, given to the model"
-        )
+        raise ValueError(f"attention_mask: got {came}; accepted: None or a 2-D padding mask, given to the model")
     if dropout:
         raise ValueError(f"dropout: got {dropout}; accepted: 0 (attention_dropout=0, or model.eval())")
     b, heads, s, d = query.shape
     rows = key.shape[2]
     first = attention_mask.window_rows  # of the compressed rows
-    start = (
-        torch.arange(b, device=query.device, dtype=torch.int32) * rows
-    )  # row of sequence 0 in the pool below
+    start = torch.arange(b, device=query.device, dtype=torch.int32) * rows  # row of sequence 0 in the pool below
     window = attention_mask.on(query.device)
     q = _padded(query.transpose(1, 2).reshape(b * s, heads, d))
     pool = _padded(key.reshape(b * rows, d))

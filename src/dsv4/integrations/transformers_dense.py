@@ -66,8 +66,10 @@ def visible(
     if last_query != last_key:
         came = f"keys up to {last_key} for queries up to {last_query}"
         checks.fail("past_key_values", came, "a cache that grows (DynamicCache): its last key is the last query's")
-    if mask_function is None or use_vmap or not _is_plain(
-        mask_function, batch_size, int(q_offset), q_length, int(kv_offset), kv_length, local_size
+    if (
+        mask_function is None
+        or use_vmap
+        or not _is_plain(mask_function, batch_size, int(q_offset), q_length, int(kv_offset), kv_length, local_size)
     ):
         accepted = "a causal mask, with a sliding window or without; use attn_implementation='eager'"
         checks.fail(f"attn_implementation={NAME!r}", "a mask of another kind", accepted)

@@ -108,6 +108,7 @@ def loop_spills(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
     main = [loop for loop in loops if any(loop[0] <= a <= loop[1] for a in work)]
     main = [a for a in main if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in main)]
     return [
-        (address, text) for address, text in lines
+        (address, text)
+        for address, text in lines
         if SPILL.search(text) and any(begin <= address <= end for begin, end in main)
-    ]  # fmt: skip
+    ]

@@ -191,8 +191,9 @@ class PagedModel:
         lines = np.array([request.line for request in requests])
         owner = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(total) - starts[owner] + begins[owner]
-        arrays = dict(positions=positions, starts=starts, lines=lines, tables=places.tables[lines],
-                      windows=places.windows[lines])  # fmt: skip
+        arrays = dict(
+            positions=positions, starts=starts, lines=lines, tables=places.tables[lines], windows=places.windows[lines]
+        )
         if tokens.device.type == "cpu":
             arrays["ids"] = tokens.numpy()
         for kind, ratio in self.ratios.items():
@@ -211,8 +212,7 @@ class PagedModel:
             kind: (at[f"{kind} owners"].long(), at[f"{kind} numbers"].long(), at[f"{kind} kept"].long())
             for kind in self.ratios
         }
-        step = Step(self, at["positions"].long(), at["starts"], at["lines"].long(), at["tables"], at["windows"],
-                    made)  # fmt: skip
+        step = Step(self, at["positions"].long(), at["starts"], at["lines"].long(), at["tables"], at["windows"], made)
         ids = at["ids"].long() if "ids" in at else tokens.to(self.device)
         logits = self._forward(ids, step, 0 if all_logits else at["starts"][1:].long() - 1)
         step.commit()

@@ -50,8 +50,9 @@ class Places:
     windows[line, j % width], as the pages that no token sees any more are given back.
     """
 
-    def __init__(self, requests: int, pages: int, page_tokens: int, per_request: int, window: int, window_page: int,
-                 chunk: int):  # fmt: skip
+    def __init__(
+        self, requests: int, pages: int, page_tokens: int, per_request: int, window: int, window_page: int, chunk: int
+    ):
         self.page_tokens, self.window, self.window_page, self.page_count = page_tokens, window, window_page, pages
         self.spare_page = pages
         touched = -(-(window - 1) // window_page) + 1  # pages that a window touches

@@ -80,9 +80,7 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
     return triton.compile(source, target=target, options=options.__dict__)
 
 
-def write(
-    directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a"
-) -> Path:
+def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a") -> Path:
     """Compile one variant into DIRECTORY -> its JSON file."""
     capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry[1] == arch)
     compiled = compile_kernel(kernel, arguments, constants, capability)

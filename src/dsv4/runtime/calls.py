@@ -218,9 +218,7 @@ def _allocated(
     return out, second
 
 
-def _prepare(
-    op: Operation, given: Given, problem: Any, backend: str, target: Target, device: torch.device
-) -> Call:
+def _prepare(op: Operation, given: Given, problem: Any, backend: str, target: Target, device: torch.device) -> Call:
     layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
     q = given.tensors[0]
     like_q = layouts[0] == (tuple(q.shape), q.stride(), q.dtype)

@@ -252,16 +252,10 @@ def no_tangents(**tensors: Tensor | None) -> None:
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
     """A tensor that may be written: right shape and dtype, every element its own, apart from the inputs."""
     like = next(iter(inputs.items()))
-    tensor(
-        name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0
-    )
+    tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
     holds_its_values(name, x)
     if _overlaps_itself(x):
-        fail(
-            name,
-            f"strides {list(x.stride())} (elements share memory)",
-            "a tensor whose elements do not overlap",
-        )
+        fail(name, f"strides {list(x.stride())} (elements share memory)", "a tensor whose elements do not overlap")
     return x
 
 

@@ -20,10 +20,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.settings import settings
 
 # compute capability -> (kernel package, softsm's name of the architecture, oldest Triton that compiles it)
-ARCHITECTURES = {
-    (9, 0): ("sm90", "sm_90a", (3, 6)),
-    (10, 0): ("sm100", "sm_100a", (3, 9)),
-}
+ARCHITECTURES = {(9, 0): ("sm90", "sm_90a", (3, 6)), (10, 0): ("sm100", "sm_100a", (3, 9))}
 OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4 and of dsv4.kernels.<arch>
 DEFAULT_SOFTSM_ARCH = "sm_100a"
 MULTIPROCESSORS = 132  # assumed where kernels are only compiled
@@ -60,9 +57,7 @@ def resolve(backend: str, device: torch.device) -> str:
         return device.type
     needed = "cuda" if backend == "cuda" else "cpu"
     if device.type != needed:
-        checks.fail(
-            "backend", f"{backend!r} with tensors on {device}", f"{backend!r} with tensors on {needed}"
-        )
+        checks.fail("backend", f"{backend!r} with tensors on {device}", f"{backend!r} with tensors on {needed}")
     return backend
 
 
@@ -119,9 +114,7 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
     """The kernels of this architecture; RuntimeError says what is missing."""
     if capability not in ARCHITECTURES:
         have = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-        raise RuntimeError(
-            f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; supported: {have}"
-        )
+        raise RuntimeError(f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; supported: {have}")
     package, arch, _ = ARCHITECTURES[capability]
     refused = too_old(capability)
     if refused and (settings.aot is None or triton_version() is None):

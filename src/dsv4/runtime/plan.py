@@ -95,9 +95,7 @@ def plan(
     name = getattr(operation, "__name__", None)
     if name not in OPERATIONS:
         checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in OPERATIONS))
-    sizes = dict(
-        batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
-    )
+    sizes = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     sizes = {key: checks.at_least(1, key, size) for key, size in sizes.items()}
     checks.head_dim("head_dim", head_dim)
     checks.head_ratio(q_heads, kv_heads, "q_heads")

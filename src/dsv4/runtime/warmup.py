@@ -37,9 +37,7 @@ def warmup(
     if fp8 is None and dtype != torch.bfloat16:
         fp8 = False
     packed, same = _kinds("fp8", fp8), _kinds("same_kv", same_kv)
-    q = torch.zeros(
-        made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=made.scratch.device
-    )
+    q = torch.zeros(made.batch, made.max_seqlen_q, made.q_heads, made.head_dim, dtype=dtype, device=made.scratch.device)
     if made.operation == "index_topk":
         for tensors, options in _index_calls(made, q[:, 0], page):
             operation(*tensors, **options, plan=made, backend=backend)

@@ -6,19 +6,7 @@ for result in suites.run_cases(suites.seeds(), suites.Where("cpu").resolve(), se
 """
 
 from .backward_cases import backward
-from .case import (
-    ARCHS,
-    BACKENDS,
-    Case,
-    Check,
-    Draw,
-    Result,
-    Unavailable,
-    Where,
-    gpu_arch,
-    run_case,
-    run_cases,
-)
+from .case import ARCHS, BACKENDS, Case, Check, Draw, Result, Unavailable, Where, gpu_arch, run_case, run_cases
 from .fmha_cases import fmha
 from .parallel import run_parallel
 from .seed_cases import seeds

@@ -46,9 +46,7 @@ class Where:
         gpu = gpu_arch()
         if self.backend == "cpu":
             if self.arch is not None:
-                raise ValueError(
-                    f"arch {self.arch} does not apply to backend cpu; use backend softsm or cuda"
-                )
+                raise ValueError(f"arch {self.arch} does not apply to backend cpu; use backend softsm or cuda")
             return self
         if self.backend == "auto":
             if self.arch is None:
@@ -58,9 +56,7 @@ class Where:
             if not torch.cuda.is_available():
                 raise Unavailable("backend cuda: torch sees no CUDA device here")
             if self.arch is not None and gpu != self.arch:
-                raise Unavailable(
-                    f"backend cuda: this GPU is {gpu or 'neither sm_90 nor sm_100'}, not {self.arch}"
-                )
+                raise Unavailable(f"backend cuda: this GPU is {gpu or 'neither sm_90 nor sm_100'}, not {self.arch}")
             return Where("cuda", gpu)
         import_softsm()
         return replace(self, backend="softsm", arch=self.arch or ARCHS[0])
@@ -205,11 +201,7 @@ class Result:
 
     def why(self) -> str:
         """What went wrong, on one line. `error` has the whole text."""
-        return (
-            brief(self.error)
-            if self.error is not None
-            else "; ".join(str(c) for c in self.checks if not c.ok)
-        )
+        return brief(self.error) if self.error is not None else "; ".join(str(c) for c in self.checks if not c.ok)
 
 
 def run_case(case: Case, where: Where, seed: int) -> Result:

@@ -38,9 +38,7 @@ def dense(draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], **option
     return Call("fmha", {**qkv(draw, d, dtype, **size), **options})
 
 
-def with_sink(
-    draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], sink: Any, **options: Any
-) -> Call:
+def with_sink(draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], sink: Any, **options: Any) -> Call:
     """`sink` is one logit for all heads, a list of one per head, or "random"."""
     args = {**qkv(draw, d, dtype, **size), **options}
     heads = args["q"].shape[2]
@@ -185,13 +183,7 @@ def paged(
     q = draw.normal(len(lengths), t, heads, d, dtype=dtype)
     if options.pop("sink", False):
         options["sink"] = draw.normal(heads, scale=2.0)
-    args = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "block_table": table,
-        "lengths": draw.int32(lengths),
-    }
+    args = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": table, "lengths": draw.int32(lengths)}
     return Call("fmha_paged", {**args, **options})
 
 
@@ -210,25 +202,11 @@ def replaced(maker: Maker, **change: Any) -> Maker:
 def core() -> Iterator[tuple[str, Maker, set[str]]]:
     """Runs at every head dim and dtype."""
     yield "full", partial(dense, size={"t": 64, "s": 128}), {"dense"}
-    yield (
-        "causal-odd-gqa",
-        partial(dense, size={"t": 77, "s": 133, "kv_heads": 2}, causal=True),
-        {"causal", "gqa"},
-    )
-    window = partial(
-        with_sink, size={"t": 3, "s": 200, "heads": 8, "kv_heads": 1}, sink="random", window=(31, 0)
-    )
+    yield ("causal-odd-gqa", partial(dense, size={"t": 77, "s": 133, "kv_heads": 2}, causal=True), {"causal", "gqa"})
+    window = partial(with_sink, size={"t": 3, "s": 200, "heads": 8, "kv_heads": 1}, sink="random", window=(31, 0))
     yield "window-sink-mqa", window, {"window", "sink", "mqa"}
-    yield (
-        "varlen",
-        partial(varlen, lengths=[(17, 40), (0, 9), (65, 130), (1, 0)], causal=True),
-        {"varlen", "causal"},
-    )
-    yield (
-        "paged",
-        partial(paged, page=16, lengths=[5, 150, 0, 64], t=2, causal=True, sink=True),
-        {"paged", "sink"},
-    )
+    yield ("varlen", partial(varlen, lengths=[(17, 40), (0, 9), (65, 130), (1, 0)], causal=True), {"varlen", "causal"})
+    yield ("paged", partial(paged, page=16, lengths=[5, 150, 0, 64], t=2, causal=True, sink=True), {"paged", "sink"})
 
 
 def masks() -> Iterator[tuple[str, Maker, set[str]]]:
@@ -246,11 +224,7 @@ def masks() -> Iterator[tuple[str, Maker, set[str]]]:
         ("window-more-queries", 64, 20, {"window": (5, 3)}),
     ]
     for name, t, s, options in table:
-        yield (
-            name,
-            partial(dense, size={"t": t, "s": s}, **options),
-            {"causal" if "causal" in options else "window"},
-        )
+        yield (name, partial(dense, size={"t": t, "s": s}, **options), {"causal" if "causal" in options else "window"})
     yield "unseen-nan", unseen_nan, {"window", "nan"}
 
 
@@ -282,11 +256,7 @@ def sizes() -> Iterator[tuple[str, Maker, set[str]]]:
     for heads, kv_heads in [(8, 8), (8, 2), (8, 1), (6, 2), (5, 1), (3, 3)]:
         size = {"t": 21, "s": 130, "heads": heads, "kv_heads": kv_heads}
         yield f"heads-{heads}-on-{kv_heads}", partial(dense, size=size, causal=True), {"gqa"}
-    yield (
-        "batch-3",
-        partial(dense, size={"t": 19, "s": 67, "batch": 3, "kv_heads": 2}, causal=True),
-        {"sizes"},
-    )
+    yield ("batch-3", partial(dense, size={"t": 19, "s": 67, "batch": 3, "kv_heads": 2}, causal=True), {"sizes"})
 
 
 def layouts() -> Iterator[tuple[str, Maker, set[str]]]:

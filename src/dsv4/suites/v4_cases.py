@@ -92,9 +92,7 @@ def step(
         else:
             add_lists(draw, args, visible, most, store, lengths, topk if kind == "csa" else None)
     if rope:
-        table_args: dict[str, Any] = (
-            {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
-        )
+        table_args: dict[str, Any] = {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
         cos_sin = reference.rope_table(start + count, **table_args).to(draw.device)
         args["inverse_rope"] = (cos_sin, draw.int32(list(positions)))
     args["sink"] = logits(draw, heads, sink)
@@ -116,13 +114,7 @@ def garble(indices: Tensor, lengths: Tensor, numbers: Tensor) -> None:
 
 
 def add_lists(
-    draw: Draw,
-    args: dict[str, Any],
-    visible: list[int],
-    most: int,
-    store: str,
-    lengths: bool,
-    topk: int | None,
+    draw: Draw, args: dict[str, Any], visible: list[int], most: int, store: str, lengths: bool, topk: int | None
 ) -> None:
     """A list of compressed rows for every query: `topk` of the visible ones at random, or with None all of them."""
     rows_per_page = 2 if topk is None else 64
@@ -176,10 +168,7 @@ def batch(
         else:
             compressed, places = pool(draw, sum(most), store, 64, dtype)
             first = [0, *torch.tensor(most).cumsum(0).tolist()]
-            chosen = [
-                places[first[r] + draw.permutation(n)[:TOPK].long()]
-                for r, n in zip(owner, visible, strict=True)
-            ]
+            chosen = [places[first[r] + draw.permutation(n)[:TOPK].long()] for r, n in zip(owner, visible, strict=True)]
             args["compressed"], args["compressed_indices"] = compressed, lists(chosen, TOPK, draw.device)
     args["sink"] = logits(draw, heads, "random")
     return Call("v4_attention", args)
@@ -226,19 +215,11 @@ def drafts() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
         for kind, starts in (("swa", (125,)), ("csa", (1, 61, 125)), ("hca", (125, 253))):
             for start in starts:
                 name = f"{kind}-mtp{count}-t{start}"
-                yield (
-                    name,
-                    partial(step, kind=kind, start=start, count=count, table=kind == "hca"),
-                    {kind, "mtp"},
-                )
+                yield (name, partial(step, kind=kind, start=start, count=count, table=kind == "hca"), {kind, "mtp"})
     for kind in ("swa", "csa", "hca"):
         mixed = [(0, 1), (126, 4), (3, 2), (254, 3), (127, 1)]
         yield f"{kind}-batch", partial(batch, kind=kind, steps=mixed), {kind, "mtp", "batch", "fp8"}
-        yield (
-            f"{kind}-batch-bf16",
-            partial(batch, kind=kind, steps=mixed[:3], store="plain"),
-            {kind, "mtp", "batch"},
-        )
+        yield (f"{kind}-batch-bf16", partial(batch, kind=kind, steps=mixed[:3], store="plain"), {kind, "mtp", "batch"})
 
 
 def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
@@ -247,11 +228,7 @@ def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
         yield f"{kind}-fp8", partial(step, kind=kind, start=300, store="fp8"), {kind, "fp8"}
         yield f"{kind}-lengths", partial(step, kind=kind, start=130, count=2, lengths=True), {kind, "lengths"}
         yield f"{kind}-prefill", partial(step, kind=kind, start=0, count=140, heads=2), {kind, "prefill"}
-    yield (
-        "hca-table-fp8",
-        partial(step, kind="hca", start=400, store="fp8", table=True),
-        {"hca", "fp8", "table"},
-    )
+    yield ("hca-table-fp8", partial(step, kind="hca", start=400, store="fp8", table=True), {"hca", "fp8", "table"})
     yield "csa-padded-rows", partial(step, kind="csa", start=150, store="padded"), {"csa", "strided"}
     for heads in (1, 3, 16, 64, 128):
         yield f"csa-heads{heads}", partial(step, kind="csa", start=140, heads=heads), {"csa", "heads"}

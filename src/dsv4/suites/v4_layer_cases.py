@@ -222,13 +222,7 @@ class Layer:
 
 
 def layer(
-    draw: Draw,
-    kind: str,
-    steps: list[int],
-    heads: int = 4,
-    topk: int = 16,
-    fp8: bool = False,
-    index_heads: int = 16,
+    draw: Draw, kind: str, steps: list[int], heads: int = 4, topk: int = 16, fp8: bool = False, index_heads: int = 16
 ) -> Layer:
     tokens = sum(steps)
     options: dict[str, Any] = {"theta": 10000.0} if kind == "swa" else {"theta": 160000.0, "factor": 16.0}
@@ -261,9 +255,7 @@ class Ties:
 
     def run(self, where: Where) -> Any:
         with where.context():
-            return dsv4.index_topk(
-                self.q, self.k, self.weights, self.topk, lengths=self.visible, backend=where.backend
-            )
+            return dsv4.index_topk(self.q, self.k, self.weights, self.topk, lengths=self.visible, backend=where.backend)
 
     def check(self, got: Tensor) -> list[Check]:
         want = torch.full_like(got, -1)

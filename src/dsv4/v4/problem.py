@@ -83,9 +83,7 @@ class V4Problem:
     def no_keys(self) -> bool:
         """True when the shapes alone say that no query sees a row."""
         window = caches.pool_size(self.window) and self.window_indices.shape[1]
-        compressed = (
-            self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
-        )
+        compressed = self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
         return not window and not compressed
 
 
@@ -116,9 +114,7 @@ def build(
         _pool("compressed", compressed, q)
         if (compressed_indices is None) == (compressed_block_table is None):
             came = "neither" if compressed_indices is None else "both"
-            checks.fail(
-                "compressed_indices, compressed_block_table", came, "one of them, when compressed is given"
-            )
+            checks.fail("compressed_indices, compressed_block_table", came, "one of them, when compressed is given")
         if compressed_indices is not None:
             checks.int32("compressed_indices", compressed_indices, (n, "Kc"), like)
         else:
@@ -127,9 +123,7 @@ def build(
             if compressed_lengths is None:
                 checks.fail("compressed_lengths", None, f"int32 [{n}], needed with compressed_block_table")
             if request_starts is None and requests != n:
-                accepted = (
-                    f"int32 [{requests + 1}], needed when the block table has not one line per query ({n})"
-                )
+                accepted = f"int32 [{requests + 1}], needed when the block table has not one line per query ({n})"
                 checks.fail("request_starts", None, accepted)
         if compressed_lengths is not None:
             checks.int32("compressed_lengths", compressed_lengths, (n,), like)
@@ -165,9 +159,7 @@ def _pool(name: str, x, q: Tensor) -> None:
             checks.fail(name, f"an Fp8Cache on {x.device}", f"the device of q, {q.device}")
         return
     if not checks.is_tensor(x):
-        checks.fail(
-            name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache"
-        )
+        checks.fail(name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache")
     shape = ("pages", "rows per page", d) if x.ndim == 3 else ("rows", d)
     checks.tensor(name, x, shape, checks.FLOATS, like=("q", q))
     if x.dtype != q.dtype:
@@ -185,9 +177,7 @@ def _rope(x, n: int, d: int, like) -> tuple[Tensor | None, Tensor | None]:
     checks.tensor("inverse_rope[0] (cos_sin)", cos_sin, ("positions", "r"), (torch.float32,), like=like)
     r = cos_sin.shape[1]
     if r == 0 or r % 2 or r > d:
-        checks.fail(
-            "inverse_rope[0] (cos_sin)", f"width {r}", f"an even width from 2 to {d}: cosines, then sines"
-        )
+        checks.fail("inverse_rope[0] (cos_sin)", f"width {r}", f"an even width from 2 to {d}: cosines, then sines")
     integers = (torch.int32, torch.int64)
     checks.tensor("inverse_rope[1] (positions)", positions, (n,), integers, like=like, unit_last=False)
     return cos_sin, positions

@@ -17,9 +17,7 @@ TENSORS = (
     "q", "window", "compressed", "sink", "window_indices", "compressed_indices", "window_lengths",
     "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
 )  # fmt: skip
-PAGING = (
-    "window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride",
-)  # fmt: skip
+PAGING = ("window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride")
 ARGUMENTS = (*TENSORS, *PAGING, "softmax_scale", "deterministic", "backend")
 REQUIRED = ("q", "window", "window_indices")
 DIFFERENTIABLE = TENSORS[:4]

@@ -63,10 +63,7 @@ class BarrierChecks:
                 Diagnostic(
                     "barrier-init",
                     f"{barrier.name} is initialised again without mbarrier.inval",
-                    (
-                        self.party(w, None, "initialises it again"),
-                        self.party(creator, None, "initialised it", pc=pc),
-                    ),
+                    (self.party(w, None, "initialises it again"), self.party(creator, None, "initialised it", pc=pc)),
                 )
             )
 
@@ -137,8 +134,7 @@ class BarrierChecks:
         self.report.add(
             Diagnostic(
                 "barrier-phase",
-                f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase "
-                f"{barrier.phase - 1}",
+                f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase {barrier.phase - 1}",
                 (self.party(w, self.order.performing, "ends the phase"),),
             )
         )

@@ -1,16 +1,16 @@
 """The checker of one launch, and its parts by name.
 
-    order        who has seen what: vector clocks, moved by barriers, fences and waits
-    operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
-    memory       accesses of shared and global memory against their shadow
-    tensor       accesses of tensor memory
-    growing      products that others may join
-    barriers     mbarriers and the cluster barrier
-    boxes        TMA boxes outside their tensor
-    maps         tensor maps that the kernel writes itself
-    grids        the grid before, under programmatic dependent launch
-    findings     from what the compiled code notes to diagnostics with both parties
-    products     operands of matrix products (None unless they are looked at)
+order        who has seen what: vector clocks, moved by barriers, fences and waits
+operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
+memory       accesses of shared and global memory against their shadow
+tensor       accesses of tensor memory
+growing      products that others may join
+barriers     mbarriers and the cluster barrier
+boxes        TMA boxes outside their tensor
+maps         tensor maps that the kernel writes itself
+grids        the grid before, under programmatic dependent launch
+findings     from what the compiled code notes to diagnostics with both parties
+products     operands of matrix products (None unless they are looked at)
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class Checker:
                 cta.view.issuers.append(self.operations.entered)
 
     def cluster_number(self, cta) -> int:
-        (x, y, z), (nx, ny, _) = ([a // b for a, b in zip(v, self.machine.cluster_shape)]
-                                  for v in (cta.ctaid, self.machine.grid))  # fmt: skip
+        (x, y, z), (nx, ny, _) = (
+            [a // b for a, b in zip(v, self.machine.cluster_shape)] for v in (cta.ctaid, self.machine.grid)
+        )
         return x + nx * (y + ny * z)
 
     def leave(self, cta) -> None:

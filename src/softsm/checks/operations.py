@@ -69,8 +69,9 @@ class Operations:
             if issued == number:
                 ins = self.instructions[place & 0xFFFFFFFF]
                 kind = ".".join(("tcgen05", ins.modifiers[0]))
-                return AsyncOp(kind, self.issuers[place >> 32], 0, ins.line, nothing, done=True, number=number,
-                               instruction=ins)  # fmt: skip
+                return AsyncOp(
+                    kind, self.issuers[place >> 32], 0, ins.line, nothing, done=True, number=number, instruction=ins
+                )
         return op
 
     def issued(self, op) -> None:

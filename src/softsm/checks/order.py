@@ -273,8 +273,9 @@ class SyncClock:
         order = self.order
         if order.performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
             view = order.machine.current.view
-            order.pass_on(self.gathering.at, view.at, view.slot, order.clocks, order.sections, order.private,
-                          order.used)  # fmt: skip
+            order.pass_on(
+                self.gathering.at, view.at, view.slot, order.clocks, order.sections, order.private, order.used
+            )
         elif order.performing is not None or self.home is None or order.machine.current.cta is self.home:
             order.publish(self.gathering, relaxed)
         elif order.spans_cluster(scope):

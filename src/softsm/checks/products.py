@@ -73,9 +73,7 @@ class Expectation:
         places = np.argwhere(whole == values[0])
         for i, value in enumerate(values[1:], 1):
             if len(places) > 1:
-                places = [
-                    p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value
-                ]
+                places = [p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value]
         if len(places) != 1:
             return ""
         return f"{operand.upper()}[{', '.join(map(str, places[0]))}]"
@@ -110,9 +108,7 @@ class Products:
         op = self.checker.order.performing
         if self.tap is not None:
             d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
-            self.tap.mma.append(
-                Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid)
-            )
+            self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid))
         for e in self.expectations:
             if e.column is None or e.column == p.column - first:
                 self.compare(e, "a", a, p, ctas, op, place)
@@ -142,14 +138,8 @@ class Products:
                 place[1] += 1
             if self.tap is not None:
                 last = i == len(chain) - 1 and s.d == "f32"
-                d = (
-                    results[0].view(np.float32).reshape(s.n, 64).T.copy()
-                    if last
-                    else np.empty((0, 0), np.float32)
-                )
-                self.tap.mma.append(
-                    Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid)
-                )
+                d = results[0].view(np.float32).reshape(s.n, 64).T.copy() if last else np.empty((0, 0), np.float32)
+                self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid))
             for e in self.expectations:
                 if e.column is None:
                     self.compare(e, "a", a, part, [cta], self.checker.order.performing, place)
@@ -298,9 +288,7 @@ def logical_d(p, cta, rows: int) -> np.ndarray:
     d = np.empty((rows, p.shape.n), np.uint32)
     for x in blocks(rows, p.shape.n, p.folded):
         column, lane = p.column + x.column, p.lane + x.lane
-        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[
-            column : column + x.count, lane : lane + x.rows
-        ].T
+        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[column : column + x.count, lane : lane + x.rows].T
     if p.shape.d == "s32":
         return d.view(np.int32)
     if p.shape.d == "f16":

@@ -19,26 +19,55 @@ from softsm.engine.async_registers import AsyncRegisters, owners_of
 from softsm.engine.shared_rows import shared_rows
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
-from softsm.ptx.ast import (
-    Address,
-    Function,
-    Imm,
-    Instruction,
-    Label,
-    Module,
-    Reg,
-    Sink,
-    Special,
-    Symbol,
-    Vector,
-)
+from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
 
-CHAPTERS = ("control", "memory", "cache_policy", "warp", "integer", "floating", "half", "compare", "convert", "moves",
-            "logic", "barriers", "copies", "tensormap", "tensor_memory", "tcgen05", "wgmma", "mma", "matrix_moves",
-            "multimem")
-WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
-         "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
-         "f32x2": 64, "b128": 128, "e4m3x2": 16, "e5m2x2": 16}
+CHAPTERS = (
+    "control",
+    "memory",
+    "cache_policy",
+    "warp",
+    "integer",
+    "floating",
+    "half",
+    "compare",
+    "convert",
+    "moves",
+    "logic",
+    "barriers",
+    "copies",
+    "tensormap",
+    "tensor_memory",
+    "tcgen05",
+    "wgmma",
+    "mma",
+    "matrix_moves",
+    "multimem",
+)
+WIDTH = {
+    "pred": 1,
+    "b8": 8,
+    "u8": 8,
+    "s8": 8,
+    "b16": 16,
+    "u16": 16,
+    "s16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "b32": 32,
+    "u32": 32,
+    "s32": 32,
+    "f32": 32,
+    "f16x2": 32,
+    "bf16x2": 32,
+    "b64": 64,
+    "u64": 64,
+    "s64": 64,
+    "f64": 64,
+    "f32x2": 64,
+    "b128": 128,
+    "e4m3x2": 16,
+    "e5m2x2": 16,
+}
 SPECIAL_64 = {"clock64", "globaltimer", "gridid", "current_graph_exec"}
 
 
@@ -436,11 +465,28 @@ class Assembler(AsyncRegisters):
         for (bank, bits), row in self.const_rows.items():
             constants[bank][row] = bits
         return pg.Program(
-            function=self.function, code=code, pool=pool, macros=self.macros, instructions=self.instructions,
-            nr=self.count["R"], nq=self.count["Q"], np_=self.count["P"], constants_r=constants["R"],
-            constants_q=constants["Q"], constants_p=constants["P"], specials=self.specials,
-            parameters=self.parameters, symbol_rows=symbol_rows, shared_variables=self.shared_variables,
-            shared_static=self.shared_static, local_variables=self.local_variables, local_bytes=self.local_bytes,
-            param_offsets=self.param_offsets, param_bytes=self.param_bytes, branch_tables=tables,
-            variables=self.variables, flow=self.flow,
-            private=frozenset(self.named - self.exposed - set(self.passed.values())))
+            function=self.function,
+            code=code,
+            pool=pool,
+            macros=self.macros,
+            instructions=self.instructions,
+            nr=self.count["R"],
+            nq=self.count["Q"],
+            np_=self.count["P"],
+            constants_r=constants["R"],
+            constants_q=constants["Q"],
+            constants_p=constants["P"],
+            specials=self.specials,
+            parameters=self.parameters,
+            symbol_rows=symbol_rows,
+            shared_variables=self.shared_variables,
+            shared_static=self.shared_static,
+            local_variables=self.local_variables,
+            local_bytes=self.local_bytes,
+            param_offsets=self.param_offsets,
+            param_bytes=self.param_bytes,
+            branch_tables=tables,
+            variables=self.variables,
+            flow=self.flow,
+            private=frozenset(self.named - self.exposed - set(self.passed.values())),
+        )

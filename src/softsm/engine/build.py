@@ -60,8 +60,9 @@ def compiler(signature: str, called: bool = True):
     """Numba with one explicit signature. `called`: from Python too, which takes wrappers that take time to compile."""
     from numba import njit
 
-    return njit(signature, cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=not called,
-                no_cfunc_wrapper=True)
+    return njit(
+        signature, cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=not called, no_cfunc_wrapper=True
+    )
 
 
 def _home(value) -> str:

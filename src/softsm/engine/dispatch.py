@@ -26,23 +26,7 @@ from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
 from softsm.engine.vec_tensor import tensor_access
-from softsm.engine.vec_types import (
-    _I32,
-    _I64,
-    FULL,
-    Bits,
-    D,
-    F,
-    I,
-    L,
-    Q,
-    U,
-    Vector,
-    _declare,
-    _splat,
-    building,
-    tomask,
-)
+from softsm.engine.vec_types import _I32, _I64, FULL, Bits, D, F, I, L, Q, U, Vector, _declare, _splat, building, tomask
 from softsm.isa.registry import MICROS, Micro
 
 GROUP = 40  # cold micro-operations compiled together
@@ -120,8 +104,9 @@ class ColdOperations:
                 part = self.groups[g]
                 text = "".join(definition(n, m) for n, m in part)
                 names = {f"op{n}": n for n, _ in part}
-                got = native.functions(f"operations{g}", text, lambda module, part=part: cold_group(module, part),
-                                       list(names))
+                got = native.functions(
+                    f"operations{g}", text, lambda module, part=part: cold_group(module, part), list(names)
+                )
                 for name, n in reversed(names.items()):  # the first of the group last: it says that all are there
                     self.table[n - self.first] = got[name]
 
@@ -168,7 +153,8 @@ def dispatch(module: ir.Module) -> None:
         at = b.phi(_I64)
         at.add_incoming(in_code, fetch)
         op, rd, ra, rb, rc, rx, guard, flip = (
-            b.load(b.inttoptr(b.add(at, _I64(4 * k)), _I32.as_pointer())) for k in range(8))
+            b.load(b.inttoptr(b.add(at, _I64(4 * k)), _I32.as_pointer())) for k in range(8)
+        )
         m = b.and_(mask, b.xor(load_predicate(P, guard).value, flip))
         following = b.add(pc, _I64(1))
         b.store(following, pc_)
@@ -247,13 +233,21 @@ def dispatch(module: ir.Module) -> None:
         with b.if_then(b.icmp_unsigned("!=", phases, _I64(0))):
             count_zeros = _declare(b, "llvm.cttz.i32", _I32, [_I32, ir.IntType(1)])
             lane = b.zext(b.call(count_zeros, [m, ir.IntType(1)(1)]), _I64)
-            chosen = [b.load(b.inttoptr(b.add(R, b.shl(b.add(b.shl(b.zext(row, _I64), _I64(5)), lane), _I64(2))),
-                                        _I32.as_pointer())) for row in (rb, rc)]
+            chosen = [
+                b.load(
+                    b.inttoptr(
+                        b.add(R, b.shl(b.add(b.shl(b.zext(row, _I64), _I64(5)), lane), _I64(2))), _I32.as_pointer()
+                    )
+                )
+                for row in (rb, rc)
+            ]
             differ = [load_row(R, row, U) != Vector(_splat(b, x, U.count), U) for row, x in zip((rb, rc), chosen)]
             others_differ = b.and_(tomask(differ[0] | differ[1]).value, m)
             offset = b.sub(b.zext(chosen[0], _I64), field(S, pg.S_SHARED_BASE))
-            inside = b.and_(b.icmp_unsigned("<", offset, field(S, pg.S_SHARED_SIZE)),
-                            b.icmp_unsigned("==", b.and_(offset, _I64(7)), _I64(0)))
+            inside = b.and_(
+                b.icmp_unsigned("<", offset, field(S, pg.S_SHARED_SIZE)),
+                b.icmp_unsigned("==", b.and_(offset, _I64(7)), _I64(0)),
+            )
             with b.if_then(b.and_(b.icmp_unsigned("==", others_differ, _I32(0)), inside)):
                 at_phase = b.inttoptr(b.add(phases, b.lshr(offset, _I64(3))), ir.IntType(8).as_pointer())
                 phase = b.zext(b.load(at_phase), _I32)
@@ -304,8 +298,10 @@ def dispatch(module: ir.Module) -> None:
             address = b.load(b.inttoptr(entry, _I64.as_pointer()))
             b.call(b.inttoptr(address, COLD.as_pointer()), [rd, ra, rb, rc, rx, m, R, Q_, P])
             b.branch(loop)
-        idle = b.or_(b.icmp_unsigned("==", m, _I32(0)),
-                     b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))))
+        idle = b.or_(
+            b.icmp_unsigned("==", m, _I32(0)),
+            b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))),
+        )
         with b.if_then(idle):  # nobody acts, or nobody can be missing
             b.branch(loop)
         status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])

@@ -64,11 +64,14 @@ class Gathering:
                         "@triton.jit(do_not_specialize=[...])"
                     )
                 if launch.kernel is not first.kernel or launch.shape != first.shape:
-                    raise ValueError(f"gpus: launch {number} of GPU {rank} is {launch.kernel.name} with "
-                                     f"{launch.shape[:4]}, that of GPU 0 {first.kernel.name} with {first.shape[:4]}")
+                    raise ValueError(
+                        f"gpus: launch {number} of GPU {rank} is {launch.kernel.name} with "
+                        f"{launch.shape[:4]}, that of GPU 0 {first.kernel.name} with {first.shape[:4]}"
+                    )
             grid, block, shared, cluster, changes = first.shape
-            first.kernel.launch_together(grid, block, [x.args for x in together], [x.memory for x in together], shared,
-                                         cluster, dict(changes))
+            first.kernel.launch_together(
+                grid, block, [x.args for x in together], [x.memory for x in together], shared, cluster, dict(changes)
+            )
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ ONE = u4(1)
 '''
 
 # Memory and exchange between lanes. Returns 0, or a status and above it the lanes it is about (0 = the active ones).
-_LANE_OPERATION = '''
+_LANE_OPERATION = """
 
 @cfunc("i8(u4, u4, u4, u4, u4, u4, u4, i8, i8)", cache=True, error_model="numpy")
 def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
@@ -97,39 +97,39 @@ def lane_operation(op, rd, ra, rb, rc, rx, m, S, pc):
         return i8({UNKNOWN})
     return i8(0)
 
-'''
+"""
 
 
 _inner_compiler = functools.partial(build.compiler, called=False)
 
 
-_NOTE_LOAD = '''        if op == u4({OP_LDG}) or op == u4({OP_LDS}) or op == u4({OP_LD}):
+_NOTE_LOAD = """        if op == u4({OP_LDG}) or op == u4({OP_LDS}) or op == u4({OP_LD}):
             note(S, (i8(rc >> u4(4)) & 15) << i8(rc & u4(3)), m, 0, i8(rx), pc)
-'''
+"""
 # Before the store is made: only then can it be seen whether it changes anything.
-_NOTE_STORE = '''        if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST}):
+_NOTE_STORE = """        if op == u4({OP_STG}) or op == u4({OP_STS}) or op == u4({OP_ST}):
             size = (i8(rc >> u4(4)) & 15) << i8(rc & u4(3))
             space = 0 if op == u4({OP_STG}) else 1 if op == u4({OP_STS}) else 2
             if locate(R, Q, S, space, i8(ra), offset, size, m) == 0:
                 note(S, size, m, 1, i8(rx) | quiet(R, Q, pool, S, i8(rd), i8(rc), m), pc)
-'''
+"""
 # After it: which lane's value stays where several write one place is undefined. rx & 1: atomic or volatile.
-_NOTE_STORED = '''        if (op == u4({OP_STG}) or op == u4({OP_ST})) and not rx & ONE:
+_NOTE_STORED = """        if (op == u4({OP_STG}) or op == u4({OP_ST})) and not rx & ONE:
             collide(R, Q, pool, S, i8(rd), i8(rc), m, pc)
-'''
-_NOTE_ATOMIC = '''        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
-'''
+"""
+_NOTE_ATOMIC = """        note(S, 8 if i8(rc >> u4(8)) in (2, 3, 5) else 4, m, 1, 1, pc)
+"""
 # Lines of which two are the same, or one is not the CTA's own, are left to Python.
-_NOTE_LINES = '''        kept = i8(load64(sget(S, {S_NEXT_OP}) + 8 * {KEPT}))
+_NOTE_LINES = """        kept = i8(load64(sget(S, {S_NEXT_OP}) + 8 * {KEPT}))
         if keep_lines(S, i8(rb), 8 * i8(rc), kept):
             return i8({MACRO})
         if op == u4({OP_LDMATRIX}):
             register_lines(S, i8(rb), 8 * i8(rc), 0, pc, 0)
-'''
-_NOTE_STORED_LINES = '''        if op == u4({OP_STMATRIX}):
+"""
+_NOTE_STORED_LINES = """        if op == u4({OP_STMATRIX}):
             register_lines(S, i8(rb), 8 * i8(rc), 1, pc, kept)
-'''
-_WAIT = '''    elif op == u4({OP_CHECKED_WAIT}):
+"""
+_WAIT = """    elif op == u4({OP_CHECKED_WAIT}):
         return answer_wait(R, P, S, i8(rd), i8(rb), i8(rc), m)
     elif op == u4({OP_MEMBERS}):
         return members(R, S, i8(rb), m)
@@ -143,7 +143,7 @@ _WAIT = '''    elif op == u4({OP_CHECKED_WAIT}):
     elif op == u4({OP_CHECKED_MMA}):
         # rd: rows of its operands in the pool, rb: which instruction, rc: is A in tensor memory?
         return product(S, pool + 4 * i8(rd), i8(rb), i8(rc), m, pc)
-'''
+"""
 
 
 def _numbers() -> dict[str, int]:

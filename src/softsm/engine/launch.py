@@ -134,9 +134,14 @@ class Kernel:
             self.products = Tables(self.program, products)
         self.interpreter = interpreter(self.program, checking)
         self.blocks = Blocks(self.program, checking)
-        self.tmem_columns = max((int(m.instruction.operands[1].value) for m in self.program.macros
-                                 if m.instruction.name.startswith("tcgen05.alloc")
-                                 and hasattr(m.instruction.operands[1], "value")), default=0)
+        self.tmem_columns = max(
+            (
+                int(m.instruction.operands[1].value)
+                for m in self.program.macros
+                if m.instruction.name.startswith("tcgen05.alloc") and hasattr(m.instruction.operands[1], "value")
+            ),
+            default=0,
+        )
         self.spare_files: list = []  # register files of warps that have exited
         self.variables: dict[str, np.ndarray] = {}  # .global and .const of the module, as long as the kernel lives
         self.place_variables()
@@ -154,8 +159,22 @@ class Kernel:
                 self.variables[v.name][:] = np.frombuffer(self.initial_bytes(v).ljust(v.size, b"\0"), np.uint8)
 
     def initial_bytes(self, v) -> bytes:
-        code = {"b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h", "b32": "I", "u32": "I", "s32": "i",
-                "b64": "Q", "u64": "Q", "s64": "q", "f32": "f", "f64": "d"}[v.type]
+        code = {
+            "b8": "B",
+            "u8": "B",
+            "s8": "b",
+            "b16": "H",
+            "u16": "H",
+            "s16": "h",
+            "b32": "I",
+            "u32": "I",
+            "s32": "i",
+            "b64": "Q",
+            "u64": "Q",
+            "s64": "q",
+            "f32": "f",
+            "f64": "d",
+        }[v.type]
         out = []
         for x in v.initial:
             if isinstance(x, Symbol):
@@ -167,8 +186,9 @@ class Kernel:
 
     # ---- launch ------------------------------------------------------------------------------------------------
 
-    def launch(self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None,
-               **changes) -> Machine | None:
+    def launch(
+        self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None, **changes
+    ) -> Machine | None:
         """Run the grid to its end. Returns the machine, for inspection; inside `softsm.gpus`, which runs it later,
         returns nothing."""
         gathering = current_options().gathering
@@ -181,8 +201,10 @@ class Kernel:
         """The same grid with the arguments of each GPU, all at the same time."""
         unknown = [name for name in changes if name not in CHANGES]
         if unknown:
-            raise TypeError(f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
-                            f"{', '.join(CHANGES)}")
+            raise TypeError(
+                f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
+                f"{', '.join(CHANGES)}"
+            )
         chosen = replace(current_options(), arch=self.module.target, **changes)
         if not chosen.machine.checkable:
             chosen = replace(chosen, checks=None, order="eager")
@@ -312,8 +334,11 @@ class Kernel:
         p = self.program
         rows = [(np.array(list(c), np.int64), list(c.values())) for c in (p.constants_r, p.constants_q, p.constants_p)]
         (r, of_r), (q, of_q), (predicates, of_p) = rows
-        return [(r, np.array(of_r, np.uint32)[:, None]), (q, np.array(of_q, np.uint64)[:, None]),
-                (predicates, np.array(of_p, np.uint32))]
+        return [
+            (r, np.array(of_r, np.uint32)[:, None]),
+            (q, np.array(of_q, np.uint64)[:, None]),
+            (predicates, np.array(of_p, np.uint32)),
+        ]
 
     def keep_few_files(self) -> None:
         """Between launches: a process may hold hundreds of kernels, and a warp of a large one has half a megabyte."""
@@ -341,8 +366,10 @@ class Kernel:
         if machine.global_memory.starts:
             table[:, 0], table[:, 1] = machine.global_memory.lo, machine.global_memory.hi
         machine.allocation_table = table
-        return [(np.array(list(rows), np.int64), np.array(list(rows.values()), dtype)[:, None])
-                for rows, dtype in ((R, np.uint32), (Q, np.uint64))]
+        return [
+            (np.array(list(rows), np.int64), np.array(list(rows.values()), dtype)[:, None])
+            for rows, dtype in ((R, np.uint32), (Q, np.uint64))
+        ]
 
     def fill_registers(self, machine: Machine, cta: Cta, index: int, R, Q, P, S, local) -> None:
         p = self.program

@@ -21,8 +21,19 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 _ENGINE = pathlib.Path(__file__).parent
-VOCABULARY = ("native", "vec", "vec_types", "vec_rows", "vec_ops", "vec_math", "vec_round", "vec_access", "vec_small",
-              "vec_lanes", "vec_tensor")
+VOCABULARY = (
+    "native",
+    "vec",
+    "vec_types",
+    "vec_rows",
+    "vec_ops",
+    "vec_math",
+    "vec_round",
+    "vec_access",
+    "vec_small",
+    "vec_lanes",
+    "vec_tensor",
+)
 _kept: list = []  # engines own the code
 
 
@@ -82,7 +93,8 @@ def target_machine() -> llvm.TargetMachine:
     features = llvm.get_host_cpu_features().flatten()
     reloc = "static" if target.name.startswith("x86") else "default"  # LLVM's JIT cannot relocate other code on x86
     return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True)
+        cpu=llvm.get_host_cpu_name(), features=features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
+    )
 
 
 def object_code(build: Callable[[ir.Module], None], name: str) -> bytes:

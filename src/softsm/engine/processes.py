@@ -111,8 +111,13 @@ class Division:
         checks = machine.options.checks
         many = machine.left * machine.cluster_size + len(machine.live) > machine.cluster_size
         followed = not machine.divisible or machine.gpus > 1 or checks is not None and checks.report.tap is not None
-        return (many and not followed and machine.options.order != "random" and machine.kernel.independent
-                and sum(a.size for a in machine.global_memory.allocations) <= LARGEST)
+        return (
+            many
+            and not followed
+            and machine.options.order != "random"
+            and machine.kernel.independent
+            and sum(a.size for a in machine.global_memory.allocations) <= LARGEST
+        )
 
     def findings(self) -> int:
         checks = self.machine.options.checks
@@ -202,12 +207,13 @@ class Division:
     def outcome(self, before: Before) -> Outcome:
         machine, checker = self.machine, self.machine.checker
         return Outcome(
-            machine.steps - before.steps, machine.engine.completed - before.completed,
+            machine.steps - before.steps,
+            machine.engine.completed - before.completed,
             max(machine.watch.longest, machine.watch.turns),
             before.changes(machine.global_memory.allocations),
             np.flatnonzero((machine.kernel.blocks.table[:, 0] != 0) & ~before.compiled).tolist(),
             checker.memory.touched_since(before.owners) if checker is not None else None,
-        )  # fmt: skip
+        )
 
 
 class Change(NamedTuple):

@@ -20,14 +20,56 @@ import numpy as np
 from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
-(OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL, OP_VOTE, OP_ELECT,
- OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST,
- OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST,
- OP_TENSOR_WAIT, OP_CHECKED_MMA) = range(31)
+(
+    OP_EXIT,
+    OP_BRA,
+    OP_MACRO,
+    OP_LDG,
+    OP_STG,
+    OP_LDS,
+    OP_STS,
+    OP_LD,
+    OP_ST,
+    OP_LDL,
+    OP_STL,
+    OP_VOTE,
+    OP_ELECT,
+    OP_ACTIVEMASK,
+    OP_CONVERGE,
+    OP_ATOM_G,
+    OP_ATOM_S,
+    OP_REDUX,
+    OP_BLOCK,
+    OP_WAIT,
+    OP_TENSOR_LD,
+    OP_TENSOR_ST,
+    OP_CHECKED_WAIT,
+    OP_MEMBERS,
+    OP_TICK,
+    OP_LDMATRIX,
+    OP_STMATRIX,
+    OP_CHECKED_LD,
+    OP_CHECKED_ST,
+    OP_TENSOR_WAIT,
+    OP_CHECKED_MMA,
+) = range(31)
 FIRST_MICRO = 32
 # Macro-operations; all but the first where compiled code cannot do it.
-MACROS = (OP_MACRO, OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK, OP_LDMATRIX,
-          OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT, OP_CHECKED_MMA)
+MACROS = (
+    OP_MACRO,
+    OP_WAIT,
+    OP_TENSOR_LD,
+    OP_TENSOR_ST,
+    OP_CHECKED_WAIT,
+    OP_MEMBERS,
+    OP_TICK,
+    OP_LDMATRIX,
+    OP_STMATRIX,
+    OP_CHECKED_LD,
+    OP_CHECKED_ST,
+    OP_TENSOR_WAIT,
+    OP_CHECKED_MMA,
+)
 
 # OP_CHECKED_LD and ST, the last operand: what a store leaves in its cells, and from this bit on the number of records
 # up to where the result is due, 0 if something else may happen before (engine/tensor_waits.py). OP_TENSOR_WAIT: kinds.
@@ -38,8 +80,23 @@ FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
 
 # Fields of the state vector shared with the interpreter (int64).
-(S_WRITES, S_ALIVE, S_SHARED, S_SHARED_SIZE, S_SHARED_BASE, S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC, S_HIT, S_R, S_Q,
- S_P, S_CODE, S_POOL) = range(15)
+(
+    S_WRITES,
+    S_ALIVE,
+    S_SHARED,
+    S_SHARED_SIZE,
+    S_SHARED_BASE,
+    S_LOCAL,
+    S_LOCAL_SIZE,
+    S_ALLOC,
+    S_NALLOC,
+    S_HIT,
+    S_R,
+    S_Q,
+    S_P,
+    S_CODE,
+    S_POOL,
+) = range(15)
 # ... and, when races are checked:
 (S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
 S_BLOCKS = 25  # the table of engine/blocks.py

@@ -59,8 +59,9 @@ class Machine:
         self.macro_at = kernel.macro_at
         self.run_code = kernel.interpreter()
         self.sms_per_gpu = max(options.sms, self.cluster_size)
-        self.sms = [Sm(i, kernel.new_tensor_memory(self), i // self.sms_per_gpu)
-                    for i in range(self.gpus * self.sms_per_gpu)]
+        self.sms = [
+            Sm(i, kernel.new_tensor_memory(self), i // self.sms_per_gpu) for i in range(self.gpus * self.sms_per_gpu)
+        ]
         nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
         self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
         self.left = nx * ny * nz * self.gpus
@@ -261,8 +262,11 @@ class Machine:
             if missing:
                 self.park(warp, fragment, warp.alive)
                 return False
-            raise warp.fault("divergent", "an .aligned instruction is executed by all threads of the warp, but its "
-                             f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}")
+            raise warp.fault(
+                "divergent",
+                "an .aligned instruction is executed by all threads of the warp, but its "
+                f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}",
+            )
         result = call.function(warp, lanes, call.operands)
         if result is None:
             fragment.pc = pc + 1
@@ -289,10 +293,12 @@ class Machine:
             if any(f.parked for f in fragments) and all(f.parked for f in fragments):
                 stuck = fragments[0]
                 warp.pc = stuck.pc
-                others = "; ".join(f"lanes {f.mask:#010x} at line {self.program.instructions[f.pc].line}"
-                                   for f in fragments)
-                raise warp.fault("divergent", "the warp cannot converge for an .aligned or .sync instruction: "
-                                 f"{others}")
+                others = "; ".join(
+                    f"lanes {f.mask:#010x} at line {self.program.instructions[f.pc].line}" for f in fragments
+                )
+                raise warp.fault(
+                    "divergent", f"the warp cannot converge for an .aligned or .sync instruction: {others}"
+                )
             return None, 0
         stop = min((f.pc for f in fragments if f.pc > chosen.pc), default=NEVER)
         return chosen, stop

@@ -121,4 +121,5 @@ def check() -> None:
         which = f"llvmlite {llvmlite.__version__} (LLVM {version})"
         raise RuntimeError(
             f"softsm cannot be used with {which} on {llvm.get_host_cpu_name()}: its code is wrong: "
-            f"{'; '.join(found)}. Install another numba and llvmlite.")
+            f"{'; '.join(found)}. Install another numba and llvmlite."
+        )

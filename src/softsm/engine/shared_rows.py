@@ -15,7 +15,7 @@ WRITES_FIRST = frozenset(
     "abs add addc and bfe bfi bfind bmsk brev clz copysign cnot cos cvt cvta div dp2a dp4a ex2 fma fns ld lg2 lop3 mad "
     "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct "
     "sqrt sub subc szext tanh xor".split()
-)  # fmt: skip
+)
 MEMORY = frozenset(("ld", "shfl"))  # of these: their operands are looked at by more than arithmetic
 APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
@@ -80,8 +80,9 @@ def _plain_write(item: Instruction, name: str) -> bool:
     return not any(name in registers(x) for x in item.operands[1:])
 
 
-def _dealt(function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]],
-           looked_at: set[str]) -> dict[str, tuple[str, int]]:  # fmt: skip
+def _dealt(
+    function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]], looked_at: set[str]
+) -> dict[str, tuple[str, int]]:
     """Row numbers, the one that was free last first. A row is free behind the last use: never within an instruction,
     whose parts may write before they read."""
     free: dict[tuple[str, int], list[int]] = {(bank, sign): [] for bank in "RQ" for sign in (1, -1)}

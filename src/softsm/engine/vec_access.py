@@ -189,8 +189,12 @@ def plain_access(module: ir.Module) -> None:
     decline = function.append_basic_block("decline")
     with building(ir.IRBuilder(decline)) as tail:
         tail.ret(tail.call(fallback, function.args))
-    cases = {pg.OP_LDS: (_shared, False), pg.OP_STS: (_shared, True), pg.OP_LDG: (_global, False),
-             pg.OP_STG: (_global, True)}
+    cases = {
+        pg.OP_LDS: (_shared, False),
+        pg.OP_STS: (_shared, True),
+        pg.OP_LDG: (_global, False),
+        pg.OP_STG: (_global, True),
+    }
     which = b.switch(op, decline)
     for number, (access, write) in cases.items():
         block = function.append_basic_block(f"op{number}")

@@ -134,8 +134,13 @@ def permute(x: Vector, index: Vector) -> Vector:
 
     source, out = _alloca(b, bits), _alloca(b, bits)
     b.store(b.bitcast(x.value, bits), source, align=8)
-    fn = _function(b, f"softsm_permute_{_suffix(bits)}", ir.VoidType(),
-                   [bits.element.as_pointer(), bits.as_pointer(), index.value.type], body)
+    fn = _function(
+        b,
+        f"softsm_permute_{_suffix(bits)}",
+        ir.VoidType(),
+        [bits.element.as_pointer(), bits.as_pointer(), index.value.type],
+        body,
+    )
     b.call(fn, [b.bitcast(source, bits.element.as_pointer()), out, index.value])
     return Vector(b.bitcast(b.load(out, align=8), x.value.type), x.kind)
 

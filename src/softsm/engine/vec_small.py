@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from softsm.engine.vec_ops import (
-    asF,
-    asI,
-    asU,
-    float_to_half,
-    half_to_float,
-    smax,
-    smin,
-    toi,
-    tou,
-    umin,
-    vrint,
-)
+from softsm.engine.vec_ops import asF, asI, asU, float_to_half, half_to_float, smax, smin, toi, tou, umin, vrint
 from softsm.engine.vec_types import sel
 
 

@@ -26,7 +26,8 @@ def tensor_access(module: ir.Module, write: bool) -> ir.Function:
     S, rd, row, count = function.args
     with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
         decline, allocated, loop, over = (
-            function.append_basic_block(name) for name in ("decline", "allocated", "loop", "over"))  # fmt: skip
+            function.append_basic_block(name) for name in ("decline", "allocated", "loop", "over")
+        )
         columns = field(S, pg.S_COLUMNS)
         b.cbranch(b.icmp_unsigned("==", columns, _I64(0)), decline, allocated)
 

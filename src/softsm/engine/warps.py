@@ -37,8 +37,25 @@ class Fragment:
 class Warp:
     """32 lanes of one CTA. R, Q, P are its register files (see engine/program.py)."""
 
-    __slots__ = ("P", "Q", "R", "S", "__weakref__", "alive", "cta", "fragment", "fragments", "in_flight", "index",
-                 "local", "pc", "queued", "spins", "state", "view")
+    __slots__ = (
+        "P",
+        "Q",
+        "R",
+        "S",
+        "__weakref__",
+        "alive",
+        "cta",
+        "fragment",
+        "fragments",
+        "in_flight",
+        "index",
+        "local",
+        "pc",
+        "queued",
+        "spins",
+        "state",
+        "view",
+    )
 
     def __init__(self, cta: Cta, index: int, lanes: int):
         self.cta, self.index = cta, index
@@ -86,10 +103,30 @@ class Warp:
 class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
-    __slots__ = ("barriers", "cluster", "cluster_barrier", "columns", "ctaid", "exit_hooks", "gpu", "lane_hooks",
-                 "live", "machine", "named_barriers", "phases", "phases_address", "rank", "shared", "shared_address",
-                 "shared_base", "sm", "threads",
-                 "view", "warpgroups", "warps")
+    __slots__ = (
+        "barriers",
+        "cluster",
+        "cluster_barrier",
+        "columns",
+        "ctaid",
+        "exit_hooks",
+        "gpu",
+        "lane_hooks",
+        "live",
+        "machine",
+        "named_barriers",
+        "phases",
+        "phases_address",
+        "rank",
+        "shared",
+        "shared_address",
+        "shared_base",
+        "sm",
+        "threads",
+        "view",
+        "warpgroups",
+        "warps",
+    )
 
     def __init__(self, machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
         super().__init__()
@@ -133,8 +170,11 @@ class Cta(Waitable):
 
     def check_shared(self, offset: int, size: int, what: str) -> None:
         if offset < pg.SHARED_START or offset + size > len(self.shared):
-            raise Fault("out-of-bounds", f"{what} of {size} bytes at shared offset {offset:#x}; CTA {self.ctaid} has "
-                        f"[{pg.SHARED_START:#x}, {len(self.shared):#x})")
+            raise Fault(
+                "out-of-bounds",
+                f"{what} of {size} bytes at shared offset {offset:#x}; CTA {self.ctaid} has "
+                f"[{pg.SHARED_START:#x}, {len(self.shared):#x})",
+            )
 
     def forget(self) -> None:
         """The cluster is over, or the launch. A CTA and its warps refer to each other and hold large arrays; the

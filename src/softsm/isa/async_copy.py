@@ -44,10 +44,7 @@ def lower(asm, ins, mods):
             asm.refuse(ins, f"unknown modifiers {sorted(flags)}")
         at = shared_operand(asm, ins.operands[0], space)
         return asm.macro(do_copy_arrive, ins, at=at, increment="noinc" not in flags)
-    if mods[:1] not in (("ca",), ("cg",)) or mods[1:3] not in (
-        ("shared", "global"),
-        ("shared::cta", "global"),
-    ):
+    if mods[:1] not in (("ca",), ("cg",)) or mods[1:3] not in (("shared", "global"), ("shared::cta", "global")):
         asm.refuse(ins, "expected cp.async.{ca,cg}.shared.global")
     if set(mods[3:]) - set(_HINTS):
         asm.refuse(ins, f"unknown modifiers {', '.join(mods[3:])}")

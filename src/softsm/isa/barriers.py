@@ -27,9 +27,7 @@ class Arrivals(Waitable):
     def __init__(self) -> None:
         super().__init__()
         self.generation = 0
-        self.inside: dict[
-            int, dict[int, int]
-        ] = {}  # warp -> {generation: lanes that came and have not gone on}
+        self.inside: dict[int, dict[int, int]] = {}  # warp -> {generation: lanes that came and have not gone on}
 
     def __str__(self) -> str:
         """What a warp waits for here, when a report is written."""
@@ -85,9 +83,7 @@ class NamedBarrier(Arrivals):
         """Count the lanes in; ends the generation when the last one came. stays: it is a whole warp, which does nothing
         before that."""
         if count is not None and (count <= 0 or count % 32):
-            raise w.fault(
-                "barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32"
-            )
+            raise w.fault("barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32")
         if self.arrived and count != self.count:
             raise w.fault(
                 "barrier-count",
@@ -133,11 +129,7 @@ class NamedBarrier(Arrivals):
             self.wake()
 
     def describe(self) -> str:
-        missing = [
-            str(warp.index)
-            for warp in self.cta.warps
-            if warp.fragments and warp.index not in self.inside_now()
-        ]
+        missing = [str(warp.index) for warp in self.cta.warps if warp.fragments and warp.index not in self.inside_now()]
         count = f"{self.arrived} of {self.expected()} threads have arrived"
         return f"barrier {self.number}: {count}" + (
             f"; missing: warps {', '.join(missing)}" if self.count is None and missing else ""
@@ -211,9 +203,7 @@ def bar(asm, ins):
             asm.refuse(ins, f"{len(operands)} operands")
         number, count = operands[1], operands[2] if len(operands) == 4 else None
         popc = mods[1] == "popc"
-        extra = dict(
-            op=mods[1], dst=asm.dst(operands[0], "u" if popc else "p"), vote=asm.src(operands[-1], "p")
-        )
+        extra = dict(op=mods[1], dst=asm.dst(operands[0], "u" if popc else "p"), vote=asm.src(operands[-1], "p"))
         function = do_red
     else:
         return asm.refuse(ins, "expected .sync, .arrive, .red.popc.u32, .red.and.pred or .red.or.pred")
@@ -339,8 +329,7 @@ class ClusterBarrier(Arrivals):
         here = self.here.get(w, 0)
         if here & mask:
             raise w.fault(
-                "barrier-phase",
-                f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting",
+                "barrier-phase", f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting"
             )
         self.here[w] = here | mask
         if w.machine.checker is not None:

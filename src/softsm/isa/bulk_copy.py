@@ -12,15 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from softsm.isa.copying import global_view, observe, start
-from softsm.isa.mbarriers import (
-    Issuer,
-    barrier_at,
-    lanes,
-    located,
-    shared_address,
-    shared_bytes,
-    shared_operand,
-)
+from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
 
@@ -65,9 +57,7 @@ def _bulk(asm, ins, reduction, mods):
         ("shared::cluster", "shared::cta"): (True, set(), do_bulk_peer),
         ("global", "shared::cta"): (False, {"cp_mask"}, do_bulk_store),
     }
-    if pair not in ways or (
-        reduction and pair not in (("shared::cluster", "shared::cta"), ("global", "shared::cta"))
-    ):
+    if pair not in ways or (reduction and pair not in (("shared::cluster", "shared::cta"), ("global", "shared::cta"))):
         return asm.refuse(ins, f"no copy from {' to '.join(reversed(spaces)) or 'nowhere'}")
     by_barrier, extra, function = ways[pair]
     if by_barrier != barrier or barrier == ("bulk_group" in flags):
@@ -114,11 +104,7 @@ def _reduction(asm, ins, flags, to_global: bool):
     floats = {"f16": ("add", "min", "max"), "bf16": ("add", "min", "max"), "f32": ("add",), "f64": ("add",)}
     bits = ("and", "or", "xor")
     if kind in floats:
-        ok = (
-            to_global
-            and op in floats[kind]
-            and (("noftz" in flags) == (op == "add" and kind in ("f16", "bf16")))
-        )
+        ok = to_global and op in floats[kind] and (("noftz" in flags) == (op == "add" and kind in ("f16", "bf16")))
     elif kind[0] == "b":
         ok = op in bits and (to_global or kind == "b32")
     else:
@@ -136,9 +122,7 @@ def _reduction(asm, ins, flags, to_global: bool):
 def do_prefetch(w, mask, o):
     for lane in lanes(mask):
         if int(w.Q[o.src, lane]) % 16 or int(w.R[o.size, lane]) % 16:
-            raise w.fault(
-                "misaligned", "cp.async.bulk.prefetch: address and size must be multiples of 16 bytes"
-            )
+            raise w.fault("misaligned", "cp.async.bulk.prefetch: address and size must be multiples of 16 bytes")
 
 
 def _size(w, o, lane: int) -> int:
@@ -167,8 +151,7 @@ def destinations(
         home, _ = located(w, w.cta.resolve_shared, signal)
         if home is not cta and not (pair and home.rank ^ cta.rank == 1):
             raise w.fault(
-                "barrier-remote",
-                f"{what}: lands in CTA rank {cta.rank}, but its mbarrier is in CTA rank {home.rank}",
+                "barrier-remote", f"{what}: lands in CTA rank {cta.rank}, but its mbarrier is in CTA rank {home.rank}"
             )
         return [(cta, offset, signalled(w, signal))]
     cluster = w.cta.cluster
@@ -215,8 +198,9 @@ def do_bulk_load(w, mask, o):
 def needs_cluster(w) -> None:
     """In a launch without clusters an H200 calls these an illegal instruction, even on the CTA's own shared memory."""
     if not w.machine.explicit_cluster:
-        raise w.fault("cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU does not execute "
-                      "it there")  # fmt: skip
+        raise w.fault(
+            "cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU does not execute it there"
+        )
 
 
 def do_bulk_peer(w, mask, o):
@@ -225,14 +209,10 @@ def do_bulk_peer(w, mask, o):
     for lane in lanes(mask):
         size = _size(w, o, lane)
         home, begin = shared_bytes(w, int(w.R[o.src, lane]), size, "cp.async.bulk read")
-        [(cta, offset, barrier)] = destinations(
-            w, int(w.R[o.dst, lane]), size, o.barrier, lane, None, "cp.async.bulk"
-        )
+        [(cta, offset, barrier)] = destinations(w, int(w.R[o.dst, lane]), size, o.barrier, lane, None, "cp.async.bulk")
         who = Issuer(w, "cp.async.bulk")
 
-        def effects(
-            home=home, begin=begin, cta=cta, offset=offset, barrier=barrier, size=size, who=who
-        ) -> None:
+        def effects(home=home, begin=begin, cta=cta, offset=offset, barrier=barrier, size=size, who=who) -> None:
             data, target = home.shared[begin : begin + size], cta.shared[offset : offset + size]
             target[:] = data if o.op is None else reduce_bytes(target, data, o.op, o.dtype)
             barrier.complete_tx(size, who)

@@ -48,18 +48,14 @@ def clusterlaunchcontrol(asm, ins):
             rows = [None if isinstance(x, Sink) else asm.dst(x, "u") for x in items]
             if len(rows) == len(axes[mods[1]]):
                 return asm.macro(do_first_ctaid, ins, rows=rows, axes=axes[mods[1]], handle=handle)
-    return asm.refuse(
-        ins, "expected .try_cancel.async, .query_cancel.is_canceled or .query_cancel.get_first_ctaid"
-    )
+    return asm.refuse(ins, "expected .try_cancel.async, .query_cancel.is_canceled or .query_cancel.get_first_ctaid")
 
 
 def do_try_cancel(w, mask, o):
     for lane in lanes(mask):
         everyone = (1 << len(w.cta.cluster)) - 1 if o.everywhere else None
         address = shared_address(w, o.at, lane)
-        targets = destinations(
-            w, address, NBYTES, o.barrier, lane, everyone, "clusterlaunchcontrol.try_cancel"
-        )
+        targets = destinations(w, address, NBYTES, o.barrier, lane, everyone, "clusterlaunchcontrol.try_cancel")
         who = Issuer(w, "clusterlaunchcontrol")
         start(
             w,

@@ -24,16 +24,51 @@ micro("selp.b32", "u=uup", "sel(c, a, b)", hot=True)
 micro("selp.b64", "q=qqp", "sel(c, a, b)", hot=True)
 
 # comparison -> (micro, operands swapped, result inverted)
-INTEGER_OPS = {"eq": ("eq", False), "ne": ("ne", False), "lt": ("lt", False), "le": ("le", False),
-               "gt": ("lt", True), "ge": ("le", True), "lo": ("lt", False), "ls": ("le", False),
-               "hi": ("lt", True), "hs": ("le", True)}
-FLOAT_OPS = {"eq": ("eq", False, False), "ne": ("ne", False, False), "lt": ("lt", False, False),
-             "le": ("le", False, False), "gt": ("lt", True, False), "ge": ("le", True, False),
-             "equ": ("ne", False, True), "neu": ("neu", False, False), "ltu": ("le", True, True),
-             "leu": ("lt", True, True), "gtu": ("le", False, True), "geu": ("lt", False, True),
-             "num": ("num", False, False), "nan": ("num", False, True)}
-SOURCES = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f16", "f16x2", "bf16", "bf16x2", "f32",
-           "f64")
+INTEGER_OPS = {
+    "eq": ("eq", False),
+    "ne": ("ne", False),
+    "lt": ("lt", False),
+    "le": ("le", False),
+    "gt": ("lt", True),
+    "ge": ("le", True),
+    "lo": ("lt", False),
+    "ls": ("le", False),
+    "hi": ("lt", True),
+    "hs": ("le", True),
+}
+FLOAT_OPS = {
+    "eq": ("eq", False, False),
+    "ne": ("ne", False, False),
+    "lt": ("lt", False, False),
+    "le": ("le", False, False),
+    "gt": ("lt", True, False),
+    "ge": ("le", True, False),
+    "equ": ("ne", False, True),
+    "neu": ("neu", False, False),
+    "ltu": ("le", True, True),
+    "leu": ("lt", True, True),
+    "gtu": ("le", False, True),
+    "geu": ("lt", False, True),
+    "num": ("num", False, False),
+    "nan": ("num", False, True),
+}
+SOURCES = (
+    "b16",
+    "b32",
+    "b64",
+    "u16",
+    "u32",
+    "u64",
+    "s16",
+    "s32",
+    "s64",
+    "f16",
+    "f16x2",
+    "bf16",
+    "bf16x2",
+    "f32",
+    "f64",
+)
 
 
 def compare(asm, ins, op: str, t: str, a, b, ftz: bool) -> list[int]:
@@ -113,8 +148,15 @@ def setp(asm, ins):
             asm.emit("mov.pred", asm.dst(target, "p"), row)
 
 
-ONE = {"u32": 0xFFFFFFFF, "s32": 0xFFFFFFFF, "f32": 0x3F800000, "u16": 0xFFFF, "s16": 0xFFFF, "f16": 0x3C00,
-       "bf16": 0x3F80}
+ONE = {
+    "u32": 0xFFFFFFFF,
+    "s32": 0xFFFFFFFF,
+    "f32": 0x3F800000,
+    "u16": 0xFFFF,
+    "s16": 0xFFFF,
+    "f16": 0x3C00,
+    "bf16": 0x3F80,
+}
 
 
 @lowers("set")

@@ -80,8 +80,12 @@ def call(asm, ins):
     name = c.callee.name
     target = asm.module.functions.get(name)
     if name in HOST_CALLS:
-        asm.macro(HOST_CALLS[name], ins, arguments=[asm.local_variables[a.name] for a in c.arguments],
-                  returns=[asm.local_variables[r] for r in c.returns])
+        asm.macro(
+            HOST_CALLS[name],
+            ins,
+            arguments=[asm.local_variables[a.name] for a in c.arguments],
+            returns=[asm.local_variables[r] for r in c.returns],
+        )
         return
     if target is None or not target.body:
         asm.refuse(ins, f"function {name} has no body in this module")
@@ -101,8 +105,14 @@ def call(asm, ins):
             asm.macro(do_copy, ins, source=asm.local_variables[p.name], target=asm.local_variables[r], size=p.size)
         else:
             kind = "q" if p.size == 8 else "u"
-            asm.macro(do_fetch_register, ins, row=asm.dst(Reg(r), kind), wide=kind == "q",
-                      source=asm.local_variables[p.name], size=p.size)
+            asm.macro(
+                do_fetch_register,
+                ins,
+                row=asm.dst(Reg(r), kind),
+                wide=kind == "q",
+                source=asm.local_variables[p.name],
+                size=p.size,
+            )
 
 
 def copy_local(asm, ins, argument, parameter):
@@ -113,8 +123,9 @@ def copy_local(asm, ins, argument, parameter):
         asm.macro(do_copy_value, ins, value=int(argument.value), target=target, size=parameter.size)
     else:
         kind = "q" if parameter.size == 8 else "u"
-        asm.macro(do_copy_register, ins, row=asm.src(argument, kind), wide=kind == "q", target=target,
-                  size=parameter.size)
+        asm.macro(
+            do_copy_register, ins, row=asm.src(argument, kind), wide=kind == "q", target=target, size=parameter.size
+        )
 
 
 def do_copy(w, mask, o):
@@ -250,8 +261,11 @@ def do_assertfail(w, mask, o):
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
     place = f"{text_at(w, file)}:{line}: {text_at(w, function)}"
-    raise Fault("assert", f"device-side assert triggered: {place}: assertion failed: {text_at(w, message)}; thread "
-                f"{w.index * 32 + lane} of CTA {w.cta.ctaid}")
+    raise Fault(
+        "assert",
+        f"device-side assert triggered: {place}: assertion failed: {text_at(w, message)}; thread "
+        f"{w.index * 32 + lane} of CTA {w.cta.ctaid}",
+    )
 
 
 HOST_CALLS = {"vprintf": do_vprintf, "__assertfail": do_assertfail}

@@ -60,9 +60,13 @@ micro("rsqrt.f64", "d=d", "nan64(1.0 / vsqrt(a), a, a)")
 
 MODES = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
 for _r, _mode in MODES.items():
-    for _name, _args, _call in (("add", 2, "rounded_add(%s, a, b)"), ("mul", 2, "rounded_mul(%s, a, b)"),
-                                ("div", 2, "rounded_div(%s, a, b)"), ("fma", 3, "rounded_fma(%s, a, b, c)"),
-                                ("sqrt", 1, "rounded_sqrt(%s, a)")):
+    for _name, _args, _call in (
+        ("add", 2, "rounded_add(%s, a, b)"),
+        ("mul", 2, "rounded_mul(%s, a, b)"),
+        ("div", 2, "rounded_div(%s, a, b)"),
+        ("fma", 3, "rounded_fma(%s, a, b, c)"),
+        ("sqrt", 1, "rounded_sqrt(%s, a)"),
+    ):
         _call = _call % _mode
         micro(f"{_name}.{_r}.f32", "f=" + "f" * _args, f"canonical({_call})")
         _nan = {1: "nan64(%s, a, a)", 2: "nan64(%s, a, b)", 3: "nan64x3(%s, a, b, c)"}[_args]
@@ -280,8 +284,11 @@ def testp(asm, ins):
     if len(ins.modifiers) != 2 or ins.modifiers[0] not in TESTS or ins.modifiers[1] not in ("f32", "f64"):
         asm.refuse(ins, f"takes one of {', '.join('.' + x for x in TESTS)} and .f32 or .f64")
     d, a = operands(asm, ins, 2)
-    asm.emit(f"testp.{ins.modifiers[0]}.{ins.modifiers[1]}", asm.dst(d, "p"),
-             asm.src(a, "d" if ins.modifiers[1] == "f64" else "f"))
+    asm.emit(
+        f"testp.{ins.modifiers[0]}.{ins.modifiers[1]}",
+        asm.dst(d, "p"),
+        asm.src(a, "d" if ins.modifiers[1] == "f64" else "f"),
+    )
 
 
 @lowers_typed("copysign", "f32", "f64")

@@ -15,18 +15,7 @@ import numpy as np
 
 from softsm import formats
 
-PER_REGISTER = {
-    "tf32": 1,
-    "f16": 2,
-    "bf16": 2,
-    "e4m3": 4,
-    "e5m2": 4,
-    "s8": 4,
-    "u8": 4,
-    "s4": 8,
-    "u4": 8,
-    "b1": 32,
-}
+PER_REGISTER = {"tf32": 1, "f16": 2, "bf16": 2, "e4m3": 4, "e5m2": 4, "s8": 4, "u8": 4, "s4": 8, "u4": 8, "b1": 32}
 
 
 def elements(registers: np.ndarray, name: str) -> np.ndarray:

@@ -21,16 +21,26 @@ micro("hi16", "u=u", "a >> 16", hot=True)
 micro("pack.b32", "u=uu", "a | (b << 16)", hot=True)
 
 for _op, _sign in (("add", "+"), ("sub", "-"), ("mul", "*")):
-    micro(f"{_op}.f16x2", "u=uu",
-          f"floats_to_halves(canonical(halves_to_floats(a) {_sign} halves_to_floats(b)))", hot=True)
-    micro(f"{_op}.bf16x2", "u=uu", f"pack_bf16(asF(a & 0xffff0000) {_sign} asF(b & 0xffff0000), "
-          f"bf16_to_float(a) {_sign} bf16_to_float(b))", hot=True)
+    micro(
+        f"{_op}.f16x2",
+        "u=uu",
+        f"floats_to_halves(canonical(halves_to_floats(a) {_sign} halves_to_floats(b)))",
+        hot=True,
+    )
+    micro(
+        f"{_op}.bf16x2",
+        "u=uu",
+        f"pack_bf16(asF(a & 0xffff0000) {_sign} asF(b & 0xffff0000), bf16_to_float(a) {_sign} bf16_to_float(b))",
+        hot=True,
+    )
 micro("fma.odd.f32", "f=fff", "fma_to_odd(a, b, c)", hot=True)  # a * b + c of halves; the rounding to 16 bits follows
 for _op in ("min", "max"):
-    micro(f"{_op}.f16x2", "u=uu",
-          f"floats_to_halves(canonical({_op}num(halves_to_floats(a), halves_to_floats(b))))")
-    micro(f"{_op}.bf16x2", "u=uu", f"pack_bf16({_op}num(asF(a & 0xffff0000), asF(b & 0xffff0000)), "
-          f"{_op}num(bf16_to_float(a), bf16_to_float(b)))")
+    micro(f"{_op}.f16x2", "u=uu", f"floats_to_halves(canonical({_op}num(halves_to_floats(a), halves_to_floats(b))))")
+    micro(
+        f"{_op}.bf16x2",
+        "u=uu",
+        f"pack_bf16({_op}num(asF(a & 0xffff0000), asF(b & 0xffff0000)), {_op}num(bf16_to_float(a), bf16_to_float(b)))",
+    )
 micro("ftz.f16x2", "u=u", "ftz16(a)")
 for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
     _high = (_inf << 16) | 0xFFFF  # compared with the whole register: the low half does not matter

@@ -86,9 +86,7 @@ def _shape_error(kind: str, m: int, n: int, group: int, ws: bool, sparse: bool) 
 
 
 @lru_cache(maxsize=4096)
-def decode(
-    value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool = False
-) -> InstructionDescriptor:
+def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool = False) -> InstructionDescriptor:
     """The descriptor's fields, or Fault('idesc') naming the field that is wrong."""
 
     def wrong(text: str) -> Fault:

@@ -316,8 +316,15 @@ def fns(asm, ins):
     if ins.modifiers != ("b32",):
         asm.refuse(ins, "only fns.b32 exists")
     d, mask, base, offset = operands(asm, ins, 4)
-    asm.macro(do_fns, ins, aligned=False, d=asm.dst(d, "u"), bits=asm.src(mask, "u"), base=asm.src(base, "u"),
-              offset=asm.src(offset, "i"))
+    asm.macro(
+        do_fns,
+        ins,
+        aligned=False,
+        d=asm.dst(d, "u"),
+        bits=asm.src(mask, "u"),
+        base=asm.src(base, "u"),
+        offset=asm.src(offset, "i"),
+    )
 
 
 def do_fns(w, mask, o):

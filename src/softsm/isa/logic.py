@@ -119,8 +119,12 @@ def two_input(asm, table: int, a: int, b: int) -> int:
     if table ^ 0b1111 in named:
         return unary(asm, "not.b32", "u", unary(asm, named[table ^ 0b1111], "u", a, b))
     # What is left inverts one input: a & ~b, ~a & b, a | ~b, ~a | b.
-    name, flip_a = {0b0100: ("and.b32", False), 0b0010: ("and.b32", True), 0b1101: ("or.b32", False),
-                    0b1011: ("or.b32", True)}[table]
+    name, flip_a = {
+        0b0100: ("and.b32", False),
+        0b0010: ("and.b32", True),
+        0b1101: ("or.b32", False),
+        0b1011: ("or.b32", True),
+    }[table]
     flipped = unary(asm, "not.b32", "u", a if flip_a else b)
     return unary(asm, name, "u", *((flipped, b) if flip_a else (a, flipped)))
 

@@ -81,8 +81,9 @@ def lower_ldmatrix(asm, ins) -> None:
     expected = 2 * count if shape == "m16n16" else count
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
-    asm.macro(do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans,
-              source=source)  # fmt: skip
+    asm.macro(
+        do_ldmatrix, ins, place=place, rows=rows_index(rows), shape=shape, count=count, trans=trans, source=source
+    )
     in_loop(asm, pg.OP_LDMATRIX, place, rows, shape, trans)
 
 
@@ -140,9 +141,7 @@ def do_stmatrix(w, mask, o):
         data = np.ascontiguousarray(halves.transpose(0, 2, 1) if o.trans else halves).view(np.uint8)
     else:
         quads = registers.view(np.uint8).reshape(-1, 8, 4, 2, 2)  # [matrix, t/4, t%4, e/2, e%2]
-        data = np.ascontiguousarray(
-            quads.transpose(0, 2, 4, 3, 1)
-        )  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
+        data = np.ascontiguousarray(quads.transpose(0, 2, 4, 3, 1))  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
     if w.machine.checker is not None:
         same = np.array_equal(load_rows(cta, offsets).reshape(-1), data.reshape(-1))

@@ -185,8 +185,9 @@ def mbarrier(asm, ins):
         asm.refuse(ins, f"unknown modifiers {', '.join(sorted(extra))}")
     if len(order) != len(scope) or len(order) > 1:
         asm.refuse(ins, f"expected one of .{', .'.join(sorted(_ORDER[op]))} with .cta or .cluster, or neither")
-    if "noComplete" in flags and ("expect_tx" in flags or space == "shared::cluster" or "relaxed" in order
-                                  or "cluster" in scope):  # fmt: skip
+    if "noComplete" in flags and (
+        "expect_tx" in flags or space == "shared::cluster" or "relaxed" in order or "cluster" in scope
+    ):
         asm.refuse(ins, ".noComplete goes with .release.cta on the own CTA's barriers only, without .expect_tx")
     if op in ("init", "inval", "test_wait", "try_wait", "pending_count") and space == "shared::cluster":
         asm.refuse(ins, f"mbarrier.{op} works on the own CTA's barriers only")
@@ -283,9 +284,7 @@ def do_init(w, mask, o):
         address = shared_address(w, o.at, lane)
         cta, offset = shared_bytes(w, address, 8, "mbarrier.init", 8)
         if cta is not w.cta:
-            raise w.fault(
-                "barrier-remote", f"mbarrier.init at {address:#x} of a peer CTA; only its own CTA may"
-            )
+            raise w.fault("barrier-remote", f"mbarrier.init at {address:#x} of a peer CTA; only its own CTA may")
         old = cta.barriers.get(offset)
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")

@@ -17,16 +17,54 @@ from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Sink, Symbol, Vector
 
-SPACES = {"global": ln.GLOBAL, "const": ln.GLOBAL, "shared": ln.SHARED, "shared::cta": ln.SHARED,
-          "shared::cluster": ln.SHARED, "local": ln.LOCAL, "param": ln.GLOBAL, "param::entry": ln.GLOBAL,
-          "param::func": ln.LOCAL}
+SPACES = {
+    "global": ln.GLOBAL,
+    "const": ln.GLOBAL,
+    "shared": ln.SHARED,
+    "shared::cta": ln.SHARED,
+    "shared::cluster": ln.SHARED,
+    "local": ln.LOCAL,
+    "param": ln.GLOBAL,
+    "param::entry": ln.GLOBAL,
+    "param::func": ln.LOCAL,
+}
 LOAD_OP = {ln.GLOBAL: pg.OP_LDG, ln.SHARED: pg.OP_LDS, ln.GENERIC: pg.OP_LD, ln.LOCAL: pg.OP_LDL}
 STORE_OP = {ln.GLOBAL: pg.OP_STG, ln.SHARED: pg.OP_STS, ln.GENERIC: pg.OP_ST, ln.LOCAL: pg.OP_STL}
-LOG = {"b8": 0, "u8": 0, "s8": 0, "b16": 1, "u16": 1, "s16": 1, "f16": 1, "bf16": 1, "b32": 2, "u32": 2, "s32": 2,
-       "f32": 2, "f16x2": 2, "bf16x2": 2, "b64": 3, "u64": 3, "s64": 3, "f64": 3}
+LOG = {
+    "b8": 0,
+    "u8": 0,
+    "s8": 0,
+    "b16": 1,
+    "u16": 1,
+    "s16": 1,
+    "f16": 1,
+    "bf16": 1,
+    "b32": 2,
+    "u32": 2,
+    "s32": 2,
+    "f32": 2,
+    "f16x2": 2,
+    "bf16x2": 2,
+    "b64": 3,
+    "u64": 3,
+    "s64": 3,
+    "f64": 3,
+}
 VECTOR = {"v2": 2, "v4": 4, "v8": 8}
-ORDERING = {"weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "mmio",
-            "unified"}
+ORDERING = {
+    "weak",
+    "volatile",
+    "relaxed",
+    "acquire",
+    "release",
+    "acq_rel",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "mmio",
+    "unified",
+}
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
 
 
@@ -161,8 +199,18 @@ def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = Fa
         order = next((m for m in ins.modifiers if m in ("acquire", "release", "acq_rel", "volatile")), "relaxed")
         default = "sys" if {"volatile", "mmio"} & set(ins.modifiers) else "gpu"
         scope = next((m for m in ins.modifiers if m in ("cta", "cluster", "gpu", "sys")), default)
-        asm.macro(do_synchronise, ins, aligned=False, space=space, row=row, offset=offset, order=order, scope=scope,
-                  read=read, write=write)
+        asm.macro(
+            do_synchronise,
+            ins,
+            aligned=False,
+            space=space,
+            row=row,
+            offset=offset,
+            order=order,
+            scope=scope,
+            read=read,
+            write=write,
+        )
 
 
 def do_synchronise(w, mask, o):
@@ -177,10 +225,28 @@ def do_synchronise(w, mask, o):
 
 # ---- atomics ---------------------------------------------------------------------------------------------------------
 
-ATOMIC_OPS = {"add": ln.ADD, "min": ln.MIN, "max": ln.MAX, "and": ln.AND, "or": ln.OR, "xor": ln.XOR, "exch": ln.EXCH,
-              "cas": ln.CAS, "inc": ln.INC, "dec": ln.DEC}
-ATOMIC_TYPES = {"u32": ln.T_U32, "b32": ln.T_U32, "s32": ln.T_S32, "u64": ln.T_U64, "b64": ln.T_U64, "s64": ln.T_S64,
-                "f32": ln.T_F32, "f64": ln.T_F64}
+ATOMIC_OPS = {
+    "add": ln.ADD,
+    "min": ln.MIN,
+    "max": ln.MAX,
+    "and": ln.AND,
+    "or": ln.OR,
+    "xor": ln.XOR,
+    "exch": ln.EXCH,
+    "cas": ln.CAS,
+    "inc": ln.INC,
+    "dec": ln.DEC,
+}
+ATOMIC_TYPES = {
+    "u32": ln.T_U32,
+    "b32": ln.T_U32,
+    "s32": ln.T_S32,
+    "u64": ln.T_U64,
+    "b64": ln.T_U64,
+    "s64": ln.T_S64,
+    "f32": ln.T_F32,
+    "f64": ln.T_F64,
+}
 PACKED = ("f16", "bf16", "f16x2", "bf16x2", "b16")
 
 
@@ -225,16 +291,34 @@ def atom(asm, ins):
     wide = type_ == "b128"
     rows = [] if target is None else rows_of(asm, target, count, type_, write=True)[0]
     sources = [rows_of(asm, v, count, type_, write=False)[0] for v in values]
-    asm.macro(do_packed_atomic, ins, space=space, row=row, offset=offset, op=op, type=type_, count=count, rows=rows,
-              sources=sources, wide=wide)
+    asm.macro(
+        do_packed_atomic,
+        ins,
+        space=space,
+        row=row,
+        offset=offset,
+        op=op,
+        type=type_,
+        count=count,
+        rows=rows,
+        sources=sources,
+        wide=wide,
+    )
 
 
 def do_packed_atomic(w, mask, o):
     """Atomics on 16-bit floats, packed pairs, vectors and 128-bit words, element by element, lanes in order."""
     import ml_dtypes
 
-    dtype = {"f16": np.float16, "f16x2": np.float16, "bf16": ml_dtypes.bfloat16, "bf16x2": ml_dtypes.bfloat16,
-             "b16": np.uint16, "f32": np.float32, "b128": np.uint64}[o.type]
+    dtype = {
+        "f16": np.float16,
+        "f16x2": np.float16,
+        "bf16": ml_dtypes.bfloat16,
+        "bf16x2": ml_dtypes.bfloat16,
+        "b16": np.uint16,
+        "f32": np.float32,
+        "b128": np.uint64,
+    }[o.type]
     size = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}.get(o.type, 4)
     for lane in range(32):
         if not mask >> lane & 1:
@@ -298,8 +382,10 @@ def locate(
             return there
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:
-                raise w.fault("out-of-bounds", f"{what} of {size} bytes at local address {address:#x}; a thread has "
-                              f"{w.local.shape[1]}")
+                raise w.fault(
+                    "out-of-bounds",
+                    f"{what} of {size} bytes at local address {address:#x}; a thread has {w.local.shape[1]}",
+                )
             return w.local[lane, address : address + size]
         there = w.machine.global_memory.view(address, size, what)
         if w.machine.checker is not None:
@@ -312,8 +398,16 @@ def locate(
         raise w.fault(error.code, error.message) from None
 
 
-SPACE_OF = {pg.OP_LDG: ln.GLOBAL, pg.OP_STG: ln.GLOBAL, pg.OP_LDS: ln.SHARED, pg.OP_STS: ln.SHARED,
-            pg.OP_LD: ln.GENERIC, pg.OP_ST: ln.GENERIC, pg.OP_LDL: ln.LOCAL, pg.OP_STL: ln.LOCAL}
+SPACE_OF = {
+    pg.OP_LDG: ln.GLOBAL,
+    pg.OP_STG: ln.GLOBAL,
+    pg.OP_LDS: ln.SHARED,
+    pg.OP_STS: ln.SHARED,
+    pg.OP_LD: ln.GENERIC,
+    pg.OP_ST: ln.GENERIC,
+    pg.OP_LDL: ln.LOCAL,
+    pg.OP_STL: ln.LOCAL,
+}
 LOADS = {pg.OP_LDG, pg.OP_LDS, pg.OP_LD, pg.OP_LDL}
 
 
@@ -424,7 +518,12 @@ def do_isspacep(w, mask, o):
     a = w.Q[o.a]
     shared = (a >= pg.SHARED_WINDOW) & (a < pg.LOCAL_WINDOW)
     own = shared & ((a & np.uint64(0xFF << pg.RANK_SHIFT)) >> np.uint64(pg.RANK_SHIFT) == w.cta.rank)
-    answer = {"shared::cluster": shared, "shared": own, "shared::cta": own, "local": a >= pg.LOCAL_WINDOW,
-              "global": a < pg.SHARED_WINDOW}.get(o.space, np.zeros(32, bool))
+    answer = {
+        "shared::cluster": shared,
+        "shared": own,
+        "shared::cta": own,
+        "local": a >= pg.LOCAL_WINDOW,
+        "global": a < pg.SHARED_WINDOW,
+    }.get(o.space, np.zeros(32, bool))
     bits = sum(1 << i for i in range(32) if answer[i])
     w.P[o.dst] = (int(w.P[o.dst]) & ~mask) | (bits & mask)

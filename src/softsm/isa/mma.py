@@ -90,9 +90,7 @@ def lower(asm, ins) -> None:
                   saturate=saturate)  # fmt: skip
 
 
-def lower_sparse(
-    asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int], types: tuple[str, ...]
-) -> None:
+def lower_sparse(asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int], types: tuple[str, ...]) -> None:
     m, k = shape
     d, a, b, c = types
     results = ("f32",) if a in ("e4m3", "e5m2") else RESULTS.get(a, ("s32",))
@@ -178,9 +176,7 @@ def add_product(w, o, product: np.ndarray) -> None:
     if d == c:
         fresh = tensor_core.accumulate(old, product, d, True, 0, o.saturate)
     else:  # f16 and f32 accumulators mixed
-        wide = (
-            old.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) if c == "f16" else old
-        )
+        wide = old.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) if c == "f16" else old
         fresh = tensor_core.accumulate(wide, product, "f32", True)
         if d == "f16":
             fresh = tensor_core.accumulate(fresh, fresh.view(np.float32), "f16", False)

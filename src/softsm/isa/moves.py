@@ -110,8 +110,16 @@ def unpack(asm, ins, t: str, items, a) -> None:
 
 # Where each state space begins among generic addresses; None: generic and own addresses are the same.
 # Parameters begin where the launch put them.
-SPACES = {"global": None, "const": None, "param": None, "local": pg.LOCAL_WINDOW, "shared": pg.SHARED_WINDOW,
-          "shared::cta": pg.SHARED_WINDOW, "shared::cluster": pg.SHARED_WINDOW, "param::entry": None}
+SPACES = {
+    "global": None,
+    "const": None,
+    "param": None,
+    "local": pg.LOCAL_WINDOW,
+    "shared": pg.SHARED_WINDOW,
+    "shared::cta": pg.SHARED_WINDOW,
+    "shared::cluster": pg.SHARED_WINDOW,
+    "param::entry": None,
+}
 
 
 @lowers("cvta")

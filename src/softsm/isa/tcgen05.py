@@ -19,15 +19,7 @@ from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
 from softsm.isa.mbarriers import lanes
-from softsm.isa.tcgen05_product import (
-    A_COLUMNS,
-    Plan,
-    Product,
-    metadata_columns,
-    perform,
-    plan_of,
-    rows_of,
-)
+from softsm.isa.tcgen05_product import A_COLUMNS, Plan, Product, metadata_columns, perform, plan_of, rows_of
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
@@ -59,14 +51,13 @@ def lower_mma(asm, ins, modifiers) -> None:
         asm.refuse(ins, ".ws exists for cta_group::1 without block scaling")
     blocks = 0
     if block:
-        vector = isa.take(asm, ins, modifiers, "scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32",
-                          optional=True)  # fmt: skip
+        vector = isa.take(
+            asm, ins, modifiers, "scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32", optional=True
+        )
         if (kind, vector) not in _SCALE_BLOCKS:
             asm.refuse(ins, f".{vector or 'scale_vec'} does not go with kind::{kind}")
         blocks = _SCALE_BLOCKS[kind, vector]
-    for buffer in (
-        ("a",) if not ws else ("b0", "b1", "b2", "b3")
-    ):  # reuse of operands: never changes the value
+    for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands: never changes the value
         isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
                  optional=True)  # fmt: skip
     isa.finish(asm, ins, modifiers, range(5 + sparse, 8 + sparse))
@@ -274,10 +265,7 @@ def prepare(
         shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
     wide = max(x.count for x in tm.accumulator_blocks(rows, shape.n, p.folded))
     footprint = tensor_copy.Footprint(
-        "mma",
-        (lane, column, shape.m, shape.n, ws),
-        tuple(x[:2] for x in tensor_reads),
-        ((column, column + wide),),
+        "mma", (lane, column, shape.m, shape.n, ws), tuple(x[:2] for x in tensor_reads), ((column, column + wide),)
     )
     return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint, plan_of(p),
                 bounds([(column, column + wide), *tensor_reads]), bounds(shared_reads))  # fmt: skip
@@ -313,11 +301,7 @@ def shared_span(
 ) -> tuple[int, int, str]:
     """(first address, end, words) of an operand in shared memory."""
     low, high = swizzle.footprint(descriptor, k_major, *table_size(k_major, rows, shape, name))
-    return (
-        low,
-        high,
-        f"operand {name}, descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows",
-    )
+    return (low, high, f"operand {name}, descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows")
 
 
 def check_places(work: Work, ctas: list) -> None:

@@ -79,9 +79,7 @@ def scale_factors(
 ) -> np.ndarray:
     """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
     block = cells[column : column + -(-rows // 32)]  # [columns, 128]
-    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[
-        ..., first : first + count
-    ]  # [columns, 4, 32, count]
+    data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[..., first : first + count]  # [columns, 4, 32, count]
     if not (data == data[:, :1]).all():
         c, quarter, lane, _ = (int(x) for x in np.argwhere(data != data[:, :1])[0])
         raise Fault(
@@ -104,9 +102,7 @@ def operand_b(p: Product, ctas: list) -> np.ndarray:
             parts.append(tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.b, own, s.k, what))
         else:
             rows = own + shift
-            parts.append(
-                tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what)
-            )
+            parts.append(tensor_core.shared_rows(cta.shared, pg.SHARED_START, p.b, s.b_k_major, rows, s.k, s.b, what))
     b = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if zero is not None:
         b = b[shift:].copy()
@@ -171,9 +167,7 @@ def given_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
     """The elements of A that the operand holds. Tensor memory has them by lanes: each multiplies the row it stores."""
     s = p.shape
     if p.a is None:
-        return tensor_core.tensor_lanes(
-            cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4
-        )
+        return tensor_core.tensor_lanes(cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4)
     what, rows = "operand A of tcgen05.mma", rows_of(p)
     if s.kind in FP4:
         values = tensor_core.shared_fp4(cta.shared, pg.SHARED_START, p.a, rows, s.given, what)
@@ -205,14 +199,7 @@ class Plan(NamedTuple):
 def plan_of(p: Product) -> Plan | None:
     """None for the other products."""
     s = p.shape
-    if (
-        s.d != "f32"
-        or s.scale
-        or s.sparse
-        or p.zero_mask
-        or s.negate
-        or min(formats.BITS[s.a], formats.BITS[s.b]) < 8
-    ):
+    if s.d != "f32" or s.scale or s.sparse or p.zero_mask or s.negate or min(formats.BITS[s.a], formats.BITS[s.b]) < 8:
         return None
     lanes_of = lane_plan(rows_of(p), s.n, p.folded, p.lane)
     members = 2 if p.pair else 1
@@ -250,9 +237,7 @@ def multiply(p: Product, plan: Plan, ctas: list) -> None:
     """The product by its plan; its operands have been checked to lie in shared memory."""
     s = p.shape
     own = s.n // len(ctas)
-    b = np.empty(
-        (-(-own // 16) * 16 * len(ctas), s.k), np.uint32
-    )  # MN-major chunks may reach past the last row
+    b = np.empty((-(-own // 16) * 16 * len(ctas), s.k), np.uint32)  # MN-major chunks may reach past the last row
     for i, cta in enumerate(ctas):
         plan.b.read(cta.shared, b[own * i :])
     for i, cta in enumerate(ctas):

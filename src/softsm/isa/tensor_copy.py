@@ -109,15 +109,11 @@ def do_cp(w, mask, o):
         address = int(w.R[o.address, thread])
         lane, column = address >> 16, address & 0xFFFF
         if lane and (o.shape != "4x256b" or lane >= 32):
-            raise w.fault(
-                "tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0"
-            )
+            raise w.fault("tmem-lane", f"tcgen05.cp.{o.shape} at lane {lane}; it covers all lane quarters from lane 0")
         descriptor = located(w, swizzle.decode, int(w.Q[o.descriptor, thread]), True)
         for cta in ctas:
             located(w, cta.tmem.check, cta, column, 4 * chunks, "tcgen05.cp")
-            located(
-                w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp"
-            )
+            located(w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp")
         covered = swizzle.spans(descriptor, True, rows, chunks)
 
         def effects(lane=lane, column=column, descriptor=descriptor) -> None:
@@ -202,9 +198,7 @@ def do_commit(w, mask, o):
             if members >> len(w.cta.cluster):
                 raise w.fault("out-of-bounds", f"multicast mask {members:#x} names CTAs outside the cluster")
             offset = address & ((1 << pg.RANK_SHIFT) - 1)
-            addresses = [
-                cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1
-            ]
+            addresses = [cta.rank << pg.RANK_SHIFT | offset for cta in w.cta.cluster if members >> cta.rank & 1]
         barriers = [barrier_at(w, x) for x in addresses]
         who = Issuer(w, "tcgen05.commit")
 

@@ -123,14 +123,7 @@ def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_la
 
 
 def shared_rows(
-    shared: np.ndarray,
-    floor: int,
-    descriptor: Descriptor,
-    k_major: bool,
-    rows: int,
-    k: int,
-    name: str,
-    what: str,
+    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, what: str
 ) -> np.ndarray:
     """The operand a descriptor names as float32 [rows, k]."""
     out = np.empty((-(-rows // 16) * 16, k), np.uint32)  # MN-major chunks may reach past the last row
@@ -144,9 +137,7 @@ def shared_lanes(
 ) -> np.ndarray:  # fmt: skip
     """The operand a descriptor names, by lanes: row r in lane place[r]."""
     out = lane_rows(k, stride)
-    _gather(
-        shared, floor, descriptor, k_major, rows, k, name, out[:-2].reshape(k, stride * 32), place, True, what
-    )
+    _gather(shared, floor, descriptor, k_major, rows, k, name, out[:-2].reshape(k, stride * 32), place, True, what)
     return out
 
 
@@ -158,9 +149,7 @@ def to_lanes(values: np.ndarray, place: np.ndarray, stride: int) -> np.ndarray:
     return out
 
 
-def shared_fp4(
-    shared: np.ndarray, floor: int, descriptor: Descriptor, rows: int, k: int, what: str
-) -> np.ndarray:
+def shared_fp4(shared: np.ndarray, floor: int, descriptor: Descriptor, rows: int, k: int, what: str) -> np.ndarray:
     """Operand of kinds mxf4 and mxf4nvf4: K-major e2m1, two in a byte without padding; float32 [rows, k]."""
     data = swizzle.read(shared, floor, descriptor, True, rows, k // 32, what)
     return formats.decode(formats.unpack_nibbles(data), "e2m1")
@@ -206,12 +195,7 @@ def scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def accumulate(
-    cells: np.ndarray,
-    product: np.ndarray,
-    kind: str,
-    add: bool,
-    scale_exponent: int = 0,
-    saturate: bool = False,
+    cells: np.ndarray, product: np.ndarray, kind: str, add: bool, scale_exponent: int = 0, saturate: bool = False
 ) -> np.ndarray:
     """The new D as uint32, for the accumulators the kernel does not know. cells: old D; kind 'f32', 'f16' or 's32';
     add: D = A*B + D*2^-s."""

@@ -14,13 +14,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, Blocked
 from softsm.errors import Fault
-from softsm.isa.mbarriers import (
-    agreed,
-    located,
-    shared_address,
-    shared_bytes,
-    shared_operand,
-)
+from softsm.isa.mbarriers import agreed, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
 from softsm.ptx.ast import Imm
@@ -116,9 +110,7 @@ def same_address(w, mask: int, row: int, what: str) -> int:
         return w.R.item(row, first_lane(mask))
     address = agreed(w, row)
     if address is None:
-        raise w.fault(
-            "tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses"
-        )
+        raise w.fault("tmem-address", f"{what}: the threads of the warp give different tensor-memory addresses")
     return address
 
 
@@ -150,9 +142,7 @@ def do_alloc(w, mask, o):
     if column is None:
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")
     cta.columns[:] = column, column + columns
-    owner, offset = shared_bytes(
-        w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4
-    )
+    owner, offset = shared_bytes(w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4)
     if w.machine.checker is not None:
         w.machine.checker.memory.access(w, owner, offset, offset + 4, True)
         w.machine.checker.tensor.allocated(cta, column, columns)
@@ -210,9 +200,7 @@ def do_dealloc(w, mask, o):
     group_ctas(w, o.group)
     address = int(w.R[o.address, lane])
     if address >> 16:
-        raise w.fault(
-            "tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0"
-        )
+        raise w.fault("tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0")
     if w.machine.checker is not None:
         w.machine.checker.tensor.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))

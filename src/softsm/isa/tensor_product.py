@@ -61,8 +61,10 @@ def multiply(module: ir.Module) -> None:
             whole = ir.VectorType(_FLOAT, STEPS)
             four = b.load(b.inttoptr(b.add(base, b.shl(index, _I64(2))), whole.as_pointer()), align=4)
             none = ir.Constant(whole, ir.Undefined)
-            return [Vector(b.shuffle_vector(four, none, ir.Constant(ir.VectorType(_I32, F.count), [k] * F.count)), F)
-                    for k in range(STEPS)]
+            return [
+                Vector(b.shuffle_vector(four, none, ir.Constant(ir.VectorType(_I32, F.count), [k] * F.count)), F)
+                for k in range(STEPS)
+            ]
 
         reads_d = b.fcmp_unordered("!=", keep, _FLOAT(0.0))
         scales_d = b.fcmp_unordered("!=", keep, _FLOAT(1.0))

@@ -11,15 +11,7 @@ from softsm.ptx.ast import Imm
 _FENCEPROXY = ("cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release")
 _INDEXED = ("box_dim", "global_dim", "global_stride", "element_stride")
 _WIDE = ("global_address", "global_stride")
-_PLAIN = (
-    "global_address",
-    "rank",
-    "elemtype",
-    "interleave_layout",
-    "swizzle_mode",
-    "swizzle_atomicity",
-    "fill_mode",
-)
+_PLAIN = ("global_address", "rank", "elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
 
 
 @lowers("tensormap")
@@ -30,9 +22,7 @@ def tensormap(asm, ins):
         if ins.modifiers[5] not in ("cta", "cluster", "gpu", "sys") or int(ins.operands[2].value) != NBYTES:
             asm.refuse(ins, "expected a scope, and 128 bytes")
         target, source, _ = ins.operands
-        return asm.macro(
-            do_cp_fenceproxy, ins, dst=asm.address_row(target, "q"), src=asm.address_row(source, "u")
-        )
+        return asm.macro(do_cp_fenceproxy, ins, dst=asm.address_row(target, "q"), src=asm.address_row(source, "u"))
     return asm.refuse(ins, "expected tensormap.replace.tile or tensormap.cp_fenceproxy")
 
 
@@ -68,9 +58,7 @@ def _replace(asm, ins, mods):
 def do_replace(w, mask, o):
     for lane in lanes(mask):
         if o.shared:
-            cta, offset = shared_bytes(
-                w, shared_address(w, o.at, lane), NBYTES, "tensormap.replace", ALIGNMENT
-            )
+            cta, offset = shared_bytes(w, shared_address(w, o.at, lane), NBYTES, "tensormap.replace", ALIGNMENT)
             if w.machine.checker is not None:
                 w.machine.checker.memory.access(w, cta, offset, offset + NBYTES, True)
             image = cta.shared[offset : offset + NBYTES]

@@ -91,10 +91,7 @@ def _tensor(asm, ins, operand, rank: int, mode: str) -> dict:
     if mode.startswith("im2col") and rank < 3:
         asm.refuse(ins, "im2col needs a tensor of 3 to 5 dimensions")
     return dict(
-        map=asm.address_row(operand, "q"),
-        coords=[asm.src(c, "i") for c in operand.coords],
-        rank=rank,
-        mode=mode,
+        map=asm.address_row(operand, "q"), coords=[asm.src(c, "i") for c in operand.coords], rank=rank, mode=mode
     )
 
 
@@ -224,9 +221,7 @@ def do_store(w, mask, o):
             raise w.fault("tensor-map", f"{box.map.data_type.name} can be loaded, not stored")
         if min(box.coords) < 0 and hopper(w):  # an H200: illegal instruction
             raise w.fault("coordinate", f"a TMA store at {box.coords}; sm_90 stores no box that begins before it")
-        cta, offset = shared_bytes(
-            w, int(w.R[o.src, lane]), box.footprint, "TMA store", box_copy.SHARED_ALIGNMENT
-        )
+        cta, offset = shared_bytes(w, int(w.R[o.src, lane]), box.footprint, "TMA store", box_copy.SHARED_ALIGNMENT)
         store_in_two(
             w,
             lane,

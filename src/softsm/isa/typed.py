@@ -7,9 +7,30 @@ from collections.abc import Callable
 from softsm.isa.registry import LOWERERS
 from softsm.ptx.ast import Imm
 
-KIND = {"u32": "u", "s32": "i", "b32": "u", "f32": "f", "u64": "q", "s64": "l", "b64": "q", "f64": "d", "u16": "u",
-        "s16": "u", "b16": "u", "f16": "u", "bf16": "u", "f16x2": "u", "bf16x2": "u", "u16x2": "u", "s16x2": "u",
-        "f32x2": "q", "u8": "u", "s8": "u", "b8": "u", "pred": "p"}
+KIND = {
+    "u32": "u",
+    "s32": "i",
+    "b32": "u",
+    "f32": "f",
+    "u64": "q",
+    "s64": "l",
+    "b64": "q",
+    "f64": "d",
+    "u16": "u",
+    "s16": "u",
+    "b16": "u",
+    "f16": "u",
+    "bf16": "u",
+    "f16x2": "u",
+    "bf16x2": "u",
+    "u16x2": "u",
+    "s16x2": "u",
+    "f32x2": "q",
+    "u8": "u",
+    "s8": "u",
+    "b8": "u",
+    "pred": "p",
+}
 
 _TYPED: dict[str, dict[str, Callable]] = {}
 

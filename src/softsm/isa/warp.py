@@ -23,9 +23,17 @@ micro("redux.max.f32", "f=f", "warp_max(a, m)", hot=True)
 micro("redux.min.f32", "f=f", "warp_min(a, m)", hot=True)
 micro("any.nan.f32", "p=f", "everywhere(any_lane((a != a) & m))")
 VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
-REDUCTIONS = {("add", "u32"): ln.R_ADD, ("add", "s32"): ln.R_ADD, ("min", "u32"): ln.R_MIN, ("max", "u32"): ln.R_MAX,
-              ("min", "s32"): ln.R_SMIN, ("max", "s32"): ln.R_SMAX, ("and", "b32"): ln.R_AND, ("or", "b32"): ln.R_OR,
-              ("xor", "b32"): ln.R_XOR}
+REDUCTIONS = {
+    ("add", "u32"): ln.R_ADD,
+    ("add", "s32"): ln.R_ADD,
+    ("min", "u32"): ln.R_MIN,
+    ("max", "u32"): ln.R_MAX,
+    ("min", "s32"): ln.R_SMIN,
+    ("max", "s32"): ln.R_SMAX,
+    ("and", "b32"): ln.R_AND,
+    ("or", "b32"): ln.R_OR,
+    ("xor", "b32"): ln.R_XOR,
+}
 
 
 def converge(asm, ins, member) -> None:
@@ -132,8 +140,15 @@ def match(asm, ins):
     pair = target if isinstance(target, Pair) else Pair(target, Sink())
     converge(asm, ins, member)
     p = 0 if isinstance(pair.second, Sink) else asm.dst(pair.second, "p")
-    asm.macro(do_match, ins, dst=asm.dst(pair.first, "u"), p=p, a=asm.src(a, "q" if wide else "u"), wide=wide,
-              all=ins.modifiers[0] == "all")
+    asm.macro(
+        do_match,
+        ins,
+        dst=asm.dst(pair.first, "u"),
+        p=p,
+        a=asm.src(a, "q" if wide else "u"),
+        wide=wide,
+        all=ins.modifiers[0] == "all",
+    )
 
 
 def do_match(w, mask, o):

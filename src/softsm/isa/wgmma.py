@@ -87,13 +87,7 @@ def lower_mma(asm, ins, modifiers) -> None:
         legal = kinds and n in (8, 16, 24, 32, *range(48, 257, 16))
     else:
         same = a == b if a in ("f16", "bf16", "tf32") else {a, b} <= {"e4m3", "e5m2"}
-        legal = (
-            d in ("f32", "f16")
-            and same
-            and FLOATS.get(a) == dense_k
-            and n in range(8, 257, 8)
-            and not saturate
-        )
+        legal = d in ("f32", "f16") and same and FLOATS.get(a) == dense_k and n in range(8, 257, 8) and not saturate
         legal = legal and not bits and not (d == "f16" and a in ("bf16", "tf32"))
     if not legal:
         asm.refuse(ins, "no such combination of shape and types")
@@ -158,9 +152,7 @@ def state_of(w) -> GroupSequence:
         if number not in groups:
             warps = cta.warps[4 * number : 4 * number + 4]
             if len(warps) < 4 or any(x.alive != pg.ALL for x in warps):
-                raise w.fault(
-                    "warpgroup", f"wgmma needs four whole warps; warpgroup {number} of {cta} is incomplete"
-                )
+                raise w.fault("warpgroup", f"wgmma needs four whole warps; warpgroup {number} of {cta} is incomplete")
             if not groups:
                 cta.exit_hooks.append(at_exit)
             groups[number] = Warpgroup(warps)
@@ -231,9 +223,7 @@ def do_settle(w, mask, o):
     if eager and uses(state.open, o.rows):
         do_commit(w, mask, o)
     group = state.group
-    batches = [
-        b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)
-    ]
+    batches = [b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)]
     for batch in batches:  # not a wait: the checkers must not take it for one
         if batch.ops is None:
             return Blocked(group, "the other warps of the warpgroup to commit the same wgmma group")
@@ -314,9 +304,7 @@ def start(w, group: Warpgroup, batch: Batch, known: dict) -> None:
 
 def disagree(columns: list[list[Part]]) -> None:
     if len({len(x) for x in columns}) != 1:
-        raise Fault(
-            "wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async"
-        )
+        raise Fault("wgmma-operands", "the warps of the warpgroup committed different numbers of wgmma.mma_async")
     for first, *others in zip(*columns):
         for x in others:
             if x.key != first.key:
@@ -327,9 +315,7 @@ def disagree(columns: list[list[Part]]) -> None:
                 )
 
 
-def issue(
-    w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: tuple[AsyncOp, ...]
-) -> list[AsyncOp]:
+def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: tuple[AsyncOp, ...]) -> list[AsyncOp]:
     """Start one product: an operation that multiplies, and one for each warp that writes its registers. The warps wait
     each for their own, so under 'latest' a warp finds the old values until it waits itself."""
     results: list = []

@@ -91,9 +91,7 @@ def chain_of(parts: list[Part], first: int, end: int) -> Chain:
             low, high = min(low, begin), max(high, past)
         if s.d == "f32":
             from_shared = isinstance(part.a, Descriptor)
-            a.append(
-                tensor_core.tile(part.a, s.a_k_major, 64, s.given, s.a, ROWS, True) if from_shared else part.a
-            )
+            a.append(tensor_core.tile(part.a, s.a_k_major, 64, s.given, s.a, ROWS, True) if from_shared else part.a)
             b.append(tensor_core.tile(part.b, s.b_k_major, s.n, s.k, s.b, np.arange(k, k + s.k), False))
         k += s.k
     table = np.concatenate(spans)
@@ -197,9 +195,7 @@ def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
         if terms is not None:
             total = d.view(np.float32).reshape(s.n, 64)
             fresh = total - terms if s.negate else total + terms
-            d = np.where(
-                np.isnan(fresh), np.uint32(tensor_core.CANONICAL_NAN), fresh.view(np.uint32)
-            ).reshape(-1, 32)
+            d = np.where(np.isnan(fresh), np.uint32(tensor_core.CANONICAL_NAN), fresh.view(np.uint32)).reshape(-1, 32)
     return [d] * 4
 
 
@@ -228,7 +224,5 @@ def perform_alone(parts: tuple[Part, ...], d: np.ndarray) -> list[np.ndarray]:
     out = []
     for i, part in enumerate(parts):
         old = fragments.accumulator(part.warp.R[part.d_rows], s.d)  # uint32 [n, 16]
-        out.append(
-            tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, parts[0].add, 0, s.saturate)
-        )
+        out.append(tensor_core.accumulate(old, product[:, 16 * i : 16 * i + 16], s.d, parts[0].add, 0, s.saturate))
     return out

@@ -59,11 +59,7 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
     inverse    = its inverse when the image is a permutation of the footprint, else None.
     Units are 16 bytes, smaller where gaps or the 8-byte flip ask for it.
     """
-    unit, data, chunk = (
-        16,
-        16,
-        16,
-    )  # bytes: granule, and `data` bytes of each `chunk` of shared memory are used
+    unit, data, chunk = (16, 16, 16)  # bytes: granule, and `data` bytes of each `chunk` of shared memory are used
     if kind is DataType.U4_ALIGN16B:
         unit, data = 8, 8
     elif kind is DataType.U6_ALIGN16B:

@@ -54,9 +54,7 @@ class Mbarrier(Waitable):
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
         super().__init__()
         if not 1 <= count <= MAX_COUNT:
-            raise Fault(
-                "barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})"
-            )
+            raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
         self.name = name
         self.phase = 0
         self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
@@ -85,9 +83,7 @@ class Mbarrier(Waitable):
         if drop:
             self.next_expected -= count
         if no_complete and self.pending == 0:
-            raise Fault(
-                "barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})"
-            )
+            raise Fault("barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})")
         if self.clock is not None:
             self.clock.gather(relaxed, scope)
         self._settle()
@@ -95,9 +91,7 @@ class Mbarrier(Waitable):
 
     def check_arrivals(self, count: int, who: object = "") -> None:
         if not 1 <= count <= MAX_COUNT:
-            raise Fault(
-                "barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})"
-            )
+            raise Fault("barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})")
         if count > self.pending:
             raise Fault(
                 "barrier-count",

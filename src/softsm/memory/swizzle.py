@@ -70,8 +70,7 @@ def decode(raw: int, blackwell: bool) -> Descriptor:
         mode &= 6  # bits 62-63 only
     if mode not in MODE_NAMES:
         raise Fault(
-            "descriptor",
-            f"shared-memory descriptor 0x{raw:016x}: swizzle mode {mode} in bits 61-63 does not exist",
+            "descriptor", f"shared-memory descriptor 0x{raw:016x}: swizzle mode {mode} in bits 61-63 does not exist"
         )
     return Descriptor(
         start=(raw & 0x3FFF) << 4,
@@ -194,7 +193,5 @@ def read(
 ) -> np.ndarray:
     """The bytes of a tile, uint8 [rows, 16*count]; checks as `locate`."""
     index, window = locate(shared, floor, descriptor, k_major, rows, count, what)
-    lines = shared[window << 4 : shared.size & ~15].view(
-        np.complex128
-    )  # any 16-byte type: only bits are moved
+    lines = shared[window << 4 : shared.size & ~15].view(np.complex128)  # any 16-byte type: only bits are moved
     return lines.take(index).view(np.uint8)

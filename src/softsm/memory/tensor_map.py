@@ -281,13 +281,9 @@ def check(m: TensorMap) -> None:
     if m.oob_fill is Fill.NAN and not kind.is_float:
         raise ValueError(f"oob_fill: NaN needs a floating-point data_type, got {kind.name}")
     if kind is DataType.U6_ALIGN16B and m.swizzle not in (0, 3, 4, 6):
-        raise ValueError(
-            f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128, B128_ATOM_32B and _64B are accepted"
-        )
+        raise ValueError(f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128, B128_ATOM_32B and _64B are accepted")
     if kind is DataType.U4_ALIGN16B and m.swizzle not in (0, 3, 4):
-        raise ValueError(
-            f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128 and B128_ATOM_32B are accepted"
-        )
+        raise ValueError(f"swizzle: {m.swizzle.name} with {kind.name}; NONE, B128 and B128_ATOM_32B are accepted")
     if m.im2col is not None:
         _check_im2col(m, m.im2col)
     row = m.dims[0] * m.unit_bits // 8
@@ -327,9 +323,7 @@ def _check_box(m: TensorMap) -> None:
         return  # 128 elements fill a 128-byte row of shared memory, gaps included
     inner = m.box[0] * kind.bits // 8
     if m.box[0] * kind.bits % 128:
-        raise ValueError(
-            f"{name}: {m.box[0]} {kind.name} are {inner} bytes; a multiple of 16 bytes is accepted"
-        )
+        raise ValueError(f"{name}: {m.box[0]} {kind.name} are {inner} bytes; a multiple of 16 bytes is accepted")
     if m.swizzle and inner > m.swizzle.span and not m.interleave:
         raise ValueError(
             f"{name}: {m.box[0]} {kind.name} are {inner} bytes; swizzle {m.swizzle.name} accepts at most "
@@ -376,15 +370,7 @@ def _listed(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:
 
 # -- the image -------------------------------------------------------------------------------------------------------
 
-_SPLIT_SWIZZLE = (
-    (0, 0),
-    (1, 0),
-    (2, 0),
-    (3, 0),
-    (3, 1),
-    (3, 2),
-    (3, 3),
-)  # driver's enum -> PTX (mode, atomicity)
+_SPLIT_SWIZZLE = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3))  # driver's enum -> PTX (mode, atomicity)
 
 
 def to_image(m: TensorMap) -> bytes:
@@ -407,13 +393,7 @@ def to_image(m: TensorMap) -> bytes:
             m.oob_fill,
             im2col.wide + 1 if im2col else 0,
         )
-        + (
-            m.base,
-            *padded(m.dims, 5),
-            *padded(m.strides, 4),
-            *padded(m.box, 5),
-            *padded(m.element_strides, 5),
-        )
+        + (m.base, *padded(m.dims, 5), *padded(m.strides, 4), *padded(m.box, 5), *padded(m.element_strides, 5))
         + (*corners, im2col.channels if im2col else 0, im2col.pixels if im2col else 0)
     )
     return _IMAGE.pack(*flat).ljust(NBYTES, b"\0")
@@ -429,9 +409,7 @@ def from_image(image: bytes) -> TensorMap:
     kind, rank, interleave, mode, atomicity, promotion, fill, walk, base = *f[:8], f[8]
     rank += 1
     if (mode, atomicity) not in _SPLIT_SWIZZLE:
-        raise ValueError(
-            f"swizzle_atomicity: {atomicity} with swizzle_mode {mode}; only mode 3 (128 B) has atoms"
-        )
+        raise ValueError(f"swizzle_atomicity: {atomicity} with swizzle_mode {mode}; only mode 3 (128 B) has atoms")
     dims, strides, box, steps = f[9:14], f[14:18], f[18:23], f[23:28]
     im2col = None
     if walk:  # 1 + what cuTensorMapEncodeIm2colWide adds

@@ -103,9 +103,7 @@ class TensorMemory(Waitable):
         self.relinquished.add(id(cta))
 
     def describe(self, cta) -> str:
-        mine = [
-            f"{a.column}..{a.column + a.columns - 1}" for a in self.allocations.values() if a.owner is cta
-        ]
+        mine = [f"{a.column}..{a.column + a.columns - 1}" for a in self.allocations.values() if a.owner is cta]
         return f"{cta} holds columns {', '.join(mine)}" if mine else f"{cta} holds no columns"
 
     def at_exit(self, cta) -> None:
@@ -142,9 +140,7 @@ class TensorMemory(Waitable):
     def check(self, cta, column: int, columns: int, what: str) -> None:
         """Are columns [column, column+columns) allocated by this CTA?"""
         if column + columns > COLUMNS:
-            raise Fault(
-                "tmem-bounds", f"{what} touches columns {column}..{column + columns - 1}; there are {COLUMNS}"
-            )
+            raise Fault("tmem-bounds", f"{what} touches columns {column}..{column + columns - 1}; there are {COLUMNS}")
         for a in self.allocations.values():  # nearly always one allocation holds all of it
             if a.owner is cta and a.column <= column and column + columns <= a.column + a.columns:
                 return
@@ -156,9 +152,7 @@ class TensorMemory(Waitable):
                     break
             else:
                 mine = self.describe(cta)
-                raise Fault(
-                    "tmem-unallocated", f"{what} touches column {end}, which is not allocated; {mine}"
-                )
+                raise Fault("tmem-unallocated", f"{what} touches column {end}, which is not allocated; {mine}")
 
 
 def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
@@ -170,8 +164,7 @@ def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
         if not first <= lane < first + 32:
             raise Fault("lane-ownership", f"{what} at lane {lane}: warp {warp_index} may access {own} only")
         raise Fault(
-            "tmem-lane",
-            f"{what} at lane {lane}: a .{shape} access of warp {warp_index} must start at one of {starts}",
+            "tmem-lane", f"{what} at lane {lane}: a .{shape} access of warp {warp_index} must start at one of {starts}"
         )
 
 
@@ -236,14 +229,7 @@ def load(
 
 
 def store(
-    cells: np.ndarray,
-    values: np.ndarray,
-    shape: str,
-    repeat: int,
-    packed: bool,
-    lane: int,
-    column: int,
-    split: int = 0,
+    cells: np.ndarray, values: np.ndarray, shape: str, repeat: int, packed: bool, lane: int, column: int, split: int = 0
 ) -> None:
     """tcgen05.st: the inverse of `load`; unpacking writes each half of a register to the low half of its own cell."""
     if shape == "32x32b" and not packed:
@@ -260,13 +246,7 @@ def store(
 
 # ---- tcgen05.cp and tcgen05.shift --------------------------------------------------------------------------------
 
-COPY_SHAPES = {
-    "128x256b": (128, 2),
-    "128x128b": (128, 1),
-    "4x256b": (4, 2),
-    "64x128b": (64, 1),
-    "32x128b": (32, 1),
-}
+COPY_SHAPES = {"128x256b": (128, 2), "128x128b": (128, 1), "4x256b": (4, 2), "64x128b": (64, 1), "32x128b": (32, 1)}
 
 
 @cache

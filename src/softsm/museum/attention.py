@@ -19,9 +19,7 @@ def p_not_awaited(bug: str) -> Program:
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8))
     softmax = put + t.store("%r5", 10, 8) + t.WAIT_ST + t.BEFORE + t.arrive("p_ready")
     start = (
-        ("" if bug else t.wait("p_ready", 0) + t.AFTER)
-        + t.mma("%r3", "[%r6]", "%rd11", t.idesc())
-        + t.commit("bar")
+        ("" if bug else t.wait("p_ready", 0) + t.AFTER) + t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar")
     )
     body = t.init(("p_ready", 128)) + ONES + "setp.lt.u32 %p4, %r0, 128;\n" + t.only("%p4", softmax)
     body += (
@@ -40,17 +38,12 @@ def p_not_awaited(bug: str) -> Program:
 
 @exhibit(10, "softmax rescales O while the last PV product may still write it", "race")
 def rescale_too_early(bug: str) -> Program:
-    first = (
-        t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
-        + t.wait("bar", 0)
-        + t.AFTER
-    )
+    first = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar")) + t.wait("bar", 0) + t.AFTER
     second = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc(), 1) + t.commit("bar2"))
     done = t.wait("bar2", 0) + t.AFTER
     scale = t.load("%r4", 10, 8) + t.WAIT_LD
     scale += "".join(
-        f"mov.b32 %f{i}, %r{10 + i};\nmul.f32 %f{i}, %f{i}, 0f3F000000;\nmov.b32 %r{10 + i}, %f{i};\n"
-        for i in range(8)
+        f"mov.b32 %f{i}, %r{10 + i};\nmul.f32 %f{i}, %f{i}, 0f3F000000;\nmov.b32 %r{10 + i}, %f{i};\n" for i in range(8)
     )
     scale += t.store("%r4", 10, 8) + t.WAIT_ST
     end = t.load("%r4", 20, 8) + t.WAIT_LD + t.out("%r20")
@@ -176,11 +169,6 @@ def packed_row_sum(bug: str) -> Program:
 @exhibit(13, "rows of the QK fragment used as rows of the PV fragment", WRONG_VALUES)
 def rows_of_another_fragment(bug: str) -> Program:
     """The maximum of row t/4 is in lane t; O is read with row t in lane t. The bug multiplies them as they stand."""
-    compute = (
-        PER_ROW
-        + over_four_lanes("%f2")
-        + over_four_lanes("%f3")
-        + ("mov.f32 %f1, %f2;\n" if bug else TO_ROWS)
-    )
+    compute = PER_ROW + over_four_lanes("%f2") + over_four_lanes("%f3") + ("mov.f32 %f1, %f2;\n" if bug else TO_ROWS)
     compute += t.load("%r3", 50, 1) + t.WAIT_LD + "mov.b32 %f5, %r50;\nmul.f32 %f0, %f5, %f1;\n"
     return fragments(compute, lambda s: s.max(1) * s[:, 0])

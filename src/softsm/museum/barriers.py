@@ -65,9 +65,7 @@ def first_iteration(bug: str) -> Program:
         softmax += t.wait("pv_done", kt % 2 if bug else (kt + 1) % 2) + "@%p4 " + t.arrive("p_ready")
         values += t.wait("p_ready", kt % 2) + "@%p4 " + t.arrive("pv_done")
     lead = "setp.eq.u32 %p4, %r2, 0;\n"
-    return program(
-        t.init("p_ready", "pv_done") + lead + t.only("warp 0", softmax) + t.only("warp 1", values), block=64
-    )
+    return program(t.init("p_ready", "pv_done") + lead + t.only("warp 0", softmax) + t.only("warp 1", values), block=64)
 
 
 @exhibit(19, "mbarrier initialised with the byte count as arrival count", "barrier-count")
@@ -96,12 +94,7 @@ def constant_parity(bug: str) -> Program:
     body = t.init("full")
     for i in range(3):
         body += t.only("%p0", t.expect("full", 4096) + t.tma_load("a", "%rd3", f"0, {32 * i}", "full"))
-        body += (
-            t.wait("full", 0 if bug else i % 2)
-            + FULL
-            + t.out("%r42", "%rd2", offset=512 * i)
-            + "bar.sync 0;\n"
-        )
+        body += t.wait("full", 0 if bug else i % 2) + FULL + t.out("%r42", "%rd2", offset=512 * i) + "bar.sync 0;\n"
     right = np.concatenate([X[1024 * i : 1024 * i + 128] for i in range(3)])
     return program(body, lambda arrays: bool((arrays[1][:384] == right).all()))
 
@@ -109,12 +102,7 @@ def constant_parity(bug: str) -> Program:
 @exhibit(23, "spin wait emitted twice with its label in the same scope", "parse")
 def same_label(bug: str) -> Program:
     spin = "WAIT_LOOP:\nmbarrier.try_wait.parity.shared::cta.b64 %p11, [full], 0;\n@!%p11 bra WAIT_LOOP;\n"
-    body = (
-        t.init("full")
-        + "@%p0 "
-        + t.arrive("full")
-        + (spin + spin if bug else f"{{\n{spin}}}\n{{\n{spin}}}\n")
-    )
+    body = t.init("full") + "@%p0 " + t.arrive("full") + (spin + spin if bug else f"{{\n{spin}}}\n{{\n{spin}}}\n")
     return program(body)
 
 
@@ -122,10 +110,5 @@ def same_label(bug: str) -> Program:
 def pair_bytes(bug: str) -> Program:
     """Two CTAs of a cluster load one half each and wait on their own barrier: 2048 bytes come to each, not 4096."""
     half = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 2048, [full];\n"
-    body = (
-        t.init("full")
-        + t.only("%p0", t.expect("full", 4096 if bug else 2048) + half)
-        + t.wait("full", 0)
-        + FULL
-    )
+    body = t.init("full") + t.only("%p0", t.expect("full", 4096 if bug else 2048) + half) + t.wait("full", 0) + FULL
     return program(body + t.out("%r42", "%rd2"), loaded, grid=2, cluster=2)

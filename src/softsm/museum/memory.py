@@ -72,9 +72,7 @@ class Kept:
 @exhibit(25, "shared memory written by ordinary stores, read by a product without fence.proxy.async", "race")
 def no_proxy_fence(bug: str) -> Program:
     body = t.fill("a", 4096) + ("" if bug else "fence.proxy.async;\n") + "bar.sync 0;\n"
-    return whole(
-        body + t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar")) + read(), 16.0
-    )
+    return whole(body + t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar")) + read(), 16.0)
 
 
 @exhibit(26, "commit issued by another thread than the product's", "race", "deadlock")
@@ -94,8 +92,7 @@ def nan_row(bug: str) -> Program:
     mask = (
         ""
         if bug
-        else "setp.eq.u32 %p4, %r94, 5;\n"
-        + "".join(f"selp.b32 %r{100 + i}, 0, %r{100 + i}, %p4;\n" for i in range(4))
+        else "setp.eq.u32 %p4, %r94, 5;\n" + "".join(f"selp.b32 %r{100 + i}, 0, %r{100 + i}, %p4;\n" for i in range(4))
     )
     body = tiles.START + tiles.copy_tile("q_tile", "%rd1", 128, 128)
     body += tiles.copy_tile("k_tile", "%rd2", ROWS, 128, mask + "and.b32 %r96, %r94, 7;")

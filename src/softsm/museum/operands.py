@@ -37,9 +37,7 @@ def single(body: str, k: np.ndarray, **more) -> Program:
 
 @exhibit(1, "K tile written with the template head dim as the data stride", "operand")
 def data_stride(bug: str) -> Program:
-    stride = (
-        256 if bug else 128
-    )  # bytes between the rows of K: the template's 128 columns, or the 64 there are
+    stride = 256 if bug else 128  # bytes between the rows of K: the template's 128 columns, or the 64 there are
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, stride)
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     return single(body, K, expect=expect(a=Q, b=K[:ROWS]))
@@ -72,9 +70,7 @@ def two_tiles(coordinate: list[int], rows: int = 2 * ROWS, count: int = 2, **mor
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     for i in range(count):
         bring = t.expect("full", size) + t.tma_load("k_tile", "%rd4", f"0, {coordinate[i]}", "full")
-        body += t.only(
-            "%p0", bring + t.wait("full", i % 2) + tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar")
-        )
+        body += t.only("%p0", bring + t.wait("full", i % 2) + tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
         body += t.wait("bar", i % 2) + t.AFTER + tiles.write_out(offset=i * ROWS, stride=count * ROWS)
         body += t.BEFORE + "bar.sync 0;\n" + t.AFTER
     k = K[:rows]

@@ -30,10 +30,7 @@ def whole(body: str, want: float | None = None, block: int = 128, end: str | Non
     end = t.dealloc(64) if end is None else end
     right = None if want is None else lambda arrays: bool((arrays[0] == want).all())
     return Program(
-        t.kernel(ONES + body + end, "out", shared=SHARED),
-        [np.zeros(block, np.float32)],
-        block=block,
-        right=right,
+        t.kernel(ONES + body + end, "out", shared=SHARED), [np.zeros(block, np.float32)], block=block, right=right
     )
 
 
@@ -45,9 +42,7 @@ def read(barrier: str = "bar", parity: int = 0) -> str:
 def column_plus_one(bug: str) -> Program:
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(4))
     place = f"add.u32 %r7, %r4, {1 if bug else 4};\n"
-    return whole(
-        put + place + f"tcgen05.st.sync.aligned.16x256b.x1.b32 [%r7], {t.names(10, 4)};\n" + t.WAIT_ST
-    )
+    return whole(put + place + f"tcgen05.st.sync.aligned.16x256b.x1.b32 [%r7], {t.names(10, 4)};\n" + t.WAIT_ST)
 
 
 @exhibit(4, "TS product whose A was stored as fp32: 8 where 16 was expected", "type")
@@ -69,8 +64,7 @@ def mixed_products(bug: str) -> Program:
     second = t.descriptor("%rd12", "a", blackwell=not bug)
     second += t.only("%p0", t.mma("%r3", "%rd12", "%rd11", t.idesc(), 1) + t.commit("bar2"))
     return whole(
-        put + t.store("%r5", 10, 8) + STORED + first + t.wait("bar", 0) + t.AFTER + second + read("bar2"),
-        32.0,
+        put + t.store("%r5", 10, 8) + STORED + first + t.wait("bar", 0) + t.AFTER + second + read("bar2"), 32.0
     )
 
 
@@ -88,9 +82,7 @@ def p_where_s_is(bug: str) -> Program:
     softmax += "".join(f"cvt.rn.bf16x2.f32 %r{20 + i}, %f{i}, %f{i};\n" for i in range(8))
     softmax += t.store("%r5", 20, 8) + STORED
     p = "%r3" if bug else "%r6"
-    values = "add.u32 %r7, %r3, 16;\n" + t.only(
-        "%p0", t.mma("%r7", f"[{p}]", "%rd11", t.idesc()) + t.commit("bar2")
-    )
+    values = "add.u32 %r7, %r3, 16;\n" + t.only("%p0", t.mma("%r7", f"[{p}]", "%rd11", t.idesc()) + t.commit("bar2"))
     last = "add.u32 %r4, %r4, 16;\n" + read("bar2")
     return whole(scores + softmax + values + last, 16.0)
 

@@ -100,12 +100,7 @@ def dealloc(columns: int, address: str = "%r3", sync: bool = True) -> str:
 
 def fill(name: str, size: int, word: int = ONES, threads: int = 128) -> str:
     """The first threads write the same word all over a shared array, 16 bytes at a time."""
-    lines = [
-        f"mov.u32 %r90, {name};",
-        "shl.b32 %r91, %r0, 4;",
-        "add.u32 %r90, %r90, %r91;",
-        f"mov.b32 %r92, {word};",
-    ]
+    lines = [f"mov.u32 %r90, {name};", "shl.b32 %r91, %r0, 4;", "add.u32 %r90, %r90, %r91;", f"mov.b32 %r92, {word};"]
     for at in range(0, size, 16 * threads):
         lines += [
             f"setp.lt.u32 %p10, %r0, {min(threads, (size - at) // 16)};",
@@ -115,13 +110,7 @@ def fill(name: str, size: int, word: int = ONES, threads: int = 128) -> str:
 
 
 def descriptor(
-    to: str,
-    name: str,
-    lbo: int = 128,
-    sbo: int = 256,
-    swizzle: int = 0,
-    offset: int = 0,
-    blackwell: bool = True,
+    to: str, name: str, lbo: int = 128, sbo: int = 256, swizzle: int = 0, offset: int = 0, blackwell: bool = True
 ) -> str:
     """Matrix descriptor of a shared array into a 64-bit register."""
     fixed = (lbo >> 4) << 16 | (sbo >> 4) << 32 | (1 << 46 if blackwell else 0) | swizzle << 61

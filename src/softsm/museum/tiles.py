@@ -24,12 +24,7 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     count = int(np.prod(shape))
     rng = np.random.default_rng(seed)
     codes = np.concatenate([rng.permutation(4096) for _ in range(-(-count // 4096))])[:count]
-    return (
-        (0x3800 + codes % 2048 + 0x8000 * (codes // 2048))
-        .astype(np.uint16)
-        .view(ml_dtypes.bfloat16)
-        .reshape(shape)
-    )
+    return (0x3800 + codes % 2048 + 0x8000 * (codes // 2048)).astype(np.uint16).view(ml_dtypes.bfloat16).reshape(shape)
 
 
 def copy_tile(name: str, source: str, rows: int, stride: int, flip: str = "and.b32 %r96, %r94, 7;") -> str:
@@ -79,9 +74,7 @@ def product(d: str, a: str, b: str, n: int = ROWS) -> str:
 def write_out(n: int = ROWS, base: str = "%rd3", offset: int = 0, stride: int = ROWS) -> str:
     """Each thread reads its row of the accumulator at %r4 and writes it to base[row, :]."""
     lines = [
-        t.load("%r4", 100, n)
-        + t.WAIT_LD
-        + f"mul.wide.u32 %rd36, %r0, {4 * stride};\nadd.s64 %rd36, {base}, %rd36;\n"
+        t.load("%r4", 100, n) + t.WAIT_LD + f"mul.wide.u32 %rd36, %r0, {4 * stride};\nadd.s64 %rd36, {base}, %rd36;\n"
     ]
     lines += [f"st.global.b32 [%rd36+{4 * i + 4 * offset}], %r{100 + i};\n" for i in range(n)]
     return "".join(lines)

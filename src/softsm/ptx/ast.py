@@ -138,9 +138,7 @@ class Function:
     entry: bool
     params: list[Variable]  # in order; for .func also the return parameters below
     returns: list[Variable]
-    registers: dict[
-        str, str
-    ]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
+    registers: dict[str, str]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
     variables: list[Variable]  # declared in the body (shared, local, param)
     body: list[Instruction | Label]
     branch_targets: dict[str, tuple[str, ...]]  # .branchtargets label -> target labels (for brx.idx)

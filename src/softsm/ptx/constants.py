@@ -75,9 +75,7 @@ def _binary(cursor: Cursor, weakest: int, nesting: int) -> Imm:
         try:
             left = _made(BINARY[match.group()](left.value, right.value))
         except (ArithmeticError, TypeError, ValueError) as problem:
-            raise cursor.source.error(
-                f"this constant expression has no value: {problem}", match.start()
-            ) from None
+            raise cursor.source.error(f"this constant expression has no value: {problem}", match.start()) from None
 
 
 def _unary(cursor: Cursor, nesting: int) -> Imm:
@@ -109,9 +107,7 @@ def _unary(cursor: Cursor, nesting: int) -> Imm:
     try:
         return literal(match.group())
     except ValueError as problem:
-        raise cursor.source.error(
-            f"'{match.group()[:40]}' is not a number that PTX can hold: {problem}", at
-        ) from None
+        raise cursor.source.error(f"'{match.group()[:40]}' is not a number that PTX can hold: {problem}", at) from None
 
 
 def _whole(cursor: Cursor, value: Imm, at: int) -> int:

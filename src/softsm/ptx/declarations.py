@@ -46,9 +46,7 @@ def _type(cursor: Cursor, allowed: object, what: str) -> str:
     at = cursor.skip()
     name = directive(cursor)
     if name in OPAQUE_TYPES:
-        raise Unsupported(
-            f"softsm has no textures, samplers or surfaces (.{name})", *cursor.source.position(at)
-        )
+        raise Unsupported(f"softsm has no textures, samplers or surfaces (.{name})", *cursor.source.position(at))
     if name is None or name not in allowed:  # type: ignore[operator]
         cursor.at = at
         raise cursor.expected(f"a type ({what})")
@@ -132,9 +130,7 @@ def _dimensions(cursor: Cursor) -> list[int] | None:
     return shape
 
 
-def _initialiser(
-    cursor: Cursor, type_: str, shape: list[int] | None, resolve: object, nesting: int = 0
-) -> tuple:
+def _initialiser(cursor: Cursor, type_: str, shape: list[int] | None, resolve: object, nesting: int = 0) -> tuple:
     """Flat element values; what a nested list leaves out is filled with zeros."""
     at = cursor.skip()
     if nesting > MAX_NESTING:
@@ -171,9 +167,7 @@ def _value(cursor: Cursor, type_: str, resolve: object) -> int | float | Symbol:
     if STARTS_CONSTANT.match(cursor.clean, at):
         value = constant(cursor)
         if cursor.sees("("):
-            raise Unsupported(
-                "softsm does not read masked addresses in initialisers", *cursor.source.position(at)
-            )
+            raise Unsupported("softsm does not read masked addresses in initialisers", *cursor.source.position(at))
         if type_ in ("f16", "bf16", "f32", "f64"):
             return float(value.value)
         return value.bits if value.kind != "int" else value.value
@@ -246,12 +240,8 @@ def parameters(cursor: Cursor, what: str) -> list[Variable]:
         if shape:
             size *= math.prod(shape)
         if size > 32764:
-            raise cursor.source.error(
-                f"the parameter '{name}' has {size} bytes; at most 32764 are allowed", at
-            )
-        result.append(
-            Variable(name, space, type_, align or natural, size, (), False, cursor.source.position(at)[0])
-        )
+            raise cursor.source.error(f"the parameter '{name}' has {size} bytes; at most 32764 are allowed", at)
+        result.append(Variable(name, space, type_, align or natural, size, (), False, cursor.source.position(at)[0]))
     return result
 
 
@@ -271,9 +261,7 @@ def function_directives(cursor: Cursor) -> dict[str, tuple]:
             continue
         if name not in FUNCTION_DIRECTIVES:
             close = suggestion(name, FUNCTION_DIRECTIVES)
-            raise cursor.source.error(
-                f"softsm does not know the directive '.{name}' of a function{close}", at
-            )
+            raise cursor.source.error(f"softsm does not know the directive '.{name}' of a function{close}", at)
         fewest, most = FUNCTION_DIRECTIVES[name]
         values: list[int] = []
         while len(values) < most and (values == [] or cursor.takes(",")):

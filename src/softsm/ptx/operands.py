@@ -244,9 +244,7 @@ class Operands:
                 known += walk.lists if opcode == "brx" else walk.labels
                 walk = walk.parent
             what = "list of targets" if opcode == "brx" else "label"
-            raise cursor.source.error(
-                f"there is no {what} '{name}' in this scope{suggestion(name, known)}", at
-            )
+            raise cursor.source.error(f"there is no {what} '{name}' in this scope{suggestion(name, known)}", at)
         result.append(Label(unique))
         if not cursor.sees(";"):
             raise cursor.expected("';' after the label")

@@ -106,9 +106,7 @@ class _Parser:
                 aliases.append((new, cursor.name("the name of a function"), at))
                 cursor.expect(";", "after .alias")
             elif word == "section":
-                raise self.source.error(
-                    "expected '.section name { ... }' with nothing but data between the braces", at
-                )
+                raise self.source.error("expected '.section name { ... }' with nothing but data between the braces", at)
             elif word == "loc":
                 cursor.at = at
                 if cursor.match(LOC) is None:
@@ -118,9 +116,7 @@ class _Parser:
         for new, old, at in aliases:
             if old not in self.module_.functions:
                 close = suggestion(old, self.module_.functions)
-                raise self.source.error(
-                    f"there is no function '{old}' to be named '{new}' as well{close}", at
-                )
+                raise self.source.error(f"there is no function '{old}' to be named '{new}' as well{close}", at)
             self.module_.functions[new] = self.module_.functions[old]
         return self.module_
 
@@ -134,9 +130,7 @@ class _Parser:
             if not cursor.takes(","):
                 break
         if not names[0].startswith("sm_") and not names[0].startswith("compute_"):
-            raise self.source.error(
-                f"expected a target such as sm_90a or sm_100a, found '{names[0]}'", cursor.at
-            )
+            raise self.source.error(f"expected a target such as sm_90a or sm_100a, found '{names[0]}'", cursor.at)
         self.module_.target = names[0]
 
     def _declaration(self, cursor: Cursor, word: str, at: int) -> None:
@@ -155,24 +149,10 @@ class _Parser:
                 self._declare(self.globals, self.module_.variables, variable, at, extern)
             cursor.expect(";", "after the declaration")
         else:
-            known = [
-                "entry",
-                "func",
-                "version",
-                "target",
-                "address_size",
-                "alias",
-                "pragma",
-                *LINKAGE,
-                *SPACES,
-            ]
-            raise self.source.error(
-                f"softsm does not know the directive '.{word}'{suggestion(word, known)}", at
-            )
+            known = ["entry", "func", "version", "target", "address_size", "alias", "pragma", *LINKAGE, *SPACES]
+            raise self.source.error(f"softsm does not know the directive '.{word}'{suggestion(word, known)}", at)
 
-    def _declare(
-        self, scope: Scope, into: list[Variable], variable: Variable, at: int, again: bool = False
-    ) -> None:
+    def _declare(self, scope: Scope, into: list[Variable], variable: Variable, at: int, again: bool = False) -> None:
         if scope.declared(variable.name):
             if again or (variable.name in scope.variables and scope.variables[variable.name].extern):
                 into[:] = [v for v in into if v.name != variable.name or not v.extern]
@@ -211,9 +191,7 @@ class _Parser:
                 self.module_.functions[name] = function
             return
         if before is not None and before.defined:
-            raise self.source.error(
-                f"the function '{name}' is defined twice, first in line {before.line}", where
-            )
+            raise self.source.error(f"the function '{name}' is defined twice, first in line {before.line}", where)
         if not cursor.takes("{"):
             raise cursor.expected("'{' before the body of the function, or ';'")
         function.defined = True
@@ -305,9 +283,7 @@ class _Body:
         line = self.source.position(start)[0]
         first = scope.labels.get(name, scope.lists.get(name))
         if first is not None:
-            raise self.source.error(
-                f"the label '{name}' is defined in lines {first} and {line} of one scope", start
-            )
+            raise self.source.error(f"the label '{name}' is defined in lines {first} and {line} of one scope", start)
         following = peek(Cursor(self.source, match.end()))
         if following in ("branchtargets", "calltargets", "callprototype"):
             scope.lists[name] = line
@@ -320,12 +296,8 @@ class _Body:
         start = cursor.skip()
         if start >= len(cursor.clean):
             line = self.source.position(opened)[0]
-            return self.source.error(
-                f"expected '}}' to close the body opened in line {line}, found the end", start
-            )
-        head = re.compile(r"(?:@\s*!?\s*[\w$%]+\s+)?[a-z][\w.:]*|\.[a-z_]\w*", re.ASCII).match(
-            cursor.clean, start
-        )
+            return self.source.error(f"expected '}}' to close the body opened in line {line}, found the end", start)
+        head = re.compile(r"(?:@\s*!?\s*[\w$%]+\s+)?[a-z][\w.:]*|\.[a-z_]\w*", re.ASCII).match(cursor.clean, start)
         if head is None:
             return cursor.expected("an instruction, a label, a declaration or '}'")
         stop = re.compile(r"[^;{}\n]*").match(cursor.clean, head.end())
@@ -391,9 +363,7 @@ class _Body:
         if label is not None:
             function = self.source.strings.get(label, "")[int(skip[:9]) if skip else 0 :]
             place = int(inlined[0]), int(inlined[1]), int(inlined[2])
-            caller = self.by_place.get(place) or SourceLoc(
-                self._file(place[0]), place[1], place[2], self.function.name
-            )
+            caller = self.by_place.get(place) or SourceLoc(self._file(place[0]), place[1], place[2], self.function.name)
         result = SourceLoc(self._file(int(file)), int(line), int(column or 0), function, caller)
         self.by_place[int(file), int(line), int(column or 0)] = result
         return result
@@ -418,9 +388,7 @@ class _Body:
             self._prototype(cursor)
         else:
             close = suggestion(str(word), BODY_DIRECTIVES)
-            raise self.source.error(
-                f"softsm does not know the directive '.{word}' in a function{close}", start
-            )
+            raise self.source.error(f"softsm does not know the directive '.{word}' in a function{close}", start)
         if not cursor.takes(";"):
             raise cursor.expected("',' or ';'")
         if cursor.at != match.end():
@@ -428,9 +396,7 @@ class _Body:
 
     def _list(self, cursor: Cursor, scope: Scope, start: int, word: str) -> None:
         """The targets of a `brx.idx`; the label stands just before the directive."""
-        before = re.compile(r"([A-Za-z_$%][\w$]*)\s*:\s*\Z", re.ASCII).search(
-            cursor.clean, max(0, start - 400), start
-        )
+        before = re.compile(r"([A-Za-z_$%][\w$]*)\s*:\s*\Z", re.ASCII).search(cursor.clean, max(0, start - 400), start)
         if before is None or before.group(1) not in scope.lists:
             raise self.source.error(f"expected a label before .{word}", start)
         names = []

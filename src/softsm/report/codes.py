@@ -50,10 +50,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Something else was written over an mbarrier that is still in use.",
         "Keep the 8 bytes of an mbarrier for it alone, or mbarrier.inval it before the word is used for anything else.",
     ),
-    "barrier-inval": (
-        "An mbarrier is invalidated while a warp waits on it.",
-        "Invalidate it after the last wait.",
-    ),
+    "barrier-inval": ("An mbarrier is invalidated while a warp waits on it.", "Invalidate it after the last wait."),
     "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
     "barrier-remote": (
         "An mbarrier of another CTA is used where only the CTA's own is allowed.",
@@ -108,10 +105,7 @@ CODES: dict[str, tuple[str, str]] = {
         "The threads of a warp give different tensor-memory addresses.",
         "Compute the address from values that are equal in all threads of the warp.",
     ),
-    "tmem-bounds": (
-        "Tensor memory has 512 columns.",
-        "Check the column of the address and the width of the access.",
-    ),
+    "tmem-bounds": ("Tensor memory has 512 columns.", "Check the column of the address and the width of the access."),
     "tmem-cta-group": (
         "All tcgen05 instructions of a kernel carry the same .cta_group, and both CTAs of a pair do the same.",
         "Use one cta_group in the whole kernel.",
@@ -134,10 +128,7 @@ CODES: dict[str, tuple[str, str]] = {
         "A shared-memory matrix descriptor is invalid: its fixed bits, swizzle mode or the memory it covers.",
         "`softsm explain descriptor` shows its fields and the bytes it reads.",
     ),
-    "idesc": (
-        "An instruction descriptor names a shape or type the instruction does not have.",
-        "See its fields.",
-    ),
+    "idesc": ("An instruction descriptor names a shape or type the instruction does not have.", "See its fields."),
     "scale-copies": (
         "The scale factors differ between the four lane quarters.",
         "tcgen05.cp.32x128b.warpx4 writes all four.",
@@ -155,10 +146,7 @@ CODES: dict[str, tuple[str, str]] = {
         "An asynchronous copy from shared memory or registers to shared memory, in a launch without clusters.",
         "Launch with clusters (.reqnctapercluster 1 is enough), or copy with loads and stores.",
     ),
-    "multicast": (
-        "The CTA mask of a multicast names CTAs that do not exist.",
-        "Use bits below the cluster size.",
-    ),
+    "multicast": ("The CTA mask of a multicast names CTAs that do not exist.", "Use bits below the cluster size."),
     "copy-size": ("The size of a bulk copy is not allowed.", "Sizes are multiples of 16 bytes."),
     "metadata": (
         "Metadata of a sparse product name one position twice, with sp::ordered_metadata in descending order, or hold "
@@ -172,14 +160,8 @@ CODES: dict[str, tuple[str, str]] = {
         "wgmma.wait_group before using the accumulator; wgmma.fence between ordinary register writes "
         "and wgmma.mma_async.",
     ),
-    "wgmma-operands": (
-        "The warps of a warpgroup execute different products.",
-        "All four give the same operands.",
-    ),
-    "warpgroup": (
-        "wgmma needs four whole warps.",
-        "Launch a multiple of 128 threads and keep all lanes alive.",
-    ),
+    "wgmma-operands": ("The warps of a warpgroup execute different products.", "All four give the same operands."),
+    "warpgroup": ("wgmma needs four whole warps.", "Launch a multiple of 128 threads and keep all lanes alive."),
     # control
     "divergent": (
         "Only part of the warp reaches an .aligned or .sync instruction.",
@@ -196,10 +178,7 @@ CODES: dict[str, tuple[str, str]] = {
         "docs/isa.md lists the supported instructions.",
     ),
     "address": ("A variable has no address here.", "This is a bug in softsm; report it with the PTX."),
-    "special-register": (
-        "A predefined register that has no value here.",
-        "Use another one.",
-    ),
+    "special-register": ("A predefined register that has no value here.", "Use another one."),
     "copy": ("An asynchronous copy could not be done.", "See the message: it names the operand and the instruction."),
     "internal": ("softsm reached an unexpected state.", "This is a bug in softsm; report it with the PTX."),
     "step-budget": ("The launch exceeded its instruction budget.", "Look for an infinite loop."),

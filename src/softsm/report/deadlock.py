@@ -70,13 +70,7 @@ class Text:
 
 def awaited(machine) -> dict:
     """warp -> the barrier it is blocked on, for each living warp."""
-    return {
-        w: f.blocked.on
-        for cta in machine.live
-        for w in cta.warps
-        for f in w.fragments
-        if f.blocked is not None
-    }
+    return {w: f.blocked.on for cta in machine.live for w in cta.warps for f in w.fragments if f.blocked is not None}
 
 
 def suppliers(machine, barrier, text: Text) -> list[tuple]:
@@ -169,9 +163,7 @@ def place(ins) -> str:
 
 
 def name(barrier) -> str:
-    return getattr(barrier, "name", "") or (
-        f"barrier {barrier.number}" if hasattr(barrier, "number") else "a barrier"
-    )
+    return getattr(barrier, "name", "") or (f"barrier {barrier.number}" if hasattr(barrier, "number") else "a barrier")
 
 
 def findings(machine) -> list[Diagnostic]:

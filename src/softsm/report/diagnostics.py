@@ -28,7 +28,7 @@ class Party:
     def deed(self) -> str:
         """What it did, without numbers and tense."""
         verb, _, rest = _NUMBERS.sub("#", self.what).partition(" ")
-        return f"{ {'wrote': 'writes', 'read': 'reads'}.get(verb, verb)} {rest}"
+        return f"{ {'wrote': 'writes', 'read': 'reads'}.get(verb, verb) } {rest}"
 
     def __str__(self) -> str:
         place = f"PTX line {self.ptx_line}: {brief(self.instruction)}" if self.ptx_line else ""

@@ -28,18 +28,7 @@ from softsm.report.codes import CODES
 
 # Eight colours that stay apart on light and dark terminals; a thread, row or register keeps its colour.
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_blue")
-BITS = {
-    "f16": 16,
-    "bf16": 16,
-    "tf32": 32,
-    "e4m3": 8,
-    "e5m2": 8,
-    "e2m3": 8,
-    "e3m2": 8,
-    "e2m1": 4,
-    "s8": 8,
-    "u8": 8,
-}
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "e2m3": 8, "e3m2": 8, "e2m1": 4, "s8": 8, "u8": 8}
 MOST_ROWS, MOST_K = 256, 4096  # of a tile: no product has larger ones
 MAX_ROWS = 32  # of a picture; more is said in words
 WIDE = 8  # cells across: fits a terminal of 80 columns
@@ -133,18 +122,14 @@ def chapter(name: str, parts: list[str]) -> RenderableType:
     function = LOWERERS.get(parts[0])
     if function is None:
         known = [*CODES, *LOWERERS]
-        near = difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(
-            parts[0], known, 3, 0.5
-        )
+        near = difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(parts[0], known, 3, 0.5)
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise ValueError(
             f"topic: got {name!r}, accepted are a diagnostic code, an instruction, descriptor and idesc{hint}"
         )
     module = __import__(function.__module__, fromlist=["__doc__"])
     return Group(
-        Text(parts[0], style="bold"),
-        Text((module.__doc__ or "").strip()),
-        Text(f"\nin {function.__module__}"),
+        Text(parts[0], style="bold"), Text((module.__doc__ or "").strip()), Text(f"\nin {function.__module__}")
     )
 
 
@@ -175,9 +160,7 @@ def tensor_move(parts: list[str]) -> RenderableType:
         table.add_column(f"{2 * c}-{2 * c + 1}" if packed else f"{c}", justify="right", no_wrap=True)
     for row in range(lanes):
         names = [cells.get((row, c)) for c in range(shown)]
-        table.add_row(
-            str(row), *(Text(f"t{x[0]}.r{x[1]}", style=COLOURS[x[0] % 8]) if x else "" for x in names)
-        )
+        table.add_row(str(row), *(Text(f"t{x[0]}.r{x[1]}", style=COLOURS[x[0] % 8]) if x else "" for x in names))
     words = [
         f"Each thread has {registers} register(s); a warp covers {lanes} lanes x "
         f"{tm.span(shape, repeat, packed)} columns of 32 bits."
@@ -219,8 +202,7 @@ def tensor_copy(parts: list[str]) -> RenderableType:
         to = ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in part.tolist())
         table.add_row(f"{first}" if step == 1 else f"{first}-{first + step - 1}", to)
     return Group(
-        table,
-        Text(f"Each row is {16 * chunks} bytes, {4 * chunks} columns; read through a matrix descriptor."),
+        table, Text(f"Each row is {16 * chunks} bytes, {4 * chunks} columns; read through a matrix descriptor.")
     )
 
 
@@ -281,9 +263,7 @@ def fragments(parts: list[str]) -> RenderableType:
     out: list[RenderableType] = [_held(f"C, D: {rows} x {n} (32-bit elements)", d, rows, min(n, WIDE))]
     if m == 64:
         if n > WIDE:
-            out.append(
-                Text(f"The first {WIDE} columns are drawn; each 8 columns more take the next 4 registers.")
-            )
+            out.append(Text(f"The first {WIDE} columns are drawn; each 8 columns more take the next 4 registers."))
         out.append(
             Text(
                 "wgmma: warp w of the warpgroup holds rows 16*w to 16*w+15. The accumulator is there after "
@@ -292,9 +272,7 @@ def fragments(parts: list[str]) -> RenderableType:
         )
     per = max(1, k // (4 * c)) * (rows // 8)
     values = np.repeat((np.arange(per)[:, None] * 32 + np.arange(32)[None, :])[..., None], c, axis=2)
-    out.append(
-        _held(f"A: {rows} x {k} ({dtype}, {c} in a register)", fr.left_values(values, rows), rows, k, c)
-    )
+    out.append(_held(f"A: {rows} x {k} ({dtype}, {c} in a register)", fr.left_values(values, rows), rows, k, c))
     if m != 64:
         per = max(1, k // (4 * c))
         values = np.repeat((np.arange(per)[:, None] * 32 + np.arange(32)[None, :])[..., None], c, axis=2)
@@ -310,11 +288,7 @@ def _held(title: str, matrix: np.ndarray, rows: int, columns: int, step: int = 1
         table.add_column(f"{c}" if step == 1 else f"{c}-{c + step - 1}", justify="right", no_wrap=True)
     for r in range(rows):
         table.add_row(
-            str(r),
-            *(
-                Text(f"t{v % 32}.r{v // 32}", style=COLOURS[v % 8])
-                for v in map(int, matrix[r, :columns:step])
-            ),
+            str(r), *(Text(f"t{v % 32}.r{v // 32}", style=COLOURS[v % 8]) for v in map(int, matrix[r, :columns:step]))
         )
     return table
 
@@ -326,9 +300,7 @@ def matrix_move(parts: list[str]) -> RenderableType:
     # 16-bit element (row, column) of the 8x8 matrix, as row * 8 + column
     tile = np.arange(64, dtype=np.uint16).reshape(1, 8, 8)
     held = words(tile, "trans" in parts)[0]
-    table = Table(
-        "thread", "elements in its register", "address it gives", title=".".join(parts), title_justify="left"
-    )
+    table = Table("thread", "elements in its register", "address it gives", title=".".join(parts), title_justify="left")
     for t in range(32):
         pair = (int(held[t]) & 0xFFFF, int(held[t]) >> 16)
         gives = f"row {t % 8} of matrix {t // 8}" if t < 8 * count else "-"
@@ -356,9 +328,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     if not 0 <= raw < 1 << 64:
         raise ValueError(f"descriptor: got {raw:#x}, accepted are 64 bits")
     blackwell = not tile.arch.startswith("sm_90")
-    fields = Table(
-        "bits", "field", "value", title=f"descriptor 0x{raw:016x} on {tile.arch}", title_justify="left"
-    )
+    fields = Table("bits", "field", "value", title=f"descriptor 0x{raw:016x} on {tile.arch}", title_justify="left")
     fields.add_row("0-13", "start address", f"0x{(raw & 0x3FFF) << 4:x}")
     fields.add_row("16-29", "leading byte offset (LBO)", f"{(raw >> 16 & 0x3FFF) << 4}")
     fields.add_row("32-45", "stride byte offset (SBO)", f"{(raw >> 32 & 0x3FFF) << 4}")
@@ -367,9 +337,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     fields.add_row("49-51", "base offset", f"{raw >> 49 & 7}")
     mode = raw >> 61 & (7 if blackwell else 6)
     fields.add_row(
-        "61-63" if blackwell else "62-63",
-        "swizzle",
-        f"{mode}: {swizzle.MODE_NAMES.get(mode, 'does not exist')}",
+        "61-63" if blackwell else "62-63", "swizzle", f"{mode}: {swizzle.MODE_NAMES.get(mode, 'does not exist')}"
     )
     try:
         d = swizzle.decode(raw, blackwell)
@@ -395,10 +363,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     out.append(Text("\n".join(notes)))
     if doubled:
         out.append(
-            Text(
-                f"{doubled} chunks lie on top of others: LBO or SBO is too small for this tile.",
-                style="bold red",
-            )
+            Text(f"{doubled} chunks lie on top of others: LBO or SBO is too small for this tile.", style="bold red")
         )
     if d.mode not in (swizzle.NONE,) and d.start & 127 == 0 and d.start & 1023 and not d.base_offset:
         out.append(
@@ -458,9 +423,7 @@ def instruction_descriptor(raw: int, tile: Tile) -> RenderableType:
             d = idesc.decode(raw, tile.kind, 2, False, sparse)
         except Fault:
             return Text(str(one), style="bold red")
-    table = Table(
-        "field", "value", title=f"idesc 0x{raw:08x}, kind::{tile.kind}", title_justify="left", min_width=32
-    )
+    table = Table("field", "value", title=f"idesc 0x{raw:08x}, kind::{tile.kind}", title_justify="left", min_width=32)
     for name in d._fields:
         table.add_row(name, str(getattr(d, name)))
     return table

@@ -145,9 +145,7 @@ def shared_map(recorder: Recorder, launch: int) -> dict:
                 home = loose[-1]
             else:
                 ends = [a.low for a in areas if a.low > b.low]
-                home = Buffer(
-                    b.low, min([b.low + 16384, recorder.launches[launch].shared, *ends]), {"threads"}
-                )
+                home = Buffer(b.low, min([b.low + 16384, recorder.launches[launch].shared, *ends]), {"threads"})
                 loose.append(home)
         home.read_by |= b.read_by
         home.swizzles |= b.swizzles
@@ -164,12 +162,7 @@ def shared_map(recorder: Recorder, launch: int) -> dict:
     ]
     words = sorted({b.offset for b in recorder.barriers if b.launch == launch})
     variables = [[n, at, size] for n, (at, size) in recorder.launches[launch].variables.items()]
-    return {
-        "size": recorder.launches[launch].shared,
-        "buffers": rows,
-        "barriers": words,
-        "variables": variables,
-    }
+    return {"size": recorder.launches[launch].shared, "buffers": rows, "barriers": words, "variables": variables}
 
 
 def _joined(buffers: list[Buffer]) -> list[Buffer]:

@@ -110,9 +110,7 @@ class Clock:
     instructions: int = 0
     role: str = ""
     deeds: set = field(default_factory=set)
-    waiting: dict = field(
-        default_factory=dict
-    )  # fragment -> (start, instruction, what it waits on, in words)
+    waiting: dict = field(default_factory=dict)  # fragment -> (start, instruction, what it waits on, in words)
     macs: int = 0
     groups: list = field(default_factory=list)  # ends of its wgmma
     stores: list = field(default_factory=list)  # ends of its bulk stores
@@ -127,9 +125,7 @@ class Recorder:
         self.flows: list[tuple[int, int]] = []  # slice -> slice
         self.barriers: list[Barrier] = []
         self.buffers: dict[tuple[int, int, int], Buffer] = {}  # (launch, low, high)
-        self.tensor: list[
-            tuple[int, int, int, int, int, int, str]
-        ] = []  # launch, cta, start, end, columns, what
+        self.tensor: list[tuple[int, int, int, int, int, int, str]] = []  # launch, cta, start, end, columns, what
         self.allocations: list[list] = []  # launch, sm, cta, start, end, column, columns, line
         self.clocks: dict[Track, Clock] = {}
         self.operations: dict[tuple[Track, str], list[int]] = defaultdict(lambda: [0, 0])  # count, bytes

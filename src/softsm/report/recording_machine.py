@@ -137,8 +137,7 @@ class RecordingMachine(Machine):
 
     def close_run(self, clock: Clock) -> None:
         if clock.run_start >= 0:
-            self.draw(clock, f"{clock.run_steps} instructions", clock.run_start, clock.time, "run",
-                              at=clock.run_place)  # fmt: skip
+            self.draw(clock, f"{clock.run_steps} instructions", clock.run_start, clock.time, "run", at=clock.run_place)
             clock.run_start = -1
 
     def run_warp(self, warp) -> None:
@@ -246,8 +245,9 @@ class RecordingMachine(Machine):
         info.waiters.add(clock.track)
         info.waited += end - start
         self.close_run(clock)
-        number = self.draw(clock, f"wait {info.name}", start, max(end, start + 1), "wait", at=place(ins),
-                                   phase=barrier.phase - 1)  # fmt: skip
+        number = self.draw(
+            clock, f"wait {info.name}", start, max(end, start + 1), "wait", at=place(ins), phase=barrier.phase - 1
+        )
         self.recorder.flow(info.ended_cause, number)
         clock.time = max(end, start + 1)
 
@@ -375,9 +375,7 @@ class RecordingMachine(Machine):
                     kind = f"{op.kind} {what}"
                     number = self.number(region[1])
                     if number < MAX_CTAS and len(self.recorder.tensor) < MAX_SLICES:
-                        self.recorder.tensor.append(
-                            (self.index, number, start, end, region[2], region[3], kind)
-                        )
+                        self.recorder.tensor.append((self.index, number, start, end, region[2], region[3], kind))
 
     def note_allocations(self, cta, time: int) -> None:
         sm = cta.sm.index

@@ -106,9 +106,7 @@ class Writer:
         for s in self.recorder.slices:
             if s.kind == "copy" and "bytes" in s.details:
                 key = (s.track.launch, s.track.cta, "bytes in flight", "bytes")
-                changes.setdefault(key, []).extend(
-                    [(s.start, s.details["bytes"]), (s.end, -s.details["bytes"])]
-                )
+                changes.setdefault(key, []).extend([(s.start, s.details["bytes"]), (s.end, -s.details["bytes"])])
         for track, clock in self.recorder.clocks.items():
             if (track.launch, track.cta) in self.ids:
                 key = (track.launch, track.cta, "instructions of exited warps", "instructions")

@@ -1,8 +1,8 @@
 """`softsm trace`: a run recorded and checked, written as a Perfetto timeline and an HTML report.
 
-    with tracing("out") as trace:
-        kernel[grid](...)
-    trace.report, trace.recorder
+with tracing("out") as trace:
+    kernel[grid](...)
+trace.report, trace.recorder
 """
 
 from __future__ import annotations

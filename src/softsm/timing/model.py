@@ -409,8 +409,9 @@ class Model:
         kinds = sorted(set(self.kinds))
         many = len(kinds)
         length, most = QUEUE
-        while length < most and {(s + k * resident) % many for s in range(resident)
-                                 for k in range(1, length - 1)} < set(range(many)):  # fmt: skip
+        while length < most and {
+            (s + k * resident) % many for s in range(resident) for k in range(1, length - 1)
+        } < set(range(many)):
             length += 1
         length = min(length, waves + 1)
         return [[kinds[(s + k * resident) % many] for k in range(length)] for s in range(resident)]

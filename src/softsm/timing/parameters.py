@@ -173,10 +173,7 @@ BLACKWELL = HOPPER | {
     # Products and threads share no register ports; nobody has measured it.
     "product.delay": _p(0.0, CLOSE, TMEM, "C", 0.0, 0.24),
 }
-GPUS = {
-    "h200": Gpu("H200", "sm_90a", 1.98, HOPPER),
-    "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL),
-}
+GPUS = {"h200": Gpu("H200", "sm_90a", 1.98, HOPPER), "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL)}
 
 
 def gpu_for(name: str | None, arch: str) -> Gpu:

@@ -28,6 +28,7 @@ from softsm.timing.machine import (
     TMA_INTERVAL, TMA_ISSUE, TMEM_LATENCY, TMEM_RATE, TM_FREE, TRY_WAIT, UNITS, WAITS, WAKE, WRITE,
     WRITE_FREE,
 )  # fmt: skip
+
 # isort: on
 from softsm.timing.parts import change, earliest, fetch, held, note, plant, wake
 

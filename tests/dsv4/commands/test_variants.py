@@ -119,17 +119,19 @@ def test_v4_attention_and_its_gradients_are_written(arch, dtype, deterministic):
     numbers = torch.zeros(3, 7, dtype=torch.int32)
     with recording(arch) as launched, torch.enable_grad():
         for rope in (None, (torch.zeros(9, 64), torch.zeros(3, dtype=torch.int64))):
-            out = dsv4.v4_attention(q, rows, numbers, rows, numbers, inverse_rope=rope, deterministic=deterministic,
-                                    backend="softsm")  # fmt: skip
+            out = dsv4.v4_attention(
+                q, rows, numbers, rows, numbers, inverse_rope=rope, deterministic=deterministic, backend="softsm"
+            )
             torch.autograd.grad(out, [q, rows], torch.zeros_like(out))
     assert {"query_rows", "number_rows", "backward_listed"} <= set(launched.values())
     missing = set(launched) - written(["v4", "v4-backward"], arch, dtype=dtype)
     assert not missing, [launched[one] for one in missing]
 
 
-@pytest.mark.parametrize("text, got", [
-    ('{"hidden_size": 4096}', "q_lora_rank, "), ("[4096]", "JSON object"), ("import torch", "JSON object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, got",
+    [('{"hidden_size": 4096}', "q_lora_rank, "), ("[4096]", "JSON object"), ("import torch", "JSON object")],
+)
 def test_a_config_without_the_sizes_is_refused(tmp_path, text, got):
     path = tmp_path / "config.json"
     path.write_text(text)

@@ -50,12 +50,7 @@ def test_steps_of_1_to_4_tokens_give_the_bits_of_one_shot(kind, dtype):
 
 
 @settings(max_examples=60)
-@given(
-    st.sampled_from(list(KINDS)),
-    st.integers(0, 300),
-    st.lists(st.integers(0, 300), max_size=8),
-    st.integers(0, 99),
-)
+@given(st.sampled_from(list(KINDS)), st.integers(0, 300), st.lists(st.integers(0, 300), max_size=8), st.integers(0, 99))
 def test_any_cut_gives_the_same_bits(kind, tokens, cuts, seed):
     args = inputs(kind, tokens, seed)
     once, _ = dsv4.compress(**args)
@@ -122,9 +117,7 @@ def test_rows_come_in_the_asked_dtype_and_without_rope_when_there_is_no_table():
     args = inputs("csa", 64)
     plain, _ = dsv4.compress(**args | {"cos_sin": None})
     full, _ = dsv4.compress(**args)
-    assert torch.equal(plain[:, :448], full[:, :448]) and torch.equal(
-        plain[0], full[0]
-    )  # position 0 turns by 0
+    assert torch.equal(plain[:, :448], full[:, :448]) and torch.equal(plain[0], full[0])  # position 0 turns by 0
     half, _ = dsv4.compress(**args, dtype=torch.bfloat16)
     assert torch.equal(half, full.bfloat16())
 
@@ -151,9 +144,7 @@ def test_rows_go_into_a_pool(kind):
 
 def test_strides_are_honoured():
     args = inputs("csa", 64)
-    wide = {
-        k: torch.stack([args[k], torch.full_like(args[k], float("nan"))], -1)[..., 0] for k in ("kv", "gate")
-    }
+    wide = {k: torch.stack([args[k], torch.full_like(args[k], float("nan"))], -1)[..., 0] for k in ("kv", "gate")}
     assert wide["kv"].stride(-1) == 2
     assert torch.equal(dsv4.compress(**args | wide)[0], dsv4.compress(**args)[0])
 
@@ -186,7 +177,8 @@ BAD = {
     "an Fp8Cache for other rows": ({"out": dsv4.Fp8Cache.empty(1, 9), "slots": torch.arange(3)}, "out"),
     "backend": ({"backend": "gpu"}, "backend"),
     "grad with a pool": (
-        {"kv": torch.zeros(10, 12, requires_grad=True), "out": torch.zeros(9, 6), "slots": torch.arange(3)}, "kv"
+        {"kv": torch.zeros(10, 12, requires_grad=True), "out": torch.zeros(9, 6), "slots": torch.arange(3)},
+        "kv",
     ),
     "grad of a state": ({"state": STATE._replace(gate=STATE.gate.clone().requires_grad_())}, "state.gate"),
     "eps below 0": ({"eps": -5}, "eps"),

@@ -75,9 +75,7 @@ def test_fewer_equal_and_more_rows_than_topk(visible):
     there = min(visible, 8)
     assert (got[:, there:] == -1).all() and (got[:, :there] >= 0).all() and (got < max(visible, 1)).all()
     if visible <= 8:
-        assert torch.equal(
-            got[:, :there].sort(-1).values, torch.arange(there, dtype=torch.int32).expand(3, -1)
-        )
+        assert torch.equal(got[:, :there].sort(-1).values, torch.arange(there, dtype=torch.int32).expand(3, -1))
 
 
 @pytest.mark.parametrize("t", [0, 2, 3, 4, 6, 7, 126, 127, 128, 255])

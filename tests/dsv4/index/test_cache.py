@@ -6,15 +6,7 @@ import pytest
 import torch
 
 import softsm
-from dsv4.index.cache import (
-    ROW_BYTES,
-    IndexCache,
-    data_of,
-    quantize_keys,
-    quantize_queries,
-    scales_of,
-    unpacked,
-)
+from dsv4.index.cache import ROW_BYTES, IndexCache, data_of, quantize_keys, quantize_queries, scales_of, unpacked
 from dsv4.kernels.shared.index.keys import write_keys
 
 

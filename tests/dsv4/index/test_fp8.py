@@ -86,8 +86,9 @@ def test_what_does_not_fit_is_refused_by_name(change, words):
 
 def test_request_rows_need_a_table():
     with pytest.raises(ValueError, match="request_rows"):
-        dsv4.index_topk(torch.zeros(1, 2, 8), torch.zeros(4, 8), torch.zeros(1, 2), 2, request_rows=True,
-                        lengths=torch.tensor([4]))  # fmt: skip
+        dsv4.index_topk(
+            torch.zeros(1, 2, 8), torch.zeros(4, 8), torch.zeros(1, 2), 2, request_rows=True, lengths=torch.tensor([4])
+        )
 
 
 def test_pages_anywhere_are_taken_on_a_cpu():
@@ -97,8 +98,9 @@ def test_pages_anywhere_are_taken_on_a_cpu():
     q, w = quantize_queries(torch.randn(1, 4, 128, generator=g), torch.randn(1, 4, generator=g))
     table, lengths = torch.arange(20, dtype=torch.int32)[None], torch.tensor([60])
     lists = [
-        dsv4.index_topk(q, IndexCache.pack(keys, rows_per_page=3, page_stride=stride), w, 9, lengths=lengths,
-                        block_table=table)
+        dsv4.index_topk(
+            q, IndexCache.pack(keys, rows_per_page=3, page_stride=stride), w, 9, lengths=lengths, block_table=table
+        )
         for stride in (396, 401, 999)
-    ]  # fmt: skip
+    ]
     assert torch.equal(lists[0], lists[1]) and torch.equal(lists[0], lists[2])

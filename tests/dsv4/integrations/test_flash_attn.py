@@ -94,8 +94,9 @@ def test_varlen_queries_and_keys_in_pages(counts, extra, options):
     k, v = (torch.randn(16, page, 2, 64, generator=generator) for _ in "kv")
     table = torch.randperm(16, generator=generator)[: 3 * len(counts)].view(len(counts), 3).int()
     rows = [x[table[n].long()].flatten(0, 1)[: lengths[n]] for x in (k, v) for n in range(len(counts))]
-    keys, values = (torch.cat([x.new_zeros(0, 2, 64), *part]) for x, part in
-                    ((k, rows[: len(counts)]), (v, rows[len(counts) :])))  # fmt: skip
+    keys, values = (
+        torch.cat([x.new_zeros(0, 2, 64), *part]) for x, part in ((k, rows[: len(counts)]), (v, rows[len(counts) :]))
+    )
     for n, length in enumerate(lengths):
         if length < 3 * page:  # page rows past the length may hold anything
             for x in (k, v):
@@ -310,7 +311,7 @@ def test_a_cache_is_not_touched_by_a_call_that_is_refused():
         ("v: got a tensor that requires grad", dict(v=new.clone().requires_grad_())),
         ("learnable_sink: ", dict(learnable_sink=torch.zeros(3))),
         ("backend: ", dict(backend="gpu")),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=f"^{text}"):
             flash_attn_with_kvcache(**refused_first | change)
         assert torch.equal(caches[0], k) and torch.equal(caches[1], v), text

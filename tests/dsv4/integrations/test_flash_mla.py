@@ -253,20 +253,21 @@ def test_what_it_cannot_do_it_says():
         "attn_sink: ": dict(attn_sink=torch.zeros(3)),
         "extra_indices_in_kvcache: got NoneType None": dict(extra_k_cache=cache),
         "extra_indices_in_kvcache: .*without extra_k_cache": dict(extra_indices_in_kvcache=indices),
-        "extra_indices_in_kvcache: got values": dict(
-            extra_k_cache=cache, extra_indices_in_kvcache=indices + 99
-        ),
+        "extra_indices_in_kvcache: got values": dict(extra_k_cache=cache, extra_indices_in_kvcache=indices + 99),
         "extra_k_cache: ": dict(extra_k_cache=cache[..., :8], extra_indices_in_kvcache=indices),
         "out: ": dict(out=q[:1]),
         "block_table: ": dict(indices=None, is_fp8_kvcache=False),
         "is_fp8_kvcache: ": dict(indices=None),
         "topk_length: .*indices is None": dict(indices=None, topk_length=torch.zeros(2).int()),
         "cache_seqlens: got values": dict(
-            indices=None, is_fp8_kvcache=False, k_cache=normal(2, 8, 1, 512, dtype=torch.bfloat16),
-            block_table=torch.zeros(2, 1).int(), cache_seqlens=torch.full((2,), 9).int(),
+            indices=None,
+            is_fp8_kvcache=False,
+            k_cache=normal(2, 8, 1, 512, dtype=torch.bfloat16),
+            block_table=torch.zeros(2, 1).int(),
+            cache_seqlens=torch.full((2,), 9).int(),
         ),
         "backend: ": dict(backend="gpu"),
-    }  # fmt: skip
+    }
     for text, change in bad.items():
         with pytest.raises(ValueError, match=f"^{text}"):
             flash_mla_with_kvcache(**good | change)

@@ -139,10 +139,7 @@ def test_packed_sequences_are_kept_apart_in_the_window(model, ids):
     """position_ids that start again: transformers keeps the window rows of the sequences apart."""
     some = ids[:1, :60]
     positions = torch.cat([torch.arange(23), torch.arange(37)])[None]
-    same(
-        logits(model, "dsv4", some, position_ids=positions),
-        logits(model, "eager", some, position_ids=positions),
-    )
+    same(logits(model, "dsv4", some, position_ids=positions), logits(model, "eager", some, position_ids=positions))
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions
@@ -157,9 +154,7 @@ def test_bf16_attention_is_as_near_to_fp32_as_eager_is(ids):
     def both(module, query, key, value, attention_mask, scaling, **options):
         ref, weights = eager_attention_forward(module, query, key, value, attention_mask, scaling, **options)
         options.pop("s_aux")
-        wide, _ = eager_attention_forward(
-            module, query.float(), key.float(), value.float(), attention_mask, scaling
-        )
+        wide, _ = eager_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, scaling)
         lists = integration.window_lists(
             2, query.shape[2], query.shape[2], mask_function=causal_window, local_size=WINDOW
         )

@@ -353,12 +353,14 @@ def test_wrong_arguments(model):
             for name in list(engine.requests):
                 engine.drop(name)
 
-    wrong.each_in_turn("step", step, dict(tokens=[1, 2], new={"a": [1]}, all_logits=True),
-                       [("tokens", "*"), ("new", "dict")])  # fmt: skip
+    wrong.each_in_turn(
+        "step", step, dict(tokens=[1, 2], new={"a": [1]}, all_logits=True), [("tokens", "*"), ("new", "dict")]
+    )
     wrong.each_in_turn("step", step, dict(tokens=[1, 2]))
     wrong.each_in_turn("submit", Serving(engine).submit, dict(prompt=[1, 2], new_tokens=2, stop=5))
-    wrong.each_in_turn("generate", engine.generate, dict(prompts=[[1], [2]], new_tokens=2, stop=5),
-                       [("prompts", "empty list")])  # fmt: skip
+    wrong.each_in_turn(
+        "generate", engine.generate, dict(prompts=[[1], [2]], new_tokens=2, stop=5), [("prompts", "empty list")]
+    )
     for name in ({}, [1], "b", None):
         with pytest.raises(ValueError, match="^name: got .*; accepted: the name of a request"):
             engine.drop(name)

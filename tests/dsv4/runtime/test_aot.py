@@ -127,7 +127,8 @@ def test_a_kernel_from_a_file_is_launched_as_triton_launches_it(compiled, launch
     by_triton = driver.Function.of(SimpleNamespace(metadata=made.metadata, src=made.src, function=77), 0)
     assert found._replace(types=()) == by_triton._replace(types=())
     fixed = [launch.constants.get(p.name) for p in launch.kernel.params[len(launch.arguments) :]]
-    one, other = (driver.DriverLaunch(x, (1, 1, 1), arguments) for x, arguments in (
-        (found, launch.arguments), (by_triton, [*launch.arguments, *fixed])
-    ))  # fmt: skip
+    one, other = (
+        driver.DriverLaunch(x, (1, 1, 1), arguments)
+        for x, arguments in ((found, launch.arguments), (by_triton, [*launch.arguments, *fixed]))
+    )
     assert one.parameters == other.parameters and one.places == other.places

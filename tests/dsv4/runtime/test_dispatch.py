@@ -113,9 +113,7 @@ def test_softsm_runs_the_kernels_of_the_active_architecture(played, active, capa
     assert bool((out == 7).all()) and bool((lse == 1).all())
     assert played.archs == [active or "sm_100a"] and played.inside is None
     got_capability, problem = played.problems[0]
-    assert (
-        got_capability == capability and (problem.left, problem.right) == (-1, 0) and problem.kind == "dense"
-    )
+    assert got_capability == capability and (problem.left, problem.right) == (-1, 0) and problem.kind == "dense"
 
 
 def test_what_the_kernel_refuses_is_passed_on(played):

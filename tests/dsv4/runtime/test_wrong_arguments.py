@@ -30,7 +30,7 @@ V4 = dict(
 )  # fmt: skip
 TOKENS = dict(
     kv=torch.randn(9, 16), gate=torch.randn(9, 16), position_bias=torch.randn(4, 16), norm_weight=torch.ones(8)
-)  # fmt: skip
+)
 CACHE = Fp8Cache.pack(torch.randn(9, 512), rows_per_page=4)
 INDEX = dict(q=torch.randn(4, 3, 8), k=torch.randn(6, 8), weights=torch.randn(4, 3), topk=3, ratio=4, scale=0.1,
              return_scores=True)  # fmt: skip

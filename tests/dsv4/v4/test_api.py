@@ -39,10 +39,7 @@ def window_list(positions, width=WINDOW):
 def layer(kind, positions, heads=3, dtype=torch.float32, seed=0, ratio=None):
     """Arguments of one V4 layer for queries at these positions of one sequence."""
     tokens = int(positions.max()) + 1
-    args = [
-        normal(len(positions), heads, 512, seed=seed, dtype=dtype),
-        normal(tokens, 512, seed=seed + 1, dtype=dtype),
-    ]
+    args = [normal(len(positions), heads, 512, seed=seed, dtype=dtype), normal(tokens, 512, seed=seed + 1, dtype=dtype)]
     args.append(window_list(positions))
     options = dict(
         sink=normal(heads, seed=seed + 2),
@@ -90,8 +87,7 @@ def test_steps_of_1_to_4_tokens(kind, first, tokens):
     for n in range(tokens):
         one = [args[0][n : n + 1], args[1], args[2][n : n + 1], *args[3:4], *(x[n : n + 1] for x in args[4:])]
         more = dict(
-            sink=options["sink"],
-            inverse_rope=(options["inverse_rope"][0], options["inverse_rope"][1][n : n + 1]),
+            sink=options["sink"], inverse_rope=(options["inverse_rope"][0], options["inverse_rope"][1][n : n + 1])
         )
         if kind != "swa":
             more["compressed_lengths"] = options["compressed_lengths"][n : n + 1]
@@ -118,9 +114,7 @@ POOLS = {
     "rows": lambda x: x,
     "pages": lambda x: x.unflatten(0, (-1, 2)),
     "strided rows": lambda x: torch.cat([x, x.new_full(x.shape, INF)], 1)[:, :512],
-    "strided pages": lambda x: torch.cat(
-        [x.unflatten(0, (-1, 2)), x.new_full((len(x) // 2, 3, 512), INF)], 1
-    )[:, :2],
+    "strided pages": lambda x: torch.cat([x.unflatten(0, (-1, 2)), x.new_full((len(x) // 2, 3, 512), INF)], 1)[:, :2],
     "fp8, 64 rows a page": lambda x: Fp8Cache.pack(x, rows_per_page=64),
     "fp8, 2 rows a page": lambda x: Fp8Cache.pack(x, rows_per_page=2),
     "fp8, odd stride": lambda x: Fp8Cache.pack(x, rows_per_page=2, page_stride=1171),
@@ -131,9 +125,7 @@ POOLS = {
 @pytest.mark.parametrize("compressed", POOLS)
 def test_pools(window, compressed):
     q = normal(6, 4, 512, seed=0, dtype=torch.bfloat16)
-    w, c = (
-        POOLS[p](normal(80, 512, seed=s, dtype=torch.bfloat16)) for p, s in ((window, 1), (compressed, 2))
-    )
+    w, c = (POOLS[p](normal(80, 512, seed=s, dtype=torch.bfloat16)) for p, s in ((window, 1), (compressed, 2)))
     g = torch.Generator().manual_seed(3)
     wi, ci = (torch.randint(-1, 80, (6, k), dtype=torch.int32, generator=g) for k in (13, 40))
     compare(q, w, wi, c, ci, sink=normal(4, seed=4))
@@ -229,19 +221,14 @@ def test_a_query_without_rows_is_zero_whatever_the_sink():
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_that_nobody_lists_may_hold_anything(poison, packed):
     """Row 0 above all: an absent row must not be read as row 0 times zero."""
-    q, w, c = (
-        normal(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(4, 2, 512), (10, 512), (12, 512)])
-    )
+    q, w, c = (normal(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(4, 2, 512), (10, 512), (12, 512)]))
     wi = torch.tensor([[1, -1], [2, 3], [-1, -1], [4, -1]], dtype=torch.int32)
     ci = torch.tensor([[5, -1, 6], [7, -1, -1], [-1, -1, -1], [8, 9, 11]], dtype=torch.int32)
     make = (lambda x: Fp8Cache.pack(x, rows_per_page=1)) if packed else (lambda x: x)
     clean = dsv4.v4_attention(q, make(w), wi, make(c), ci)
     w[0], w[5:], c[:5], c[10] = poison, poison, poison, poison
     assert torch.equal(dsv4.v4_attention(q, make(w), wi, make(c), ci), clean)
-    table, lengths = (
-        torch.tensor([[5, 6, 0]] * 4, dtype=torch.int32),
-        torch.tensor([1, 2, 0, 2], dtype=torch.int32),
-    )
+    table, lengths = (torch.tensor([[5, 6, 0]] * 4, dtype=torch.int32), torch.tensor([1, 2, 0, 2], dtype=torch.int32))
     out = dsv4.v4_attention(q, make(w), wi, make(c), compressed_block_table=table, compressed_lengths=lengths)
     assert out.isfinite().all()
 
@@ -291,14 +278,10 @@ def test_strides_are_honoured():
 def test_empty_sizes():
     w, none = normal(5, 512, seed=1), torch.zeros(0, 3, dtype=torch.int32)
     assert dsv4.v4_attention(normal(0, 2, 512, seed=0), w, none).shape == (0, 2, 512)
-    out, lse = dsv4.v4_attention(
-        normal(2, 0, 512, seed=0), w, torch.zeros(2, 3, dtype=torch.int32), return_lse=True
-    )
+    out, lse = dsv4.v4_attention(normal(2, 0, 512, seed=0), w, torch.zeros(2, 3, dtype=torch.int32), return_lse=True)
     assert out.shape == (2, 0, 512) and lse.shape == (2, 0)
     empty = Fp8Cache.empty(0, 64)
-    compare(
-        normal(2, 2, 512, seed=0), w, torch.tensor([[1], [-1]]).int(), empty, torch.full((2, 4), -1).int()
-    )
+    compare(normal(2, 2, 512, seed=0), w, torch.tensor([[1], [-1]]).int(), empty, torch.full((2, 4), -1).int())
 
 
 @settings(max_examples=50)
@@ -328,9 +311,7 @@ def test_any_lists(data):
         args.append(c)
         cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=4)))
         options["request_starts"] = torch.tensor([0, *cuts], dtype=torch.int32)
-        options["compressed_block_table"] = torch.randint(
-            0, rows, (len(cuts), 7), generator=g, dtype=torch.int32
-        )
+        options["compressed_block_table"] = torch.randint(0, rows, (len(cuts), 7), generator=g, dtype=torch.int32)
         options["compressed_lengths"] = lengths(7)
     if data.draw(st.booleans()):
         options["sink"] = torch.randn(heads, generator=g)

@@ -76,13 +76,9 @@ def our_layer(model, a, x, cuts=()):
         visible = (positions + 1) // a.compressor.compress_rate
         if a.layer_type == "compressed_sparse_attention":
             indexer = a.compressor.indexer
-            index_q = apply_rope(
-                indexer.q_b_proj(low).view(len(x), INDEX_HEADS, INDEX_DIM), cos_sin, positions
-            )
+            index_q = apply_rope(indexer.q_b_proj(low).view(len(x), INDEX_HEADS, INDEX_DIM), cos_sin, positions)
             index_k, weights = pooled(indexer, x, cos_sin, cuts), indexer.scorer.weights_proj(x)
-            options["compressed_indices"] = dsv4.index_topk(
-                index_q, index_k, weights, TOPK, positions=positions
-            )
+            options["compressed_indices"] = dsv4.index_topk(index_q, index_k, weights, TOPK, positions=positions)
         else:
             rows = len(options["compressed"])
             options["compressed_block_table"] = torch.arange(rows, dtype=torch.int32)[None]

@@ -72,9 +72,7 @@ def test_opcheck(call, return_lse):
 @pytest.mark.parametrize("call", CALLS)
 def test_opcheck_of_the_out_form(call):
     a = CALLS[call]()
-    opcheck(
-        torch.ops.dsv4.v4_attention_out, (), a | dict(out=torch.empty_like(a["q"]), lse=torch.empty(N, H))
-    )
+    opcheck(torch.ops.dsv4.v4_attention_out, (), a | dict(out=torch.empty_like(a["q"]), lse=torch.empty(N, H)))
 
 
 def test_lse_has_size_0_when_not_wanted():
@@ -157,10 +155,7 @@ BAD = {
     "row past the end": (dict(window_indices=torch.full((N, 3), ROWS, dtype=torch.int32)), "window_indices"),
     "row -2": (dict(compressed_indices=torch.full((N, 5), -2, dtype=torch.int32)), "compressed_indices"),
     "lengths longer than the list": (dict(window_lengths=ints(0, 1, 2, 4)), "window_lengths"),
-    "compressed lengths longer than the list": (
-        dict(compressed_lengths=ints(6, 0, 0, 0)),
-        "compressed_lengths",
-    ),
+    "compressed lengths longer than the list": (dict(compressed_lengths=ints(6, 0, 0, 0)), "compressed_lengths"),
     "lengths negative": (dict(compressed_lengths=ints(-1, 0, 0, 0)), "compressed_lengths"),
     "lengths shape": (dict(window_lengths=ints(0, 1)), "window_lengths"),
     "lengths dtype": (dict(window_lengths=torch.zeros(N)), "window_lengths"),
@@ -176,24 +171,15 @@ BAD = {
     "table without starts": (table(request_starts=None), "request_starts"),
     "table rank": (table(compressed_block_table=ints(0, 1)), "compressed_block_table"),
     "table longer than the pages": (table(compressed_lengths=ints(6, 0, 0, 0)), "compressed_lengths"),
-    "table page -1": (
-        table(compressed_block_table=-torch.ones(2, 5, dtype=torch.int32)),
-        "compressed_block_table",
-    ),
-    "table page past the end": (
-        table(compressed_block_table=torch.full((2, 5), 10).int()),
-        "compressed_block_table",
-    ),
+    "table page -1": (table(compressed_block_table=-torch.ones(2, 5, dtype=torch.int32)), "compressed_block_table"),
+    "table page past the end": (table(compressed_block_table=torch.full((2, 5), 10).int()), "compressed_block_table"),
     "starts count": (table(request_starts=ints(0, 4)), "request_starts"),
     "starts fall": (table(request_starts=ints(0, 3, 2)), "request_starts"),
     "starts past the queries": (table(request_starts=ints(0, 1, 5)), "request_starts"),
     "starts not from 0": (table(request_starts=ints(1, 2, 4)), "request_starts"),
     "starts empty": (dict(request_starts=ints()), "request_starts"),
     "rope type": (dict(inverse_rope=torch.zeros(20, 64)), "inverse_rope"),
-    "rope width": (
-        dict(inverse_rope=(torch.zeros(20, 63), ints(0, 0, 0, 0))),
-        r"inverse_rope\[0\] \(cos_sin\)",
-    ),
+    "rope width": (dict(inverse_rope=(torch.zeros(20, 63), ints(0, 0, 0, 0))), r"inverse_rope\[0\] \(cos_sin\)"),
     "rope dtype": (
         dict(inverse_rope=(torch.zeros(20, 64, dtype=BF16), ints(0, 0, 0, 0))),
         r"inverse_rope\[0\] \(cos_sin\)",
@@ -238,10 +224,7 @@ def test_grad_is_no_matter_without_grad_mode():
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(st.integers(-4, 14), min_size=6, max_size=6),
-    st.lists(st.integers(-2, 5), min_size=2, max_size=2),
-)
+@given(st.lists(st.integers(-4, 14), min_size=6, max_size=6), st.lists(st.integers(-2, 5), min_size=2, max_size=2))
 def test_any_numbers_give_the_right_result_or_a_named_error(rows, lengths):
     q, pool = torch.randn(2, 1, 64), torch.randn(ROWS, 64)
     lists, counts = ints(*rows).view(2, 3), ints(*lengths)

@@ -1,7 +1,7 @@
 """Writes docs/strict.md: what the strict level says about the Triton programs of tests/triton and the kernels here.
 
-    python tests/softsm/checks/strict_page.py              # all of it, some minutes
-    python tests/softsm/checks/strict_page.py -k matmul    # further arguments go to pytest; the page is printed only
+python tests/softsm/checks/strict_page.py              # all of it, some minutes
+python tests/softsm/checks/strict_page.py -k matmul    # further arguments go to pytest; the page is printed only
 """
 
 from __future__ import annotations

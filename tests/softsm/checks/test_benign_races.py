@@ -88,8 +88,9 @@ def test_the_strict_level_calls_it_one():
     assert "race" in findings(in_place, "sm_90a", 32, strict=True)
 
 
-@pytest.mark.parametrize("kernel", [counter_that_is_used, counter_that_decides, gathered_in_place],
-                         ids=lambda k: k.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel", [counter_that_is_used, counter_that_decides, gathered_in_place], ids=lambda k: k.__name__
+)
 def test_values_that_count_are_races(kernel):
     assert "race" in findings(kernel, "sm_90a", 128)
 

@@ -42,22 +42,16 @@ def test_the_tap_keeps_operands_and_results_by_tile_and_step(order):
 
 def test_an_expectation_says_which_element_was_read_instead():
     k = operands.K.reshape(2, ROWS, D)
-    report = launch(
-        operands.two_tiles([0, 3]), expect=lambda: softsm.expect_mma("qk", a=operands.Q, b=k, column=0)
-    )
+    report = launch(operands.two_tiles([0, 3]), expect=lambda: softsm.expect_mma("qk", a=operands.Q, b=k, column=0))
     first = next(iter(report))
     assert first.code == "operand"
-    assert (
-        "qk: element (0, 0) of B in tile 1, step 0" in first.message and "it is B[0, 3, 0]" in first.message
-    )
+    assert "qk: element (0, 0) of B in tile 1, step 0" in first.message and "it is B[0, 3, 0]" in first.message
     assert "coordinates (0, 3)" in first.parties[1].what  # of the TMA load that brought it
 
 
 def test_other_accumulators_are_not_compared():
     wrong = np.zeros((2, ROWS, D), np.float32)
-    assert not launch(
-        operands.two_tiles([0, ROWS]), expect=lambda: softsm.expect_mma("qk", b=wrong, column=32)
-    )
+    assert not launch(operands.two_tiles([0, ROWS]), expect=lambda: softsm.expect_mma("qk", b=wrong, column=32))
 
 
 def test_a_of_tensor_memory_is_tapped():
@@ -100,9 +94,7 @@ def test_wgmma_is_tapped():
         "shl.b32 %r21, %r21, 7;\nshl.b32 %r23, %r23, 4;\nadd.u32 %r24, %r21, %r22;\nadd.u32 %r24, %r24, %r23;\n"
     )
     put = "mov.u32 %r25, at;\nadd.u32 %r25, %r25, %r24;\nst.shared.v4.b32 [%r25], {%r10, %r11, %r12, %r13};\n"
-    small = "setp.lt.u32 %p4, %r0, 16;\n" + t.only(
-        "%p4", (move + put).replace("%rd1,", "%rd2,").replace("at;", "bt;")
-    )
+    small = "setp.lt.u32 %p4, %r0, 16;\n" + t.only("%p4", (move + put).replace("%rd1,", "%rd2,").replace("at;", "bt;"))
     text = place + move + put + small + "fence.proxy.async;\nbar.sync 0;\n" + zero
     text += t.descriptor("%rd10", "at", blackwell=False) + t.descriptor("%rd11", "bt", blackwell=False)
     text += (
@@ -111,9 +103,7 @@ def test_wgmma_is_tapped():
         "1, 1, 1, 0, 0;\nwgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
     )
     shared = ".shared .align 1024 .b8 at[2048]; .shared .align 1024 .b8 bt[256];"
-    report = launch(
-        Program(t.kernel(text, "a b", shared=shared, target="sm_90a", version="8.6"), [a, b]), strict=True
-    )
+    report = launch(Program(t.kernel(text, "a b", shared=shared, target="sm_90a", version="8.6"), [a, b]), strict=True)
     (m,) = report.tap.mma
     np.testing.assert_array_equal(m.a, a.astype(np.float32))
     np.testing.assert_array_equal(m.b, b.astype(np.float32))

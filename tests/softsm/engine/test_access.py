@@ -32,8 +32,13 @@ COPY: ld.global.v4.b32 {{%r6, %r7, %r8, %r9}}, [%rd9]; st.shared.v4.b32 [%r4], {
   bar.warp.sync -1; cvt.u32.u64 %r10, %rd6; add.u32 %r10, %r10, %r3;
   @%p1 ld.shared{vector}.b32 {registers}, [%r10];"""
 GLOBAL = "add.u64 %rd7, %rd1, %rd6; @%p1 ld.global{vector}.b32 {registers}, [%rd7];"
-PLACES = {"run": np.arange(32), "shifted": np.arange(32) + 5, "reversed": np.arange(32)[::-1].copy(),
-          "same": np.full(32, 3), "scattered": np.random.default_rng(1).integers(0, 64, 32)}
+PLACES = {
+    "run": np.arange(32),
+    "shifted": np.arange(32) + 5,
+    "reversed": np.arange(32)[::-1].copy(),
+    "same": np.full(32, 3),
+    "scattered": np.random.default_rng(1).integers(0, 64, 32),
+}
 
 
 @pytest.mark.parametrize("words", [1, 2, 4])

@@ -31,8 +31,13 @@ def random_code(part: list, rng: np.random.Generator) -> np.ndarray:
 
 
 def program(code: np.ndarray) -> pg.Program:
-    constants = {"constants_r": {3: 7}, "constants_q": {2: 9}, "constants_p": {}, "branch_tables": [],
-                 "private": frozenset()}
+    constants = {
+        "constants_r": {3: 7},
+        "constants_q": {2: 9},
+        "constants_p": {},
+        "branch_tables": [],
+        "private": frozenset(),
+    }
     made = pg.Program.__new__(pg.Program)
     for name, value in {"code": code, **constants}.items():
         setattr(made, name, value)
@@ -154,7 +159,7 @@ BODIES = {
   add.u32 %r9, %r9, %r8; sub.u32 %r9, %r9, %r5;""",
     "a chain over the turns": """add.u32 %r4, %r9, %r3; setp.lt.u32 %p2, %r4, 4000000000; @%p2 xor.b32 %r10, %r4, %r2;
   add.u32 %r9, %r4, %r10; xor.b32 %r11, %r9, 5; shl.b32 %r12, %r11, 3;""",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("body", BODIES)

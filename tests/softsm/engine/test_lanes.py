@@ -33,11 +33,12 @@ def result(body: str, unique: str = "", **options) -> np.ndarray:
 
 
 BODIES = {
-    f"{name}.x{count}{trans}": f"{name}.sync.aligned.m8n8.x{count}{trans}.shared.b16 " + (
-        f"{REGISTERS[count]}, [%r10];" if name == "ldmatrix" else f"[%r10+2048], {REGISTERS[count]};"
-    )
-    for name in ("ldmatrix", "stmatrix") for count in (1, 2, 4) for trans in ("", ".trans")
-}  # fmt: skip
+    f"{name}.x{count}{trans}": f"{name}.sync.aligned.m8n8.x{count}{trans}.shared.b16 "
+    + (f"{REGISTERS[count]}, [%r10];" if name == "ldmatrix" else f"[%r10+2048], {REGISTERS[count]};")
+    for name in ("ldmatrix", "stmatrix")
+    for count in (1, 2, 4)
+    for trans in ("", ".trans")
+}
 BODIES["into the register of the addresses"] = (
     "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r10, %r5}, [%r10]; xor.b32 %r4, %r4, %r10;"
 )

@@ -149,6 +149,7 @@ def test_a_launch_leaves_nothing_to_the_garbage_collector(no_collector, monkeypa
     """Machines, CTAs and warps hold large arrays, which Python's collector does not count."""
     made = []
     for kind in (scheduler.Machine, scheduler.Warp, *((checker.Checker, accesses.MemoryAccesses) if checked else ())):
+
         def init(self, *arguments, plain=kind.__init__):
             made.append(weakref.ref(self))
             plain(self, *arguments)

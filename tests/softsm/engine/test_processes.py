@@ -35,14 +35,23 @@ BYTES = """mad.lo.u32 %r6, %r1, %r3, %r2; cvt.u64.u32 %rd5, %r6; add.u64 %rd6, %
 # The last CTA does something wrong.
 LAST = "sub.u32 %r7, %r3, 1; setp.eq.u32 %p2, %r2, %r7; "
 WILD = LAST + "@%p2 st.global.u32 [%rd1+1048576], %r5; ret; }"
-STUCK = LAST + """@!%p2 bra DONE; mov.u32 %r8, bar; setp.eq.u32 %p3, %r1, 0; @%p3 mbarrier.init.shared.b64 [%r8], 1;
+STUCK = (
+    LAST
+    + """@!%p2 bra DONE; mov.u32 %r8, bar; setp.eq.u32 %p3, %r1, 0; @%p3 mbarrier.init.shared.b64 [%r8], 1;
   bar.sync 0;
 WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [%r8], 0; @!%p3 bra WAIT;
 DONE: ret; }"""
-RACE = LAST + """setp.eq.u32 %p3, %r2, 0; or.pred %p2, %p2, %p3; add.u32 %r9, %r2, 1; setp.eq.u32 %p3, %r1, 0;
+)
+RACE = (
+    LAST
+    + """setp.eq.u32 %p3, %r2, 0; or.pred %p2, %p2, %p3; add.u32 %r9, %r2, 1; setp.eq.u32 %p3, %r1, 0;
   and.pred %p2, %p2, %p3; @%p2 st.global.u32 [%rd2], %r9; ret; }"""
-LOOK = LAST + """setp.eq.u32 %p3, %r1, 0; and.pred %p2, %p2, %p3; @%p2 st.global.u32 [%rd2], %r5;
+)
+LOOK = (
+    LAST
+    + """setp.eq.u32 %p3, %r1, 0; and.pred %p2, %p2, %p3; @%p2 st.global.u32 [%rd2], %r5;
   setp.eq.u32 %p2, %r2, 0; and.pred %p2, %p2, %p3; @%p2 ld.global.u32 %r9, [%rd2]; ret; }"""
+)
 EQUAL = "setp.eq.u32 %p2, %r1, 0; @%p2 st.global.u32 [%rd2], %r5; ret; }"
 # Every CTA adds to one word, and nothing orders them: the sum depends on who comes when.
 ADD = """setp.eq.u32 %p2, %r1, 0; @%p2 ld.global.u32 %r6, [%rd2]; add.u32 %r6, %r6, %r5;
@@ -119,8 +128,11 @@ def test_checked_launches_too(divided):
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["unchecked", "checked"])
-@pytest.mark.parametrize("body", [WILD, STUCK, RACE, EQUAL, ADD, BYTES], ids=[
-    "fault", "deadlock", "two stores", "equal values", "read, add, write", "bytes of one word"])
+@pytest.mark.parametrize(
+    "body",
+    [WILD, STUCK, RACE, EQUAL, ADD, BYTES],
+    ids=["fault", "deadlock", "two stores", "equal values", "read, add, write", "bytes of one word"],
+)
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_everything_is_that_of_one_process(divided, body, checked, processes):
     """Memory, steps, errors, findings and their order, however many processes there are."""

@@ -81,22 +81,29 @@ JOIN: st.global.u32 [%rd3], %r4; ret;""")
 
 
 def test_a_lane_may_spin_on_what_another_lane_of_its_warp_will_write():
-    x = run("""
+    x = run(
+        """
   setp.eq.u32 %p1, %r2, 0; @!%p1 bra WRITE;
 SPIN: ld.volatile.global.u32 %r3, [%rd1+128]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN;
   bra DONE;
 WRITE: mov.u32 %r4, 7; st.volatile.global.u32 [%rd1+128], %r4;
-DONE: st.global.u32 [%rd3], %r2; ret;""", block=32)
+DONE: st.global.u32 [%rd3], %r2; ret;""",
+        block=32,
+    )
     assert x[32] == 7 and x[31] == 31
 
 
 def test_ctas_can_wait_for_each_other_through_global_memory():
     """A grid barrier: every CTA adds one and spins until all have."""
-    x = run("""
+    x = run(
+        """
   setp.ne.u32 %p1, %r2, 0; @%p1 bra DONE;
   atom.global.add.u32 %r3, [%rd1], 1;
 SPIN: ld.acquire.gpu.global.u32 %r4, [%rd1]; setp.lt.u32 %p2, %r4, %r1; @%p2 bra SPIN;
-DONE: ret;""", n=8, grid=8)
+DONE: ret;""",
+        n=8,
+        grid=8,
+    )
     assert x[0] == 8
 
 
@@ -138,10 +145,13 @@ def test_polling_that_goes_through_barriers_is_a_deadlock(order):
 
 
 def test_many_barriers_are_no_deadlock():
-    x = run("""
+    x = run(
+        """
   mov.u32 %r3, 0;
 LOOP: bar.sync 0; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 6000; @%p2 bra LOOP;
-  st.global.u32 [%rd1], %r3; ret;""", block=64)
+  st.global.u32 [%rd1], %r3; ret;""",
+        block=64,
+    )
     assert x[0] == 6000
 
 

@@ -52,8 +52,9 @@ def test_others_have_a_row_of_their_own(body, name):
 
 def test_a_loop_of_many_values_has_the_results_of_its_formulas():
     """Lanes leave the loop one by one: fragments of the warp run different stretches on the same rows."""
-    steps = "".join(f"mad.lo.u32 %r{n + 1}, %r{n}, {n}, %r2;\nxor.b32 %r{n + 2}, %r{n + 1}, {n};\n"
-                    for n in range(5, 21, 2))  # fmt: skip
+    steps = "".join(
+        f"mad.lo.u32 %r{n + 1}, %r{n}, {n}, %r2;\nxor.b32 %r{n + 2}, %r{n + 1}, {n};\n" for n in range(5, 21, 2)
+    )
     body = f"""mov.u32 %r31, 0; mov.u32 %r30, 0;
 LOOP:
 mov.u32 %r5, %r31;

@@ -86,8 +86,8 @@ def outcome(kernel, n: int, **options) -> tuple[str, bytes]:
 WRONG = {
     "out of bounds": "ld.shared.u32 %r4, [%r14]; add.u32 %r14, %r14, 4;",
     "misaligned": f"ld.shared.v2.u32 {{%r4, %r5}}, [%r17]; setp.eq.u32 %p2, %r3, {dispatch.HOT + 70};"
-                  "mov.u32 %r17, %r15; @%p2 add.u32 %r17, %r17, 4;",
-}  # fmt: skip
+    "mov.u32 %r17, %r15; @%p2 add.u32 %r17, %r17, 4;",
+}
 
 EXPECTED = {"out of bounds": "load by lane 31 of 4 bytes", "misaligned": "it must be a multiple of 8"}
 

@@ -26,9 +26,7 @@ def read_back(n):
     """Each thread stores word number tid of the shared array, n/32 times."""
     text = "mad.lo.u32 %r10, %r1, 4, %r2;\n"
     for i in range(n // 32):
-        text += f"ld.shared.u32 %r11, [%r10+{128 * i}];\nadd.u32 %r12, %r1, {32 * i};\n" + store(
-            "%r11", "%r12"
-        )
+        text += f"ld.shared.u32 %r11, [%r10+{128 * i}];\nadd.u32 %r12, %r1, {32 * i};\n" + store("%r11", "%r12")
     return text
 
 

@@ -130,7 +130,7 @@ REFUSED = [
     "`multimem` of 8-bit floats (it does not say what their sums do on overflow); `multimem.cp`. `tcgen05.ld.red` is "
     "not part of sm_100a. Where the PTX ISA has only a figure, or leaves the order open, softsm follows CUTLASS and "
     "other public code: metadata of `tcgen05.mma.sp`; halo rows of `.im2col::w::128`; `.ashift` shifts A after "
-    "the product.",
+    "the product."
 ]
 
 

@@ -184,9 +184,7 @@ def on_device(device, text, args, grid, block, cluster, shared):
             held[i] = ctypes.c_uint64()
             device.call("cuMemAlloc_v2", ctypes.byref(held[i]), ctypes.c_size_t(a.nbytes))
             source = np.ascontiguousarray(a)
-            device.call(
-                "cuMemcpyHtoD_v2", held[i], ctypes.c_void_p(source.ctypes.data), ctypes.c_size_t(a.nbytes)
-            )
+            device.call("cuMemcpyHtoD_v2", held[i], ctypes.c_void_p(source.ctypes.data), ctypes.c_size_t(a.nbytes))
     for i, a in enumerate(args):
         params.append(held[i] if i in held else a.encode_by_driver(device, held[a.of].value))
     addresses = (ctypes.c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
@@ -195,9 +193,7 @@ def on_device(device, text, args, grid, block, cluster, shared):
     out = []
     for i, pointer in held.items():
         result = np.empty(args[i].shape, args[i].dtype)
-        device.call(
-            "cuMemcpyDtoH_v2", ctypes.c_void_p(result.ctypes.data), pointer, ctypes.c_size_t(result.nbytes)
-        )
+        device.call("cuMemcpyDtoH_v2", ctypes.c_void_p(result.ctypes.data), pointer, ctypes.c_size_t(result.nbytes))
         device.call("cuMemFree_v2", pointer)
         out.append(result.view(type(args[i])))
     return answers(out)

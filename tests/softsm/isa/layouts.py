@@ -8,13 +8,7 @@ NONE, ATOM32, SW128, SW64, SW32 = 0, 1, 2, 4, 6  # descriptor bits 61-63
 WIDTH = {ATOM32: 128, SW128: 128, SW64: 64, SW32: 32}
 CHOICES = np.array([-2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2], np.float32)  # exact in every format
 
-SMALL = {
-    "e4m3": (4, 3),
-    "e5m2": (5, 2),
-    "e2m3": (2, 3),
-    "e3m2": (3, 2),
-    "e2m1": (2, 1),
-}  # exponent and mantissa bits
+SMALL = {"e4m3": (4, 3), "e5m2": (5, 2), "e2m3": (2, 3), "e3m2": (3, 2), "e2m1": (2, 1)}  # exponent and mantissa bits
 BYTES = {"bf16": 2, "f16": 2, "tf32": 4}
 
 

@@ -41,9 +41,7 @@ def check(name, ptx, inputs, outputs, want, *, block=32, bound=None):
                                      f"({int(wrong.sum())} of {wrong.size} differ{detail})")  # fmt: skip
 
 
-def text(
-    body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_90a", version=None, doubles=0
-):
+def text(body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_90a", version=None, doubles=0):
     """An entry `k`; pointers are loaded into %rd1, %rd2, ... in order; %r0 = tid, %r1 = address of `buf`."""
     if version is None:
         version = next((v for v, pattern in NEWER if re.search(pattern, body)), "8.0")

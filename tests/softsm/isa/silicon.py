@@ -61,14 +61,24 @@ def kernel(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], ver
     """PTX text: parameters are the input arrays and the result array (8 bytes per case and thread)."""
     n = len(next(iter(inputs.values()))[1])
     params = ", ".join(f".param .u64 p_{name}" for name in [*inputs, "out"])
-    lines = ["mov.u32 %tid, %tid.x;", "mov.u32 %cta, %ctaid.x;", "mov.u32 %size, %ntid.x;",
-             "mad.lo.u32 %tid, %cta, %size, %tid;", "ld.param.u64 %out, [p_out];",
-             "mul.wide.u32 %at, %tid, 8;", "add.u64 %out, %out, %at;"]
+    lines = [
+        "mov.u32 %tid, %tid.x;",
+        "mov.u32 %cta, %ctaid.x;",
+        "mov.u32 %size, %ntid.x;",
+        "mad.lo.u32 %tid, %cta, %size, %tid;",
+        "ld.param.u64 %out, [p_out];",
+        "mul.wide.u32 %at, %tid, 8;",
+        "add.u64 %out, %out, %at;",
+    ]
     declared = []
     for name, (kind, _) in inputs.items():
         declared.append(f".reg .{kind} %{name};")
-        lines += [f"ld.param.u64 %at, [p_{name}];", f"mul.wide.u32 %off, %tid, {SIZES[kind]};",
-                  "add.u64 %at, %at, %off;", f"ld.global.{kind} %{name}, [%at];"]
+        lines += [
+            f"ld.param.u64 %at, [p_{name}];",
+            f"mul.wide.u32 %off, %tid, {SIZES[kind]};",
+            "add.u64 %at, %at, %off;",
+            f"ld.global.{kind} %{name}, [%at];",
+        ]
     for k, case in enumerate(cases):
         text = case.text.format(d="%d", **{name: f"%{name}" for name in inputs})
         if case.result == "pred":
@@ -78,9 +88,21 @@ def kernel(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], ver
             body = f"{{ .reg .{case.result} %d; {text} st.global.{case.result} [%out+{8 * n * k}], %d; }}"
         lines.append(body)
     target = max((c.target for c in cases), key=lambda t: int("".join(filter(str.isdigit, t))))
-    return "\n".join([f".version {version}", f".target {target}", ".address_size 64",
-                      f".visible .entry k({params})", "{",
-                      ".reg .b32 %tid, %cta, %size; .reg .b64 %out, %at, %off;", *declared, *lines, "ret;", "}", ""])
+    return "\n".join(
+        [
+            f".version {version}",
+            f".target {target}",
+            ".address_size 64",
+            f".visible .entry k({params})",
+            "{",
+            ".reg .b32 %tid, %cta, %size; .reg .b64 %out, %at, %off;",
+            *declared,
+            *lines,
+            "ret;",
+            "}",
+            "",
+        ]
+    )
 
 
 def rename_tid(text: str) -> str:
@@ -90,8 +112,15 @@ def rename_tid(text: str) -> str:
     return text
 
 
-def run_ptx(ptx: str, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], *, grid: int = 1, block: int = 32,
-            shared: int = 0) -> dict[str, list[np.ndarray]]:
+def run_ptx(
+    ptx: str,
+    inputs: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    *,
+    grid: int = 1,
+    block: int = 32,
+    shared: int = 0,
+) -> dict[str, list[np.ndarray]]:
     """Run kernel `k(inputs..., outputs...)`; returns {'softsm': outputs, 'device': outputs} of the engines present."""
     results = {}
     if have_softsm():
@@ -156,8 +185,10 @@ def compare(case: Case, engine: str, got: list[int], want: list[int], rows: list
     if not wrong:
         return []
     row, g, w = wrong[0]
-    text = (f"{engine}: {case.text} of {', '.join(hex(x) for x in row)} gave {g:#x}, expected {w:#x} "
-            f"({len(wrong)} of {len(rows)} differ)")
+    text = (
+        f"{engine}: {case.text} of {', '.join(hex(x) for x in row)} gave {g:#x}, expected {w:#x} "
+        f"({len(wrong)} of {len(rows)} differ)"
+    )
     if engine == "device":
         examples = [{"inputs": [hex(x) for x in r], "device": hex(a), "expected": hex(b)} for r, a, b in wrong[:12]]
         RECORD.disagreements.append({"instruction": case.text, "differ": len(wrong), "examples": examples})

@@ -16,9 +16,7 @@ def test_each_lane_copies(size, cache, hint):
 
 
 def test_short_source_is_padded_with_zeros():
-    body = (
-        THREAD.format(size=16) + "rem.u32 %r5, %r1, 17;\ncp.async.cg.shared.global [%r3], [%rd4], 16, %r5;\n"
-    )
+    body = THREAD.format(size=16) + "rem.u32 %r5, %r1, 17;\ncp.async.cg.shared.global [%r3], [%rd4], 16, %r5;\n"
     text = ptx(body + "cp.async.wait_all;\nbar.warp.sync -1;\n" + read_back(128), "out src", shared=DATA)
     data = source()
     got = run(text, [words(128), data])[0].view(np.uint8).reshape(32, 16)
@@ -31,8 +29,7 @@ def test_short_source_is_padded_with_zeros():
 def test_nothing_is_read_for_a_source_size_of_zero():
     """Masked lanes may point anywhere."""
     body = (
-        THREAD.format(size=16)
-        + "setp.lt.u32 %p2, %r1, 8;\nselp.u32 %r5, 16, 0, %p2;\nselp.b64 %rd4, %rd4, 0, %p2;\n"
+        THREAD.format(size=16) + "setp.lt.u32 %p2, %r1, 8;\nselp.u32 %r5, 16, 0, %p2;\nselp.b64 %rd4, %rd4, 0, %p2;\n"
     )
     body += "cp.async.cg.shared.global [ %r3 + 0 ], [ %rd4 + 0 ], 0x10, %r5;\ncp.async.wait_all;\nbar.warp.sync -1;\n"
     data = source()
@@ -52,18 +49,14 @@ def two_groups(newest):
     body = THREAD.format(size=4) + "st.shared.u32 [%r3], 5;\nst.shared.u32 [%r3+128], 6;\n"
     body += "cp.async.ca.shared.global [%r3], [%rd4], 4;\ncp.async.commit_group;\n"
     body += "cp.async.ca.shared.global [%r3+128], [%rd4+128], 4;\ncp.async.commit_group;\n"
-    return ptx(
-        body + f"cp.async.wait_group {newest};\nbar.warp.sync -1;\n" + read_back(64), "out src", shared=DATA
-    )
+    return ptx(body + f"cp.async.wait_group {newest};\nbar.warp.sync -1;\n" + read_back(64), "out src", shared=DATA)
 
 
 def test_wait_group_waits_for_all_but_the_newest():
     data = source()
     assert (run(two_groups(0), [words(64), data])[0] == data[:64]).all()
     late = run(two_groups(1), [words(64), data], orders=[("latest", 0)])[0]
-    np.testing.assert_array_equal(
-        late, np.concatenate([data[:32], np.full(32, 6)])
-    )  # the second is still to come
+    np.testing.assert_array_equal(late, np.concatenate([data[:32], np.full(32, 6)]))  # the second is still to come
     late = run(two_groups(2), [words(64), data], orders=[("latest", 0)])[0]
     np.testing.assert_array_equal(late, np.repeat([5, 6], 32))
 

@@ -119,8 +119,7 @@ or.b32 %r6, %r6, %r5;
 
 def test_exited_warps_are_not_waited_for():
     text = ptx(
-        "setp.ge.u32 %p2, %r1, 64;\n@%p2 ret;\n" + exchange("bar.sync 0;"),
-        shared=".shared .align 4 .b8 data[256];",
+        "setp.ge.u32 %p2, %r1, 64;\n@%p2 ret;\n" + exchange("bar.sync 0;"), shared=".shared .align 4 .b8 data[256];"
     )
     wanted = np.concatenate([np.arange(64) ^ 32, np.zeros(64)])
     np.testing.assert_array_equal(run(text, [words(128)], block=128), wanted)
@@ -220,12 +219,7 @@ mad.lo.u32 %r7, %r7, 64, %r1;
 
 def test_cluster_barrier_misuse():
     fails(ptx("barrier.cluster.wait.aligned;"), "barrier-phase", "without")
-    fails(
-        ptx("barrier.cluster.arrive.aligned;\nbarrier.cluster.arrive.aligned;"),
-        "barrier-phase",
-        "twice",
-        block=64,
-    )
+    fails(ptx("barrier.cluster.arrive.aligned;\nbarrier.cluster.arrive.aligned;"), "barrier-phase", "twice", block=64)
 
 
 def test_fences_and_dependencies_change_nothing():

@@ -91,9 +91,7 @@ mapa.shared::cluster.u32 %r6, %r20, %r11;
 @%p1 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r5], [%r2], 128, [%r6];
 """
     body += (
-        wait("%r20", 0, "W")
-        + "ld.shared.u32 %r7, [%r3+1024];\nmad.lo.u32 %r8, %r10, 32, %r1;\n"
-        + store("%r7", "%r8")
+        wait("%r20", 0, "W") + "ld.shared.u32 %r7, [%r3+1024];\nmad.lo.u32 %r8, %r10, 32, %r1;\n" + store("%r7", "%r8")
     )
     body += "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     got = run(ptx(body, shared=DATA), [words(64)], grid=2, cluster=2)
@@ -120,11 +118,7 @@ mov.b16 %rs1, 14;
 @%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
     [%r2], [%rd2], 128, [%r20], %rs1;
 """
-    body += (
-        wait("%r20", 0, "W")
-        + "ld.shared.u32 %r7, [%r3];\nmad.lo.u32 %r8, %r10, 32, %r1;\n"
-        + store("%r7", "%r8")
-    )
+    body += wait("%r20", 0, "W") + "ld.shared.u32 %r7, [%r3];\nmad.lo.u32 %r8, %r10, 32, %r1;\n" + store("%r7", "%r8")
     body += "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     data = source()
     got = run(ptx(body, "out src", shared=DATA), [words(128), data], grid=4, cluster=4)[0].reshape(4, 32)

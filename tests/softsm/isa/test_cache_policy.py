@@ -21,12 +21,13 @@ def test_a_cache_policy_changes_no_value(priority):
     np.testing.assert_array_equal(run(ptx(body, "out src"), [words(32), data])[0], data)
 
 
-POLICIES = {"createpolicy.fractional.L2::evict_first.b64 %rd4, 1.0;": 0x12F0000000000000,
-            "createpolicy.fractional.L2::evict_last.b64 %rd4;": 0x14F0000000000000,
-            "createpolicy.fractional.L2::evict_normal.b64 %rd4, 1.0;": 0x16F0000000000000,
-            "createpolicy.fractional.L2::evict_first.b64 %rd4, 0.5;": 0x1270000000000000,
-            "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd4, 0.25;":
-                0x1430000000000000}  # fmt: skip
+POLICIES = {
+    "createpolicy.fractional.L2::evict_first.b64 %rd4, 1.0;": 0x12F0000000000000,
+    "createpolicy.fractional.L2::evict_last.b64 %rd4;": 0x14F0000000000000,
+    "createpolicy.fractional.L2::evict_normal.b64 %rd4, 1.0;": 0x16F0000000000000,
+    "createpolicy.fractional.L2::evict_first.b64 %rd4, 0.5;": 0x1270000000000000,
+    "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd4, 0.25;": 0x1430000000000000,
+}
 
 
 @pytest.mark.parametrize("instruction", POLICIES)

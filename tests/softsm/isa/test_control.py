@@ -123,12 +123,16 @@ OVER:
 
 
 def test_lanes_exit_one_by_one():
-    body = """mov.u32 %r2, 0;
+    body = (
+        """mov.u32 %r2, 0;
 LOOP:
 setp.eq.u32 %p2, %r1, %r2;
 @%p2 exit;
 add.u32 %r2, %r2, 1;
-""" + store("%r2") + "setp.lt.u32 %p3, %r2, 40;\n@%p3 bra LOOP;\n"
+"""
+        + store("%r2")
+        + "setp.lt.u32 %p3, %r2, 40;\n@%p3 bra LOOP;\n"
+    )
     np.testing.assert_array_equal(run(ptx(body), [words(32, 0)]), LANES)
 
 

@@ -43,12 +43,22 @@ def test_integers_are_cut_extended_and_saturated():
         for target in INTEGERS:
             result = REGISTER[INTEGERS[target][1]]
             if source != target:
-                cases.append(Case(f"cvt.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, t=target, s=source: write(t, read(s, a))))
+                cases.append(
+                    Case(
+                        f"cvt.{target}.{source} {{d}}, {{a}};",
+                        result,
+                        lambda a, t=target, s=source: write(t, read(s, a)),
+                    )
+                )
             (sl, sh), (tl, th) = limits(source), limits(target)
             if sl < tl or sh > th:
-                cases.append(Case(f"cvt.sat.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, t=target, s=source: write(t, clamp(t, read(s, a)))))
+                cases.append(
+                    Case(
+                        f"cvt.sat.{target}.{source} {{d}}, {{a}};",
+                        result,
+                        lambda a, t=target, s=source: write(t, clamp(t, read(s, a))),
+                    )
+                )
         check({"a": (REGISTER[w], values)}, cases)
 
 
@@ -56,26 +66,62 @@ def test_narrow_types_in_wide_registers():
     (a,) = integers(32, 1)
     (b,) = integers(64, 1)
     n = min(len(a), len(b))
-    check({"a": ("b32", a[:n]), "b": ("b64", b[:n])}, [
-        Case("cvt.s8.s32 {d}, {a};", "b32", lambda a, b: write("s8", a)),
-        Case("cvt.u8.u32 {d}, {a};", "b32", lambda a, b: write("u8", a)),
-        Case("cvt.s16.s32 {d}, {a};", "b32", lambda a, b: write("s16", a)),
-        Case("cvt.u32.u8 {d}, {a};", "b32", lambda a, b: a & 0xFF),
-        Case("cvt.s64.s8 {d}, {a};", "b64", lambda a, b: read("s8", a)),
-        Case("cvt.s32.s64 {d}, {b};", "b64", lambda a, b: write("s32", b)),
-        Case("cvt.u64.u16 {d}, {b};", "b64", lambda a, b: b & 0xFFFF),
-    ])
+    check(
+        {"a": ("b32", a[:n]), "b": ("b64", b[:n])},
+        [
+            Case("cvt.s8.s32 {d}, {a};", "b32", lambda a, b: write("s8", a)),
+            Case("cvt.u8.u32 {d}, {a};", "b32", lambda a, b: write("u8", a)),
+            Case("cvt.s16.s32 {d}, {a};", "b32", lambda a, b: write("s16", a)),
+            Case("cvt.u32.u8 {d}, {a};", "b32", lambda a, b: a & 0xFF),
+            Case("cvt.s64.s8 {d}, {a};", "b64", lambda a, b: read("s8", a)),
+            Case("cvt.s32.s64 {d}, {b};", "b64", lambda a, b: write("s32", b)),
+            Case("cvt.u64.u16 {d}, {b};", "b64", lambda a, b: b & 0xFFFF),
+        ],
+    )
 
 
 def float_inputs(t):
     x = floats(t, 1)[0].tolist()
     if t == "f32":
-        extra = [0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 128.0, 255.5, 32767.5, 65535.5, 2147483520.0, 2147483648.0,
-                 4294967040.0, 4294967296.0, -2147483648.0, -2147483904.0, 9.2e18, 9.3e18, 1.8e19, 1.9e19, -9.3e18]
+        extra = [
+            0.5,
+            1.5,
+            2.5,
+            -0.5,
+            -1.5,
+            126.5,
+            127.5,
+            128.0,
+            255.5,
+            32767.5,
+            65535.5,
+            2147483520.0,
+            2147483648.0,
+            4294967040.0,
+            4294967296.0,
+            -2147483648.0,
+            -2147483904.0,
+            9.2e18,
+            9.3e18,
+            1.8e19,
+            1.9e19,
+            -9.3e18,
+        ]
         x += [int(v) for v in np.array(extra, np.float32).view(np.uint32)]
     if t == "f64":
-        extra = [0.5, 1.5, -2.5, 2147483647.5, 4294967295.5, -2147483648.5,
-                 9223372036854775807.0, 1.8446744073709552e19, -9223372036854775808.0, 127.5, 255.5]
+        extra = [
+            0.5,
+            1.5,
+            -2.5,
+            2147483647.5,
+            4294967295.5,
+            -2147483648.5,
+            9223372036854775807.0,
+            1.8446744073709552e19,
+            -9223372036854775808.0,
+            127.5,
+            255.5,
+        ]
         x += [int(v) for v in np.array(extra, np.float64).view(np.uint64)]
     return x
 
@@ -98,8 +144,13 @@ def test_floats_become_integers_in_every_mode():
                 continue  # not in PTX
             for mode in ("rni", "rzi", "rmi", "rpi"):
                 result = REGISTER[INTEGERS[target][1]]
-                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", result,
-                                  lambda a, f=f, t=target, m=mode: write(t, to_integer(f, t, m, a))))
+                cases.append(
+                    Case(
+                        f"cvt.{mode}.{target}.{source} {{d}}, {{a}};",
+                        result,
+                        lambda a, f=f, t=target, m=mode: write(t, to_integer(f, t, m, a)),
+                    )
+                )
         check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
 
 
@@ -117,12 +168,14 @@ def test_what_a_nan_becomes():
 
 
 def test_nans_between_floats():
-    check({"a": ("b32", [0x7FC00000, 0xFFC12345, 0x7F800001])},
-          [Case("cvt.f64.f32 {d}, {a};", "b64",
-                lambda a: (a >> 31) << 63 | 0x7FF8000000000000 | (a & 0x7FFFFF) << 29)])
-    check({"a": ("b64", [0x7FF8000000000000, 0xFFF8000000000123, 0x7FF0000000000001])}, [
-        Case("cvt.rn.f32.f64 {d}, {a};", "b32", lambda a: (a >> 63) << 31 | 0x7FC00000 | a >> 29 & 0x7FFFFF),
-    ])
+    check(
+        {"a": ("b32", [0x7FC00000, 0xFFC12345, 0x7F800001])},
+        [Case("cvt.f64.f32 {d}, {a};", "b64", lambda a: (a >> 31) << 63 | 0x7FF8000000000000 | (a & 0x7FFFFF) << 29)],
+    )
+    check(
+        {"a": ("b64", [0x7FF8000000000000, 0xFFF8000000000123, 0x7FF0000000000001])},
+        [Case("cvt.rn.f32.f64 {d}, {a};", "b32", lambda a: (a >> 63) << 31 | 0x7FC00000 | a >> 29 & 0x7FFFFF)],
+    )
 
 
 def test_integers_become_floats_in_every_mode():
@@ -137,26 +190,49 @@ def test_integers_become_floats_in_every_mode():
             if target == "bf16" and w == 8:
                 continue
             for mode in ("rn", "rz", "rm", "rp"):
-                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[f.width],
-                                  lambda a, f=f, s=source, m=mode: exact.rounded(f, Fraction(read(s, a)), m)))
+                cases.append(
+                    Case(
+                        f"cvt.{mode}.{target}.{source} {{d}}, {{a}};",
+                        REGISTER[f.width],
+                        lambda a, f=f, s=source, m=mode: exact.rounded(f, Fraction(read(s, a)), m),
+                    )
+                )
         check({"a": (REGISTER[w], values)}, cases, version="7.8")
 
 
 def test_floats_of_fewer_bits_in_every_mode():
-    for source, targets in {"f64": ("f32", "f16", "bf16"), "f32": ("f16", "bf16"), "f16": ("bf16",),
-                            "bf16": ("f16",)}.items():
+    for source, targets in {
+        "f64": ("f32", "f16", "bf16"),
+        "f32": ("f16", "bf16"),
+        "f16": ("bf16",),
+        "bf16": ("f16",),
+    }.items():
         f = FORMATS[source]
         values = float_inputs(source)
         if source == "f64":  # around f32's and f16's limits and ties
-            near = [1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-50, 2.0**-149, 2.0**-150, 1e-45, 65519.999, 65520.0,
-                    1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-45]
+            near = [
+                1 + 2.0**-24,
+                1 + 2.0**-24 + 2.0**-50,
+                2.0**-149,
+                2.0**-150,
+                1e-45,
+                65519.999,
+                65520.0,
+                1 + 2.0**-11,
+                1 + 2.0**-11 + 2.0**-45,
+            ]
             values += [int(x) for x in np.array(near).view(np.uint64)]
         cases = []
         for target in targets:
             modes = ("rn", "rz") if source == "f32" and target == "bf16" else ("rn", "rz", "rm", "rp")
             for mode in modes:
-                cases.append(Case(f"cvt.{mode}.{target}.{source} {{d}}, {{a}};", REGISTER[FORMATS[target].width],
-                                  lambda a, f=f, g=FORMATS[target], m=mode: exact.convert(f, g, a, m)))
+                cases.append(
+                    Case(
+                        f"cvt.{mode}.{target}.{source} {{d}}, {{a}};",
+                        REGISTER[FORMATS[target].width],
+                        lambda a, f=f, g=FORMATS[target], m=mode: exact.convert(f, g, a, m),
+                    )
+                )
         check({"a": (REGISTER[f.width], values)}, cases, version="7.8")
 
 
@@ -164,9 +240,17 @@ def test_floats_of_more_bits_are_exact():
     for source, target in (("f16", "f32"), ("bf16", "f32"), ("f16", "f64"), ("bf16", "f64"), ("f32", "f64")):
         f, g = FORMATS[source], FORMATS[target]
         numbers = [x for x in float_inputs(source) if not is_nan(f, x)]
-        check({"a": (REGISTER[f.width], numbers)},
-              [Case(f"cvt.{target}.{source} {{d}}, {{a}};", REGISTER[g.width],
-                    lambda a, f=f, g=g: exact.convert(f, g, a))], version="7.8")
+        check(
+            {"a": (REGISTER[f.width], numbers)},
+            [
+                Case(
+                    f"cvt.{target}.{source} {{d}}, {{a}};",
+                    REGISTER[g.width],
+                    lambda a, f=f, g=g: exact.convert(f, g, a),
+                )
+            ],
+            version="7.8",
+        )
 
 
 def test_nans_of_halves_become_single_precision():
@@ -179,9 +263,13 @@ def test_rounding_to_integral_values():
     for t in ("f16", "f32", "f64"):
         f = FORMATS[t]
         numbers = [x for x in float_inputs(t) if not is_nan(f, x)]
-        check({"a": (REGISTER[f.width], numbers)},
-              [Case(f"cvt.{m}.{t}.{t} {{d}}, {{a}};", REGISTER[f.width], lambda a, f=f, m=m: exact.integral(f, a, m))
-               for m in ("rni", "rzi", "rmi", "rpi")])
+        check(
+            {"a": (REGISTER[f.width], numbers)},
+            [
+                Case(f"cvt.{m}.{t}.{t} {{d}}, {{a}};", REGISTER[f.width], lambda a, f=f, m=m: exact.integral(f, a, m))
+                for m in ("rni", "rzi", "rmi", "rpi")
+            ],
+        )
 
 
 def saturated(f, bits):
@@ -190,20 +278,33 @@ def saturated(f, bits):
 
 
 def test_saturation_and_flushing():
-    check({"a": ("b32", float_inputs("f32"))}, [
-        Case("cvt.sat.f32.f32 {d}, {a};", "b32", lambda a: saturated(F32, a)),
-        Case("cvt.ftz.f32.f32 {d}, {a};", "b32", lambda a: F32.nan if is_nan(F32, a) else flush(F32, a)),
-        Case("cvt.rn.sat.f16.f32 {d}, {a};", "b16", lambda a: exact.convert(F32, F16, saturated(F32, a))),
-        Case("cvt.rpi.ftz.s32.f32 {d}, {a};", "b32",
-             lambda a: 0 if is_nan(F32, a) else to_integer(F32, "s32", "rpi", flush(F32, a))),
-    ])
+    check(
+        {"a": ("b32", float_inputs("f32"))},
+        [
+            Case("cvt.sat.f32.f32 {d}, {a};", "b32", lambda a: saturated(F32, a)),
+            Case("cvt.ftz.f32.f32 {d}, {a};", "b32", lambda a: F32.nan if is_nan(F32, a) else flush(F32, a)),
+            Case("cvt.rn.sat.f16.f32 {d}, {a};", "b16", lambda a: exact.convert(F32, F16, saturated(F32, a))),
+            Case(
+                "cvt.rpi.ftz.s32.f32 {d}, {a};",
+                "b32",
+                lambda a: 0 if is_nan(F32, a) else to_integer(F32, "s32", "rpi", flush(F32, a)),
+            ),
+        ],
+    )
     numbers = [x for x in float_inputs("f32") if not is_nan(F32, x)]
-    check({"a": ("b32", numbers)}, [
-        Case("cvt.ftz.f64.f32 {d}, {a};", "b64", lambda a: exact.convert(F32, FORMATS["f64"], flush(F32, a)))])
-    check({"a": ("b64", float_inputs("f64"))}, [
-        Case("cvt.rn.ftz.f32.f64 {d}, {a};", "b32", lambda a: flush(F32, exact.convert(FORMATS["f64"], F32, a))),
-        Case("cvt.rn.sat.f32.f64 {d}, {a};", "b32", lambda a: saturated(F32, exact.convert(FORMATS["f64"], F32, a))),
-    ])
+    check(
+        {"a": ("b32", numbers)},
+        [Case("cvt.ftz.f64.f32 {d}, {a};", "b64", lambda a: exact.convert(F32, FORMATS["f64"], flush(F32, a)))],
+    )
+    check(
+        {"a": ("b64", float_inputs("f64"))},
+        [
+            Case("cvt.rn.ftz.f32.f64 {d}, {a};", "b32", lambda a: flush(F32, exact.convert(FORMATS["f64"], F32, a))),
+            Case(
+                "cvt.rn.sat.f32.f64 {d}, {a};", "b32", lambda a: saturated(F32, exact.convert(FORMATS["f64"], F32, a))
+            ),
+        ],
+    )
 
 
 # ---------------------------------------------------------------- packed halves, tf32
@@ -229,8 +330,11 @@ def test_two_floats_into_packed_halves():
             c = lambda x, f=f, m=m: exact.convert(F32, f, x, m)  # noqa: E731
             cases += [
                 Case(f"cvt.{m}.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, c=c: c(a) << 16 | c(b)),
-                Case(f"cvt.{m}.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b32",
-                     lambda a, b, c=c, f=f: relu(f, c(a)) << 16 | relu(f, c(b))),
+                Case(
+                    f"cvt.{m}.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};",
+                    "b32",
+                    lambda a, b, c=c, f=f: relu(f, c(a)) << 16 | relu(f, c(b)),
+                ),
                 Case(f"cvt.{m}.relu.{t}.f32 {{d}}, {{a}};", "b16", lambda a, b, c=c, f=f: relu(f, c(a))),
             ]
     check(pair_inputs(), cases)
@@ -264,28 +368,43 @@ def test_tf32():
     ties = [0x3F801000, 0x3F803000, 0x3F801001, 0xBF801000, 0x7F7FF000, 0x7F7FFFFF, 0x00001000]
     ties += [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC01000, 0x7F801000, 0x7F800FFF, 0xFFBFFFFF]
     check({"a": ("b32", a.tolist() + ties)}, [Case("cvt.rna.tf32.f32 {d}, {a};", "b32", tf32("rna"))])
-    check({"a": ("b32", a.tolist() + ties)}, [
-        Case("cvt.rn.tf32.f32 {d}, {a};", "b32", tf32("rn")),
-        Case("cvt.rz.tf32.f32 {d}, {a};", "b32", tf32("rz")),
-        Case("cvt.rn.relu.tf32.f32 {d}, {a};", "b32", lambda a: relu(F32, tf32("rn")(a))),
-    ])
+    check(
+        {"a": ("b32", a.tolist() + ties)},
+        [
+            Case("cvt.rn.tf32.f32 {d}, {a};", "b32", tf32("rn")),
+            Case("cvt.rz.tf32.f32 {d}, {a};", "b32", tf32("rz")),
+            Case("cvt.rn.relu.tf32.f32 {d}, {a};", "b32", lambda a: relu(F32, tf32("rn")(a))),
+        ],
+    )
 
 
 def test_finite_tf32():
     (a,) = floats("f32", 1)
     numbers = [x for x in a.tolist() if not is_nan(F32, x)] + [0x7F7FF000, 0x7F7FFFFF, 0xFF7FF000]
     limit = lambda x: x - 0x2000 if is_inf(F32, x) else x  # noqa: E731
-    check({"a": ("b32", numbers)},
-          [Case("cvt.rna.satfinite.tf32.f32 {d}, {a};", "b32", lambda a: limit(tf32("rna")(a)))], version="8.1")
+    check(
+        {"a": ("b32", numbers)},
+        [Case("cvt.rna.satfinite.tf32.f32 {d}, {a};", "b32", lambda a: limit(tf32("rna")(a)))],
+        version="8.1",
+    )
 
 
 def test_stochastic_rounding_of_sm_100():
     a, b = floats("f32", 2)
     random = random_bits(32, len(a), 9)
     up = lambda x, r: 0x7FFF if is_nan(F32, x) else x + r >> 16  # noqa: E731
-    check({"a": ("b32", a), "b": ("b32", b), "r": ("b32", random)},
-          [Case("cvt.rs.bf16x2.f32 {d}, {a}, {b}, {r};", "b32",
-                lambda a, b, r: up(a, r >> 16) << 16 | up(b, r & 0xFFFF), target="sm_100a")], version="8.7")
+    check(
+        {"a": ("b32", a), "b": ("b32", b), "r": ("b32", random)},
+        [
+            Case(
+                "cvt.rs.bf16x2.f32 {d}, {a}, {b}, {r};",
+                "b32",
+                lambda a, b, r: up(a, r >> 16) << 16 | up(b, r & 0xFFFF),
+                target="sm_100a",
+            )
+        ],
+        version="8.7",
+    )
 
 
 def test_stochastic_rounding_to_f16():
@@ -320,10 +439,20 @@ def test_stochastic_rounding_to_f16():
 
 def test_saturating_packs():
     a, b, c = integers(32, 3)
-    cases = [Case(f"cvt.pack.sat.{t}.s32 {{d}}, {{a}}, {{b}};", "b32",
-                  lambda a, b, c, t=t: (clamp(t, signed(a, 32)) & 0xFFFF) << 16 | clamp(t, signed(b, 32)) & 0xFFFF)
-             for t in ("u16", "s16")]
-    cases += [Case(f"cvt.pack.sat.{t}.s32.b32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
-                   lambda a, b, c, t=t: c << 16 | (clamp(t, signed(a, 32)) & 255) << 8 | clamp(t, signed(b, 32)) & 255)
-              for t in ("u8", "s8")]
+    cases = [
+        Case(
+            f"cvt.pack.sat.{t}.s32 {{d}}, {{a}}, {{b}};",
+            "b32",
+            lambda a, b, c, t=t: (clamp(t, signed(a, 32)) & 0xFFFF) << 16 | clamp(t, signed(b, 32)) & 0xFFFF,
+        )
+        for t in ("u16", "s16")
+    ]
+    cases += [
+        Case(
+            f"cvt.pack.sat.{t}.s32.b32 {{d}}, {{a}}, {{b}}, {{c}};",
+            "b32",
+            lambda a, b, c, t=t: c << 16 | (clamp(t, signed(a, 32)) & 255) << 8 | clamp(t, signed(b, 32)) & 255,
+        )
+        for t in ("u8", "s8")
+    ]
     check({"a": ("b32", a), "b": ("b32", b), "c": ("b32", c)}, cases)

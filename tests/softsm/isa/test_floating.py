@@ -38,12 +38,15 @@ def test_sums_and_products_round_in_every_mode():
 
 
 def test_plain_names_round_to_nearest():
-    check(inputs("f32", 3), [
-        Case("add.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.add(F32, a, b)),
-        Case("sub.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.sub(F32, a, b)),
-        Case("mul.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.mul(F32, a, b)),
-        Case("mad.rn.f32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: exact.fma(F32, a, b, c)),
-    ])
+    check(
+        inputs("f32", 3),
+        [
+            Case("add.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.add(F32, a, b)),
+            Case("sub.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.sub(F32, a, b)),
+            Case("mul.f32 {d}, {a}, {b};", "b32", lambda a, b, c: exact.mul(F32, a, b)),
+            Case("mad.rn.f32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: exact.fma(F32, a, b, c)),
+        ],
+    )
 
 
 def ftz(f):
@@ -58,19 +61,28 @@ def test_flush_to_zero():
             Case(f"add.{m}.ftz.f32 {{d}}, {{a}}, {{b}};", "b32", ftz(lambda a, b, c, m=m: exact.add(F32, a, b, m))),
             Case(f"sub.{m}.ftz.f32 {{d}}, {{a}}, {{b}};", "b32", ftz(lambda a, b, c, m=m: exact.sub(F32, a, b, m))),
             Case(f"mul.{m}.ftz.f32 {{d}}, {{a}}, {{b}};", "b32", ftz(lambda a, b, c, m=m: exact.mul(F32, a, b, m))),
-            Case(f"fma.{m}.ftz.f32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
-                 ftz(lambda a, b, c, m=m: exact.fma(F32, a, b, c, m))),
+            Case(
+                f"fma.{m}.ftz.f32 {{d}}, {{a}}, {{b}}, {{c}};",
+                "b32",
+                ftz(lambda a, b, c, m=m: exact.fma(F32, a, b, c, m)),
+            ),
         ]
     check(inputs("f32", 3), cases)
 
 
 def test_saturation_to_the_unit_interval():
-    check(inputs("f32", 3), [
-        Case("add.sat.f32 {d}, {a}, {b};", "b32", lambda a, b, c: saturated(exact.add(F32, a, b))),
-        Case("mul.ftz.sat.f32 {d}, {a}, {b};", "b32",
-             lambda a, b, c: saturated(ftz(lambda x, y: exact.mul(F32, x, y))(a, b))),
-        Case("fma.rz.sat.f32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: saturated(exact.fma(F32, a, b, c, "rz"))),
-    ])
+    check(
+        inputs("f32", 3),
+        [
+            Case("add.sat.f32 {d}, {a}, {b};", "b32", lambda a, b, c: saturated(exact.add(F32, a, b))),
+            Case(
+                "mul.ftz.sat.f32 {d}, {a}, {b};",
+                "b32",
+                lambda a, b, c: saturated(ftz(lambda x, y: exact.mul(F32, x, y))(a, b)),
+            ),
+            Case("fma.rz.sat.f32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: saturated(exact.fma(F32, a, b, c, "rz"))),
+        ],
+    )
 
 
 def test_division_and_roots_round_in_every_mode():
@@ -111,11 +123,14 @@ def test_double_precision_rounds_in_every_mode():
 def test_a_double_nan_operand_is_passed_on():
     quiet = 0x8000000000000
     one = 0x3FF0000000000000
-    check({"a": ("b64", [*NANS_F64, one]), "b": ("b64", [one, one, one, NANS_F64[1]])}, [
-        Case("add.f64 {d}, {a}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
-        Case("mul.f64 {d}, {a}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
-        Case("fma.rn.f64 {d}, {a}, {b}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
-    ])
+    check(
+        {"a": ("b64", [*NANS_F64, one]), "b": ("b64", [one, one, one, NANS_F64[1]])},
+        [
+            Case("add.f64 {d}, {a}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
+            Case("mul.f64 {d}, {a}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
+            Case("fma.rn.f64 {d}, {a}, {b}, {b};", "b64", lambda a, b: (a if is_nan(F64, a) else b) | quiet),
+        ],
+    )
 
 
 def key(f, bits):
@@ -139,46 +154,69 @@ def test_min_and_max_prefer_numbers_and_order_zeros():
             Case(f"{name}.f32 {{d}}, {{a}}, {{b}};", "b32", f),
             Case(f"{name}.ftz.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, f=f: f(flush(F32, a), flush(F32, b))),
             Case(f"{name}.NaN.f32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, f=f: F32.nan if either(a, b) else f(a, b)),
-            Case(f"{name}.xorsign.abs.f32 {{d}}, {{a}}, {{b}};", "b32",
-                 lambda a, b, f=f: F32.nan if is_nan(F32, a) and is_nan(F32, b) else
-                 f(a & magnitude, b & magnitude) | (a ^ b) & sign),
+            Case(
+                f"{name}.xorsign.abs.f32 {{d}}, {{a}}, {{b}};",
+                "b32",
+                lambda a, b, f=f: (
+                    F32.nan if is_nan(F32, a) and is_nan(F32, b) else f(a & magnitude, b & magnitude) | (a ^ b) & sign
+                ),
+            ),
         ]
     check(inputs("f32", 2), cases)
     columns = inputs("f64", 2)
-    check(columns, [
-        Case("min.f64 {d}, {a}, {b};", "b64", lambda a, b: least(F64, a, b)),
-        Case("max.f64 {d}, {a}, {b};", "b64", lambda a, b: least(F64, a, b, max)),
-    ])
+    check(
+        columns,
+        [
+            Case("min.f64 {d}, {a}, {b};", "b64", lambda a, b: least(F64, a, b)),
+            Case("max.f64 {d}, {a}, {b};", "b64", lambda a, b: least(F64, a, b, max)),
+        ],
+    )
 
 
 def test_three_inputs_of_sm_100():
     f = lambda a, b, c: least(F32, least(F32, a, b), c)  # noqa: E731
-    check(inputs("f32", 3), [
-        Case("min.f32 {d}, {a}, {b}, {c};", "b32", f, target="sm_100"),
-        Case("max.NaN.f32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: F32.nan if any(
-            is_nan(F32, x) for x in (a, b, c)) else least(F32, least(F32, a, b, max), c, max), target="sm_100"),
-    ], version="8.8")
+    check(
+        inputs("f32", 3),
+        [
+            Case("min.f32 {d}, {a}, {b}, {c};", "b32", f, target="sm_100"),
+            Case(
+                "max.NaN.f32 {d}, {a}, {b}, {c};",
+                "b32",
+                lambda a, b, c: (
+                    F32.nan if any(is_nan(F32, x) for x in (a, b, c)) else least(F32, least(F32, a, b, max), c, max)
+                ),
+                target="sm_100",
+            ),
+        ],
+        version="8.8",
+    )
 
 
 def test_signs():
     numbers = [x for x in floats("f32", 1)[0].tolist() if not is_nan(F32, x)]
-    check({"a": ("b32", numbers), "b": ("b32", numbers[::-1])}, [
-        Case("neg.f32 {d}, {a};", "b32", lambda a, b: a ^ 0x80000000),
-        Case("abs.f32 {d}, {a};", "b32", lambda a, b: a & 0x7FFFFFFF),
-        Case("neg.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) ^ 0x80000000),
-        Case("abs.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) & 0x7FFFFFFF),
-        Case("copysign.f32 {d}, {a}, {b};", "b32", lambda a, b: a & 0x80000000 | b & 0x7FFFFFFF),
-    ])
+    check(
+        {"a": ("b32", numbers), "b": ("b32", numbers[::-1])},
+        [
+            Case("neg.f32 {d}, {a};", "b32", lambda a, b: a ^ 0x80000000),
+            Case("abs.f32 {d}, {a};", "b32", lambda a, b: a & 0x7FFFFFFF),
+            Case("neg.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) ^ 0x80000000),
+            Case("abs.ftz.f32 {d}, {a};", "b32", lambda a, b: flush(F32, a) & 0x7FFFFFFF),
+            Case("copysign.f32 {d}, {a}, {b};", "b32", lambda a, b: a & 0x80000000 | b & 0x7FFFFFFF),
+        ],
+    )
     nans = [0x7F800001, 0x7FC00000, 0xFFC12345]
-    check({"a": ("b32", nans)}, [
-        Case("neg.f32 {d}, {a};", "b32", lambda a: F32.nan),
-        Case("abs.f32 {d}, {a};", "b32", lambda a: F32.nan),
-    ])
-    check(inputs("f64", 2), [
-        Case("neg.f64 {d}, {a};", "b64", lambda a, b: a ^ 1 << 63),
-        Case("abs.f64 {d}, {a};", "b64", lambda a, b: a & ~(1 << 63)),
-        Case("copysign.f64 {d}, {a}, {b};", "b64", lambda a, b: a & 1 << 63 | b & ~(1 << 63)),
-    ])
+    check(
+        {"a": ("b32", nans)},
+        [Case("neg.f32 {d}, {a};", "b32", lambda a: F32.nan), Case("abs.f32 {d}, {a};", "b32", lambda a: F32.nan)],
+    )
+    check(
+        inputs("f64", 2),
+        [
+            Case("neg.f64 {d}, {a};", "b64", lambda a, b: a ^ 1 << 63),
+            Case("abs.f64 {d}, {a};", "b64", lambda a, b: a & ~(1 << 63)),
+            Case("copysign.f64 {d}, {a}, {b};", "b64", lambda a, b: a & 1 << 63 | b & ~(1 << 63)),
+        ],
+    )
 
 
 def test_classes_of_numbers():
@@ -210,15 +248,29 @@ def pairs(f):
 
 def test_packed_pairs():
     a, b, c = floats("f32", 3)
-    packed = {name: ("b64", x.astype(np.uint64) | np.roll(x, 7).astype(np.uint64) << np.uint64(32))
-              for name, x in zip("abc", (a, b, c))}
-    f = {"add": lambda m: lambda a, b, c: exact.add(F32, a, b, m),
-         "sub": lambda m: lambda a, b, c: exact.sub(F32, a, b, m),
-         "mul": lambda m: lambda a, b, c: exact.mul(F32, a, b, m)}
-    cases = [Case(f"{op}.{m}.f32x2 {{d}}, {{a}}, {{b}};", "b64", pairs(g(m)), target="sm_100")
-             for op, g in f.items() for m in MODES]
-    cases += [Case(f"fma.{m}.f32x2 {{d}}, {{a}}, {{b}}, {{c}};", "b64",
-                   pairs(lambda a, b, c, m=m: exact.fma(F32, a, b, c, m)), target="sm_100") for m in MODES]
+    packed = {
+        name: ("b64", x.astype(np.uint64) | np.roll(x, 7).astype(np.uint64) << np.uint64(32))
+        for name, x in zip("abc", (a, b, c))
+    }
+    f = {
+        "add": lambda m: lambda a, b, c: exact.add(F32, a, b, m),
+        "sub": lambda m: lambda a, b, c: exact.sub(F32, a, b, m),
+        "mul": lambda m: lambda a, b, c: exact.mul(F32, a, b, m),
+    }
+    cases = [
+        Case(f"{op}.{m}.f32x2 {{d}}, {{a}}, {{b}};", "b64", pairs(g(m)), target="sm_100")
+        for op, g in f.items()
+        for m in MODES
+    ]
+    cases += [
+        Case(
+            f"fma.{m}.f32x2 {{d}}, {{a}}, {{b}}, {{c}};",
+            "b64",
+            pairs(lambda a, b, c, m=m: exact.fma(F32, a, b, c, m)),
+            target="sm_100",
+        )
+        for m in MODES
+    ]
     flushed = pairs(ftz(lambda a, b, c: exact.fma(F32, a, b, c)))
     cases.append(Case("fma.rn.ftz.f32x2 {d}, {a}, {b}, {c};", "b64", flushed, target="sm_100"))
     check(packed, cases, version="8.6")
@@ -283,26 +335,37 @@ def near(low, high, count, seed):
 
 def test_powers_of_two():
     a = floats("f32", 1)[0].tolist() + near(-150, 130, 300, 1) + near(-1, 1, 100, 2)
-    check({"a": ("b32", a)}, [
-        Case("ex2.approx.ftz.f32 {d}, {a};", "b32", lambda a: flush(F32, real(exp2)(flush(F32, a))), ulps(2)),
-        Case("ex2.approx.f32 {d}, {a};", "b32", real(exp2), ulps(2)),
-    ])
+    check(
+        {"a": ("b32", a)},
+        [
+            Case("ex2.approx.ftz.f32 {d}, {a};", "b32", lambda a: flush(F32, real(exp2)(flush(F32, a))), ulps(2)),
+            Case("ex2.approx.f32 {d}, {a};", "b32", real(exp2), ulps(2)),
+        ],
+    )
 
 
 def test_logarithms():
     a = floats("f32", 1)[0].tolist() + near(0.4, 2.1, 300, 3) + near(0, 1e6, 100, 4)
-    check({"a": ("b32", a)}, [
-        Case("lg2.approx.f32 {d}, {a};", "b32", real(log2), relative(21.5, 2.0**-21.5)),
-        Case("lg2.approx.ftz.f32 {d}, {a};", "b32", lambda a: real(log2)(flush(F32, a)), relative(21.5, 2.0**-21.5)),
-    ])
+    check(
+        {"a": ("b32", a)},
+        [
+            Case("lg2.approx.f32 {d}, {a};", "b32", real(log2), relative(21.5, 2.0**-21.5)),
+            Case(
+                "lg2.approx.ftz.f32 {d}, {a};", "b32", lambda a: real(log2)(flush(F32, a)), relative(21.5, 2.0**-21.5)
+            ),
+        ],
+    )
 
 
 def test_circular_functions_near_zero():
     a = near(-6.2, 6.2, 300, 5) + [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000]
-    check({"a": ("b32", a)}, [
-        Case("sin.approx.f32 {d}, {a};", "b32", real(sine(math.sin)), relative(20, 2.0**-20)),
-        Case("cos.approx.f32 {d}, {a};", "b32", real(sine(math.cos)), relative(20, 2.0**-20)),
-    ])
+    check(
+        {"a": ("b32", a)},
+        [
+            Case("sin.approx.f32 {d}, {a};", "b32", real(sine(math.sin)), relative(20, 2.0**-20)),
+            Case("cos.approx.f32 {d}, {a};", "b32", real(sine(math.cos)), relative(20, 2.0**-20)),
+        ],
+    )
 
 
 def test_hyperbolic_tangent():
@@ -316,29 +379,35 @@ def test_approximate_reciprocals_and_roots():
     root = lambda x: x if x == 0 else math.sqrt(x)  # noqa: E731
     inverse_root = lambda x: math.copysign(math.inf, x) if x == 0 else 0.0 if x == math.inf else 1 / math.sqrt(x)  # noqa: E731
     flushed = lambda f: lambda a: flush(F32, f(flush(F32, a)))  # noqa: E731
-    check({"a": ("b32", a)}, [
-        Case("rcp.approx.ftz.f32 {d}, {a};", "b32", flushed(real(inverse)), ulps(1)),
-        Case("rcp.approx.f32 {d}, {a};", "b32", real(inverse), ulps(1)),
-        Case("sqrt.approx.f32 {d}, {a};", "b32", real(root), relative(22)),
-        Case("sqrt.approx.ftz.f32 {d}, {a};", "b32", flushed(real(root)), relative(22)),
-        Case("rsqrt.approx.f32 {d}, {a};", "b32", real(inverse_root), relative(22)),
-        Case("rsqrt.approx.ftz.f32 {d}, {a};", "b32", flushed(real(inverse_root)), relative(22)),
-    ])
+    check(
+        {"a": ("b32", a)},
+        [
+            Case("rcp.approx.ftz.f32 {d}, {a};", "b32", flushed(real(inverse)), ulps(1)),
+            Case("rcp.approx.f32 {d}, {a};", "b32", real(inverse), ulps(1)),
+            Case("sqrt.approx.f32 {d}, {a};", "b32", real(root), relative(22)),
+            Case("sqrt.approx.ftz.f32 {d}, {a};", "b32", flushed(real(root)), relative(22)),
+            Case("rsqrt.approx.f32 {d}, {a};", "b32", real(inverse_root), relative(22)),
+            Case("rsqrt.approx.ftz.f32 {d}, {a};", "b32", flushed(real(inverse_root)), relative(22)),
+        ],
+    )
 
 
 def test_approximate_division():
     a, b = near(-100, 100, 300, 8), near(0.01, 100, 300, 9)
     quotient = lambda a, b: exact.div(F32, a, b)  # noqa: E731
-    check({"a": ("b32", a), "b": ("b32", b)}, [
-        Case("div.approx.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
-        Case("div.full.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
-        Case("div.full.ftz.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
-    ])
+    check(
+        {"a": ("b32", a), "b": ("b32", b)},
+        [
+            Case("div.approx.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
+            Case("div.full.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
+            Case("div.full.ftz.f32 {d}, {a}, {b};", "b32", quotient, ulps(2)),
+        ],
+    )
     large = [0x7E800001, 0x7F000000, 0xFE900000]  # 2^126 < |b| < 2^128: the reciprocal counts as zero
-    check({"a": ("b32", [0x3F800000, 0x7F000000, 0x7F800000]), "b": ("b32", large)}, [
-        Case("div.approx.f32 {d}, {a}, {b};", "b32",
-             lambda a, b: F32.nan if a == F32.inf else (a ^ b) & 0x80000000),
-    ])
+    check(
+        {"a": ("b32", [0x3F800000, 0x7F000000, 0x7F800000]), "b": ("b32", large)},
+        [Case("div.approx.f32 {d}, {a}, {b};", "b32", lambda a, b: F32.nan if a == F32.inf else (a ^ b) & 0x80000000)],
+    )
 
 
 def test_approximate_double_reciprocals():
@@ -350,10 +419,21 @@ def test_approximate_double_reciprocals():
 
     as_bits = lambda x: int(np.float64(x).view(np.uint64))  # noqa: E731
     as_number = lambda x: float(np.uint64(x).view(np.float64))  # noqa: E731
-    check({"a": ("b64", a)}, [
-        Case("rcp.approx.ftz.f64 {d}, {a};", "b64", lambda a: as_bits(1 / as_number(a)), bound),
-        Case("{{ .reg .b64 t; abs.f64 t, {a}; rsqrt.approx.f64 {d}, t; }}", "b64",
-             lambda a: as_bits(1 / math.sqrt(abs(as_number(a)))), bound),
-        Case("{{ .reg .b64 t; abs.f64 t, {a}; rsqrt.approx.ftz.f64 {d}, t; }}", "b64",
-             lambda a: as_bits(1 / math.sqrt(abs(as_number(a)))), bound),
-    ])
+    check(
+        {"a": ("b64", a)},
+        [
+            Case("rcp.approx.ftz.f64 {d}, {a};", "b64", lambda a: as_bits(1 / as_number(a)), bound),
+            Case(
+                "{{ .reg .b64 t; abs.f64 t, {a}; rsqrt.approx.f64 {d}, t; }}",
+                "b64",
+                lambda a: as_bits(1 / math.sqrt(abs(as_number(a)))),
+                bound,
+            ),
+            Case(
+                "{{ .reg .b64 t; abs.f64 t, {a}; rsqrt.approx.ftz.f64 {d}, t; }}",
+                "b64",
+                lambda a: as_bits(1 / math.sqrt(abs(as_number(a)))),
+                bound,
+            ),
+        ],
+    )

@@ -35,13 +35,17 @@ def both(t, arity, lines, version="8.6"):
 
 def test_sums_and_products():
     for t, f in FORMATS.items():
-        both(t, 3, [
-            ("add.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.add(f, a, b)),
-            ("sub.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.sub(f, a, b)),
-            ("mul.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.mul(f, a, b)),
-            ("add.rn.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.add(f, a, b)),
-            ("fma.rn.{t} {d}, {a}, {b}, {c};", lambda a, b, c, f=f: exact.fma(f, a, b, c)),
-        ])
+        both(
+            t,
+            3,
+            [
+                ("add.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.add(f, a, b)),
+                ("sub.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.sub(f, a, b)),
+                ("mul.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.mul(f, a, b)),
+                ("add.rn.{t} {d}, {a}, {b};", lambda a, b, c, f=f: exact.add(f, a, b)),
+                ("fma.rn.{t} {d}, {a}, {b}, {c};", lambda a, b, c, f=f: exact.fma(f, a, b, c)),
+            ],
+        )
 
 
 def ftz(f):
@@ -59,14 +63,18 @@ def relu(f, bits):
 
 
 def test_flush_saturate_and_relu():
-    both("f16", 3, [
-        ("add.ftz.{t} {d}, {a}, {b};", ftz(lambda a, b, c: exact.add(F16, a, b))),
-        ("mul.ftz.sat.{t} {d}, {a}, {b};", lambda a, b, c: saturated(ftz(lambda x, y: exact.mul(F16, x, y))(a, b))),
-        ("sub.sat.{t} {d}, {a}, {b};", lambda a, b, c: saturated(exact.sub(F16, a, b))),
-        ("fma.rn.ftz.{t} {d}, {a}, {b}, {c};", ftz(lambda a, b, c: exact.fma(F16, a, b, c))),
-        ("fma.rn.sat.{t} {d}, {a}, {b}, {c};", lambda a, b, c: saturated(exact.fma(F16, a, b, c))),
-        ("fma.rn.relu.{t} {d}, {a}, {b}, {c};", lambda a, b, c: relu(F16, exact.fma(F16, a, b, c))),
-    ])
+    both(
+        "f16",
+        3,
+        [
+            ("add.ftz.{t} {d}, {a}, {b};", ftz(lambda a, b, c: exact.add(F16, a, b))),
+            ("mul.ftz.sat.{t} {d}, {a}, {b};", lambda a, b, c: saturated(ftz(lambda x, y: exact.mul(F16, x, y))(a, b))),
+            ("sub.sat.{t} {d}, {a}, {b};", lambda a, b, c: saturated(exact.sub(F16, a, b))),
+            ("fma.rn.ftz.{t} {d}, {a}, {b}, {c};", ftz(lambda a, b, c: exact.fma(F16, a, b, c))),
+            ("fma.rn.sat.{t} {d}, {a}, {b}, {c};", lambda a, b, c: saturated(exact.fma(F16, a, b, c))),
+            ("fma.rn.relu.{t} {d}, {a}, {b}, {c};", lambda a, b, c: relu(F16, exact.fma(F16, a, b, c))),
+        ],
+    )
     both("bf16", 3, [("fma.rn.relu.{t} {d}, {a}, {b}, {c};", lambda a, b, c: relu(BF16, exact.fma(BF16, a, b, c)))])
 
 
@@ -100,10 +108,13 @@ def test_signs():
             lines += [("neg.ftz.f16 {d}, {a};", lambda a: flush(F16, a) ^ 0x8000)]
         check({"a": ("b16", a)}, [Case(text, "b16", g) for text, g in lines])
         pairs = [x | y << 16 for x, y in zip(a, a[::-1])]
-        check({"a": ("b32", pairs)}, [
-            Case(f"neg.{t}x2 {{d}}, {{a}};", "b32", lambda a: a ^ 0x80008000),
-            Case(f"abs.{t}x2 {{d}}, {{a}};", "b32", lambda a: a & 0x7FFF7FFF),
-        ])
+        check(
+            {"a": ("b32", pairs)},
+            [
+                Case(f"neg.{t}x2 {{d}}, {{a}};", "b32", lambda a: a ^ 0x80008000),
+                Case(f"abs.{t}x2 {{d}}, {{a}};", "b32", lambda a: a & 0x7FFF7FFF),
+            ],
+        )
 
 
 def key(f, bits):
@@ -125,9 +136,12 @@ def test_min_and_max():
             lines += [
                 (f"{name}.{{t}} {{d}}, {{a}}, {{b}};", g),
                 (f"{name}.NaN.{{t}} {{d}}, {{a}}, {{b}};", lambda a, b, g=g, e=either: 0x7FFF if e(a, b) else g(a, b)),
-                (f"{name}.xorsign.abs.{{t}} {{d}}, {{a}}, {{b}};",
-                 lambda a, b, g=g, f=f: f.nan if is_nan(f, a) and is_nan(f, b) else
-                 g(a & 0x7FFF, b & 0x7FFF) | (a ^ b) & 0x8000),
+                (
+                    f"{name}.xorsign.abs.{{t}} {{d}}, {{a}}, {{b}};",
+                    lambda a, b, g=g, f=f: (
+                        f.nan if is_nan(f, a) and is_nan(f, b) else g(a & 0x7FFF, b & 0x7FFF) | (a ^ b) & 0x8000
+                    ),
+                ),
             ]
             if t == "f16":
                 flushed = lambda a, b, g=g: g(flush(F16, a), flush(F16, b))  # noqa: E731
@@ -174,25 +188,46 @@ def within(f, relative, tiny):
 def test_approximate_functions():
     """ex2: relative 2^-9.9 (f16), 2^-7 (bf16); tanh: 2^-10.987 absolute (f16), 2^-8 (bf16)."""
     f16 = {"a": ("b16", floats("f16", 1)[0])}
-    check(f16, [
-        Case("ex2.approx.f16 {d}, {a};", "b16", of_real(F16, exp2), within(F16, 2.0**-9.9, 2.0**-24)),
-        Case("tanh.approx.f16 {d}, {a};", "b16", of_real(F16, math.tanh), within(F16, 2.0**-9.9, 2.0**-10.9)),
-    ])
+    check(
+        f16,
+        [
+            Case("ex2.approx.f16 {d}, {a};", "b16", of_real(F16, exp2), within(F16, 2.0**-9.9, 2.0**-24)),
+            Case("tanh.approx.f16 {d}, {a};", "b16", of_real(F16, math.tanh), within(F16, 2.0**-9.9, 2.0**-10.9)),
+        ],
+    )
     bf16 = {"a": ("b16", floats("bf16", 1)[0])}
-    check(bf16, [
-        Case("ex2.approx.ftz.bf16 {d}, {a};", "b16", lambda a: flush(BF16, of_real(BF16, exp2)(flush(BF16, a))),
-             within(BF16, 2.0**-7, 2.0**-126)),
-        Case("tanh.approx.bf16 {d}, {a};", "b16", of_real(BF16, math.tanh), within(BF16, 2.0**-7, 2.0**-133)),
-    ], version="7.8")
+    check(
+        bf16,
+        [
+            Case(
+                "ex2.approx.ftz.bf16 {d}, {a};",
+                "b16",
+                lambda a: flush(BF16, of_real(BF16, exp2)(flush(BF16, a))),
+                within(BF16, 2.0**-7, 2.0**-126),
+            ),
+            Case("tanh.approx.bf16 {d}, {a};", "b16", of_real(BF16, math.tanh), within(BF16, 2.0**-7, 2.0**-133)),
+        ],
+        version="7.8",
+    )
 
 
 def test_mixed_precision_of_sm_100():
     (a,), (c,) = floats("f16", 1), floats("f32", 1)
     n = min(len(a), len(c))
     widen = lambda x: exact.convert(F16, F32, x)  # noqa: E731
-    check({"a": ("b16", a[:n]), "c": ("b32", c[:n])}, [
-        Case("add.f32.f16 {d}, {a}, {c};", "b32", lambda a, c: exact.add(F32, widen(a), c), target="sm_100"),
-        Case("sub.rz.f32.f16 {d}, {a}, {c};", "b32", lambda a, c: exact.sub(F32, widen(a), c, "rz"), target="sm_100"),
-        Case("fma.rn.f32.f16 {d}, {a}, {a}, {c};", "b32", lambda a, c: exact.fma(F32, widen(a), widen(a), c),
-             target="sm_100"),
-    ], version="8.6")
+    check(
+        {"a": ("b16", a[:n]), "c": ("b32", c[:n])},
+        [
+            Case("add.f32.f16 {d}, {a}, {c};", "b32", lambda a, c: exact.add(F32, widen(a), c), target="sm_100"),
+            Case(
+                "sub.rz.f32.f16 {d}, {a}, {c};", "b32", lambda a, c: exact.sub(F32, widen(a), c, "rz"), target="sm_100"
+            ),
+            Case(
+                "fma.rn.f32.f16 {d}, {a}, {a}, {c};",
+                "b32",
+                lambda a, c: exact.fma(F32, widen(a), widen(a), c),
+                target="sm_100",
+            ),
+        ],
+        version="8.6",
+    )

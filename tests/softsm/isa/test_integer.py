@@ -31,17 +31,23 @@ def trunc_div(a, b):
 
 def test_add_sub_mul_and_their_like_wrap():
     for w in (16, 32, 64):
-        check(inputs(w, 3), both(w, lambda t, w=w: [
-            (f"add.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a + b),
-            (f"sub.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a - b),
-            (f"mul.lo.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a * b),
-            (f"mul.hi.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a * b >> w),
-            (f"mad.lo.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: a * b + c),
-            (f"mad.hi.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: (a * b >> w) + c),
-            (f"min.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: min(a, b)),
-            (f"max.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: max(a, b)),
-            (f"sad.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: c + abs(a - b)),
-        ]))
+        check(
+            inputs(w, 3),
+            both(
+                w,
+                lambda t, w=w: [
+                    (f"add.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a + b),
+                    (f"sub.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a - b),
+                    (f"mul.lo.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a * b),
+                    (f"mul.hi.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: a * b >> w),
+                    (f"mad.lo.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: a * b + c),
+                    (f"mad.hi.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: (a * b >> w) + c),
+                    (f"min.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: min(a, b)),
+                    (f"max.{t}{w} {{d}}, {{a}}, {{b}};", lambda a, b, c: max(a, b)),
+                    (f"sad.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", lambda a, b, c: c + abs(a - b)),
+                ],
+            ),
+        )
 
 
 def test_wide_products():
@@ -54,18 +60,26 @@ def test_wide_products():
                 Case(f"mul.wide.{t}{w} {{d}}, {{a}}, {{b}};", f"b{2 * w}", lambda a, b, c, r=r: r(a) * r(b)),
                 Case(f"mad.wide.{t}{w} {{d}}, {{a}}, {{b}}, {{c}};", f"b{2 * w}", lambda a, b, c, r=r: r(a) * r(b) + c),
             ]
-        check({"a": (f"b{w}", a), "b": (f"b{w}", b), "c": (f"b{2 * w}", c * 3)},
-              [Case(k.text, k.result, lambda a, b, c, f=k.expected: f(a, b, c)) for k in cases])
+        check(
+            {"a": (f"b{w}", a), "b": (f"b{w}", b), "c": (f"b{2 * w}", c * 3)},
+            [Case(k.text, k.result, lambda a, b, c, f=k.expected: f(a, b, c)) for k in cases],
+        )
 
 
 def test_saturation_ends_at_the_limits():
     clamp = lambda x: max(-(1 << 31), min((1 << 31) - 1, x))  # noqa: E731
-    check(inputs(32, 3), [
-        Case("add.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) + s(b, 32))),
-        Case("sub.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) - s(b, 32))),
-        Case("mad.hi.sat.s32 {d}, {a}, {b}, {c};", "b32",
-             lambda a, b, c: clamp((s(a, 32) * s(b, 32) >> 32) + s(c, 32))),
-    ])
+    check(
+        inputs(32, 3),
+        [
+            Case("add.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) + s(b, 32))),
+            Case("sub.sat.s32 {d}, {a}, {b};", "b32", lambda a, b, c: clamp(s(a, 32) - s(b, 32))),
+            Case(
+                "mad.hi.sat.s32 {d}, {a}, {b}, {c};",
+                "b32",
+                lambda a, b, c: clamp((s(a, 32) * s(b, 32) >> 32) + s(c, 32)),
+            ),
+        ],
+    )
 
 
 def test_division_truncates():
@@ -79,8 +93,9 @@ def test_division_truncates():
             r = (lambda x, w=w: s(x, w)) if t == "s" else (lambda x: x)
             cases += [
                 Case(f"div.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b, r=r: trunc_div(r(a), r(b))),
-                Case(f"rem.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}",
-                     lambda a, b, r=r: r(a) - r(b) * trunc_div(r(a), r(b))),
+                Case(
+                    f"rem.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b, r=r: r(a) - r(b) * trunc_div(r(a), r(b))
+                ),
             ]
         check({"a": (f"b{w}", a[keep]), "b": (f"b{w}", b[keep])}, cases)
 
@@ -88,32 +103,46 @@ def test_division_truncates():
 def test_division_by_zero_gives_ones():
     for w in (16, 32, 64):
         a = [0, 1, 5, (1 << (w - 1)) - 1, 1 << (w - 1), (1 << w) - 1]
-        check({"a": (f"b{w}", a), "b": (f"b{w}", [0] * 6)},
-              [Case(f"{op}.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b: -1)
-               for op in ("div", "rem") for t in "us"])
+        check(
+            {"a": (f"b{w}", a), "b": (f"b{w}", [0] * 6)},
+            [
+                Case(f"{op}.{t}{w} {{d}}, {{a}}, {{b}};", f"b{w}", lambda a, b: -1)
+                for op in ("div", "rem")
+                for t in "us"
+            ],
+        )
 
 
 def test_abs_and_neg_wrap_at_the_least_number():
     for w in (16, 32, 64):
-        check(inputs(w, 1), [
-            Case(f"abs.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: abs(s(a, w))),
-            Case(f"neg.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: -s(a, w)),
-        ])
+        check(
+            inputs(w, 1),
+            [
+                Case(f"abs.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: abs(s(a, w))),
+                Case(f"neg.s{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: -s(a, w)),
+            ],
+        )
 
 
 def test_multiplication_of_24_bits():
     u24, s24 = (lambda x: x & 0xFFFFFF), (lambda x: s(x, 24))
     clamp = lambda x: max(-(1 << 31), min((1 << 31) - 1, x))  # noqa: E731
-    check(inputs(32, 3), [
-        Case("mul24.lo.u32 {d}, {a}, {b};", "b32", lambda a, b, c: u24(a) * u24(b)),
-        Case("mul24.hi.u32 {d}, {a}, {b};", "b32", lambda a, b, c: u24(a) * u24(b) >> 16),
-        Case("mul24.lo.s32 {d}, {a}, {b};", "b32", lambda a, b, c: s24(a) * s24(b)),
-        Case("mul24.hi.s32 {d}, {a}, {b};", "b32", lambda a, b, c: s24(a) * s24(b) >> 16),
-        Case("mad24.lo.s32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: s24(a) * s24(b) + c),
-        Case("mad24.hi.u32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: (u24(a) * u24(b) >> 16) + c),
-        Case("mad24.hi.sat.s32 {d}, {a}, {b}, {c};", "b32",
-             lambda a, b, c: clamp(s(s24(a) * s24(b) >> 16, 32) + s(c, 32))),
-    ])
+    check(
+        inputs(32, 3),
+        [
+            Case("mul24.lo.u32 {d}, {a}, {b};", "b32", lambda a, b, c: u24(a) * u24(b)),
+            Case("mul24.hi.u32 {d}, {a}, {b};", "b32", lambda a, b, c: u24(a) * u24(b) >> 16),
+            Case("mul24.lo.s32 {d}, {a}, {b};", "b32", lambda a, b, c: s24(a) * s24(b)),
+            Case("mul24.hi.s32 {d}, {a}, {b};", "b32", lambda a, b, c: s24(a) * s24(b) >> 16),
+            Case("mad24.lo.s32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: s24(a) * s24(b) + c),
+            Case("mad24.hi.u32 {d}, {a}, {b}, {c};", "b32", lambda a, b, c: (u24(a) * u24(b) >> 16) + c),
+            Case(
+                "mad24.hi.sat.s32 {d}, {a}, {b}, {c};",
+                "b32",
+                lambda a, b, c: clamp(s(s24(a) * s24(b) >> 16, 32) + s(c, 32)),
+            ),
+        ],
+    )
 
 
 def test_counting_and_finding_bits():
@@ -121,16 +150,22 @@ def test_counting_and_finding_bits():
         find = lambda x: x.bit_length() - 1  # noqa: E731
         flip = lambda x, w=w: ~s(x, w) if s(x, w) < 0 else x  # noqa: E731
         rest = lambda p, w=w: 0xFFFFFFFF if p < 0 else w - 1 - p  # noqa: E731
-        check(inputs(w, 1), [
-            Case(f"popc.b{w} {{d}}, {{a}};", "b32", lambda a: bin(a).count("1")),
-            Case(f"clz.b{w} {{d}}, {{a}};", "b32", lambda a, w=w: w - a.bit_length()),
-            Case(f"brev.b{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: int(f"{a:0{w}b}"[::-1], 2)),
-            Case(f"bfind.u{w} {{d}}, {{a}};", "b32", find),
-            Case(f"bfind.s{w} {{d}}, {{a}};", "b32", lambda a, find=find, flip=flip: find(flip(a))),
-            Case(f"bfind.shiftamt.u{w} {{d}}, {{a}};", "b32", lambda a, find=find, rest=rest: rest(find(a))),
-            Case(f"bfind.shiftamt.s{w} {{d}}, {{a}};", "b32",
-                 lambda a, find=find, flip=flip, rest=rest: rest(find(flip(a)))),
-        ])
+        check(
+            inputs(w, 1),
+            [
+                Case(f"popc.b{w} {{d}}, {{a}};", "b32", lambda a: bin(a).count("1")),
+                Case(f"clz.b{w} {{d}}, {{a}};", "b32", lambda a, w=w: w - a.bit_length()),
+                Case(f"brev.b{w} {{d}}, {{a}};", f"b{w}", lambda a, w=w: int(f"{a:0{w}b}"[::-1], 2)),
+                Case(f"bfind.u{w} {{d}}, {{a}};", "b32", find),
+                Case(f"bfind.s{w} {{d}}, {{a}};", "b32", lambda a, find=find, flip=flip: find(flip(a))),
+                Case(f"bfind.shiftamt.u{w} {{d}}, {{a}};", "b32", lambda a, find=find, rest=rest: rest(find(a))),
+                Case(
+                    f"bfind.shiftamt.s{w} {{d}}, {{a}};",
+                    "b32",
+                    lambda a, find=find, flip=flip, rest=rest: rest(find(flip(a))),
+                ),
+            ],
+        )
 
 
 def bfe(a, pos, length, w, signed_):
@@ -156,19 +191,28 @@ def test_bit_fields():
     for w in (32, 64):
         a = (integers(w, 1)[0].tolist() * 9)[: len(places)]
         b = a[::-1]
-        check({"a": (f"b{w}", a), "b": (f"b{w}", b), "p": ("b32", pos), "n": ("b32", length)}, [
-            Case(f"bfe.u{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, False)),
-            Case(f"bfe.s{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, True)),
-            Case(f"bfi.b{w} {{d}}, {{a}}, {{b}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfi(a, b, p, n, w)),
-        ])
+        check(
+            {"a": (f"b{w}", a), "b": (f"b{w}", b), "p": ("b32", pos), "n": ("b32", length)},
+            [
+                Case(f"bfe.u{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, False)),
+                Case(f"bfe.s{w} {{d}}, {{a}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfe(a, p, n, w, True)),
+                Case(
+                    f"bfi.b{w} {{d}}, {{a}}, {{b}}, {{p}}, {{n}};", f"b{w}", lambda a, b, p, n, w=w: bfi(a, b, p, n, w)
+                ),
+            ],
+        )
 
 
 def test_bit_fields_at_literal_places():
     places = [(0, 1), (0, 32), (7, 8), (31, 1), (16, 16), (5, 27), (5, 28), (3, 0), (0, 33)]
-    check(inputs(32, 1), [
-        Case(f"bfe.{t}32 {{d}}, {{a}}, {p}, {n};", "b32", lambda a, p=p, n=n, t=t: bfe(a, p, n, 32, t == "s"))
-        for p, n in places for t in "us"
-    ])
+    check(
+        inputs(32, 1),
+        [
+            Case(f"bfe.{t}32 {{d}}, {{a}}, {p}, {n};", "b32", lambda a, p=p, n=n, t=t: bfe(a, p, n, 32, t == "s"))
+            for p, n in places
+            for t in "us"
+        ],
+    )
 
 
 def szext(a, b, clamp, signed_):
@@ -192,11 +236,22 @@ def bmsk(a, b, clamp):
 
 
 def test_masks_and_sign_extension():
-    check(inputs(32, 2), [
-        Case(f"szext.{m}.{t}32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, m=m, t=t: szext(a, b, m == "clamp", t == "s"))
-        for m in ("clamp", "wrap") for t in "us"
-    ] + [Case(f"bmsk.{m}.b32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, m=m: bmsk(a, b, m == "clamp"))
-         for m in ("clamp", "wrap")])
+    check(
+        inputs(32, 2),
+        [
+            Case(
+                f"szext.{m}.{t}32 {{d}}, {{a}}, {{b}};",
+                "b32",
+                lambda a, b, m=m, t=t: szext(a, b, m == "clamp", t == "s"),
+            )
+            for m in ("clamp", "wrap")
+            for t in "us"
+        ]
+        + [
+            Case(f"bmsk.{m}.b32 {{d}}, {{a}}, {{b}};", "b32", lambda a, b, m=m: bmsk(a, b, m == "clamp"))
+            for m in ("clamp", "wrap")
+        ],
+    )
 
 
 def fns(mask, base, offset):
@@ -215,9 +270,14 @@ def fns(mask, base, offset):
 
 def test_finding_the_nth_bit():
     masks = integers(32, 1)[0].tolist()[:64]
-    check({"a": ("b32", masks), "b": ("b32", [i % 32 for i in range(64)]),
-           "c": ("b32", [(i % 7 - 3) & 0xFFFFFFFF for i in range(64)])},
-          [Case("fns.b32 {d}, {a}, {b}, {c};", "b32", fns)])
+    check(
+        {
+            "a": ("b32", masks),
+            "b": ("b32", [i % 32 for i in range(64)]),
+            "c": ("b32", [(i % 7 - 3) & 0xFFFFFFFF for i in range(64)]),
+        },
+        [Case("fns.b32 {d}, {a}, {b}, {c};", "b32", fns)],
+    )
 
 
 def test_dot_products_of_bytes():
@@ -228,36 +288,77 @@ def test_dot_products_of_bytes():
     cases = []
     for ta in "us":
         for tb in "us":
-            cases.append(Case(f"dp4a.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};", "b32", lambda a, b, c, ta=ta, tb=tb:
-                              c + sum(x * y for x, y in zip(parts(a, 8, ta == "s"), parts(b, 8, tb == "s")))))
+            cases.append(
+                Case(
+                    f"dp4a.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};",
+                    "b32",
+                    lambda a, b, c, ta=ta, tb=tb: (
+                        c + sum(x * y for x, y in zip(parts(a, 8, ta == "s"), parts(b, 8, tb == "s")))
+                    ),
+                )
+            )
             for k, mode in ((0, "lo"), (2, "hi")):
-                cases.append(Case(f"dp2a.{mode}.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};", "b32",
-                                  lambda a, b, c, ta=ta, tb=tb, k=k: c + sum(
-                                      x * y for x, y in zip(parts(a, 16, ta == "s"), parts(b, 8, tb == "s")[k:]))))
+                cases.append(
+                    Case(
+                        f"dp2a.{mode}.{ta}32.{tb}32 {{d}}, {{a}}, {{b}}, {{c}};",
+                        "b32",
+                        lambda a, b, c, ta=ta, tb=tb, k=k: (
+                            c + sum(x * y for x, y in zip(parts(a, 16, ta == "s"), parts(b, 8, tb == "s")[k:]))
+                        ),
+                    )
+                )
     check(inputs(32, 3), cases)
 
 
 def test_carries_travel_through_the_condition_code():
     """128-bit sums, differences and products by 32- and 64-bit pieces."""
     m32 = (1 << 32) - 1
-    check(inputs(64, 3), [
-        Case("{{ .reg .b64 t; add.cc.u64 t, {a}, {b}; addc.u64 {d}, {c}, {c}; }}", "b64",
-             lambda a, b, c: c + c + (a + b >> 64)),
-        Case("{{ .reg .b64 t; sub.cc.u64 t, {a}, {b}; subc.u64 {d}, {c}, {a}; }}", "b64",
-             lambda a, b, c: c - a - (a < b)),
-        Case("{{ .reg .b64 t; add.cc.s64 t, {a}, {b}; addc.cc.s64 t, {c}, {b}; addc.s64 {d}, 0, 0; }}", "b64",
-             lambda a, b, c: c + b + (a + b >> 64) >> 64),
-        Case("{{ .reg .b64 t; mad.lo.cc.u64 t, {a}, {b}, {c}; madc.hi.u64 {d}, {a}, {b}, 0; }}", "b64",
-             lambda a, b, c: a * b + c >> 64),
-    ])
-    check(inputs(32, 3), [
-        Case("{{ .reg .b32 t; add.cc.u32 t, {a}, {b}; addc.cc.u32 t, {c}, {a}; addc.u32 {d}, {b}, 0; }}", "b32",
-             lambda a, b, c: b + (c + a + (a + b >> 32) >> 32)),
-        Case("{{ .reg .b32 t; sub.cc.u32 t, {a}, {b}; subc.cc.u32 t, {c}, {a}; subc.u32 {d}, {b}, 0; }}", "b32",
-             lambda a, b, c: b - (c - a - (a < b) < 0)),
-        Case("{{ .reg .b32 t; mad.lo.cc.u32 t, {a}, {b}, {c}; madc.hi.cc.u32 t, {a}, {b}, {c}; addc.u32 {d}, 0, 0; }}",
-             "b32", lambda a, b, c: (a * b >> 32) + c + ((a * b & m32) + c >> 32) >> 32),
-    ])
+    check(
+        inputs(64, 3),
+        [
+            Case(
+                "{{ .reg .b64 t; add.cc.u64 t, {a}, {b}; addc.u64 {d}, {c}, {c}; }}",
+                "b64",
+                lambda a, b, c: c + c + (a + b >> 64),
+            ),
+            Case(
+                "{{ .reg .b64 t; sub.cc.u64 t, {a}, {b}; subc.u64 {d}, {c}, {a}; }}",
+                "b64",
+                lambda a, b, c: c - a - (a < b),
+            ),
+            Case(
+                "{{ .reg .b64 t; add.cc.s64 t, {a}, {b}; addc.cc.s64 t, {c}, {b}; addc.s64 {d}, 0, 0; }}",
+                "b64",
+                lambda a, b, c: c + b + (a + b >> 64) >> 64,
+            ),
+            Case(
+                "{{ .reg .b64 t; mad.lo.cc.u64 t, {a}, {b}, {c}; madc.hi.u64 {d}, {a}, {b}, 0; }}",
+                "b64",
+                lambda a, b, c: a * b + c >> 64,
+            ),
+        ],
+    )
+    check(
+        inputs(32, 3),
+        [
+            Case(
+                "{{ .reg .b32 t; add.cc.u32 t, {a}, {b}; addc.cc.u32 t, {c}, {a}; addc.u32 {d}, {b}, 0; }}",
+                "b32",
+                lambda a, b, c: b + (c + a + (a + b >> 32) >> 32),
+            ),
+            Case(
+                "{{ .reg .b32 t; sub.cc.u32 t, {a}, {b}; subc.cc.u32 t, {c}, {a}; subc.u32 {d}, {b}, 0; }}",
+                "b32",
+                lambda a, b, c: b - (c - a - (a < b) < 0),
+            ),
+            Case(
+                "{{ .reg .b32 t; mad.lo.cc.u32 t, {a}, {b}, {c}; madc.hi.cc.u32 t, {a}, {b}, {c}; "
+                "addc.u32 {d}, 0, 0; }}",
+                "b32",
+                lambda a, b, c: (a * b >> 32) + c + ((a * b & m32) + c >> 32) >> 32,
+            ),
+        ],
+    )
 
 
 def test_pairs_of_16_bits():
@@ -271,13 +372,16 @@ def test_pairs_of_16_bits():
 
         return apply
 
-    check(inputs(32, 2), [
-        Case("add.u16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: x + y)),
-        Case("add.s16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: x + y)),
-        Case("min.s16x2 {d}, {a}, {b};", "b32", lanewise(min)),
-        Case("max.u16x2 {d}, {a}, {b};", "b32", lanewise(max, False)),
-        Case("min.u16x2 {d}, {a}, {b};", "b32", lanewise(min, False)),
-        Case("max.relu.s16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: max(x, y, 0))),
-        Case("min.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(min(s(a, 32), s(b, 32)), 0)),
-        Case("max.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(s(a, 32), s(b, 32), 0)),
-    ])
+    check(
+        inputs(32, 2),
+        [
+            Case("add.u16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: x + y)),
+            Case("add.s16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: x + y)),
+            Case("min.s16x2 {d}, {a}, {b};", "b32", lanewise(min)),
+            Case("max.u16x2 {d}, {a}, {b};", "b32", lanewise(max, False)),
+            Case("min.u16x2 {d}, {a}, {b};", "b32", lanewise(min, False)),
+            Case("max.relu.s16x2 {d}, {a}, {b};", "b32", lanewise(lambda x, y: max(x, y, 0))),
+            Case("min.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(min(s(a, 32), s(b, 32)), 0)),
+            Case("max.relu.s32 {d}, {a}, {b};", "b32", lambda a, b: max(s(a, 32), s(b, 32), 0)),
+        ],
+    )

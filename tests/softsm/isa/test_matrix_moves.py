@@ -56,10 +56,7 @@ def test_stmatrix():
             regs = kn.names(8, count)
             name = f"stmatrix.sync.aligned.m8n8.x{count}{'.trans' if trans else ''}.shared.b16"
             body = kn.fill_shared("%rd2", 512, 32) + kn.thread_pointer("%rd1", count, "%rd4")
-            body += (
-                kn.load_words("%rd4", regs)
-                + f"mad.lo.u32 %r5, %r0, 16, %r1;\n{name} [%r5], {kn.braces(regs)};\n"
-            )
+            body += kn.load_words("%rd4", regs) + f"mad.lo.u32 %r5, %r0, 16, %r1;\n{name} [%r5], {kn.braces(regs)};\n"
             body += kn.dump_shared("%rd3", 512, 32)
             ptx = kn.text(body, ["values", "zeros", "out"], shared=512)
             zeros = np.zeros(128, np.uint32)
@@ -69,11 +66,7 @@ def test_stmatrix():
 def test_movmatrix():
     values = np.arange(32, dtype=np.uint32) * 65539 + 7
     name = "movmatrix.sync.aligned.m8n8.trans.b16"
-    body = (
-        kn.thread_pointer("%rd1", 1, "%rd3")
-        + kn.thread_pointer("%rd2", 1, "%rd4")
-        + kn.load_words("%rd3", ["%r8"])
-    )
+    body = kn.thread_pointer("%rd1", 1, "%rd3") + kn.thread_pointer("%rd2", 1, "%rd4") + kn.load_words("%rd3", ["%r8"])
     body += f"{name} %r9, %r8;\n" + kn.store_words("%rd4", ["%r9"])
     want = np.ascontiguousarray(values.view(np.uint16).reshape(8, 8).T)
     kn.check(name, kn.text(body, ["values", "out"]), [values], [np.zeros(32, np.uint32)], [want])

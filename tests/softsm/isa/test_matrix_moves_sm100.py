@@ -43,13 +43,9 @@ def test_ldmatrix_widens_small_elements(source_format, bits, shift):
 def test_stmatrix_bytes():
     values = np.arange(64, dtype=np.uint32) * 0x01030507 + 9
     body = (
-        kn.fill_shared("%rd2", 256, 32)
-        + kn.thread_pointer("%rd1", 2, "%rd4")
-        + kn.load_words("%rd4", ["%r8", "%r9"])
+        kn.fill_shared("%rd2", 256, 32) + kn.thread_pointer("%rd1", 2, "%rd4") + kn.load_words("%rd4", ["%r8", "%r9"])
     )
-    body += (
-        "mad.lo.u32 %r5, %r0, 16, %r1;\nstmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r5], {%r8, %r9};\n"
-    )
+    body += "mad.lo.u32 %r5, %r0, 16, %r1;\nstmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r5], {%r8, %r9};\n"
     body += kn.dump_shared("%rd3", 256, 32)
     out = np.zeros(256, np.uint8)
     ptx = kn.text(body, ["values", "zeros", "out"], shared=512, target="sm_100a", version="8.6")
@@ -58,9 +54,7 @@ def test_stmatrix_bytes():
     for t in range(32):
         for i in range(2):
             for e in range(4):
-                want[8 * i + 2 * (t % 4) + e % 2, t // 4 + 8 * (e // 2)] = (
-                    int(values[2 * t + i]) >> 8 * e & 0xFF
-                )
+                want[8 * i + 2 * (t % 4) + e % 2, t // 4 + 8 * (e // 2)] = int(values[2 * t + i]) >> 8 * e & 0xFF
     np.testing.assert_array_equal(out.reshape(16, 16), want)
 
 

@@ -248,8 +248,7 @@ def fails(text, code, match=None, *, block=32, cluster=1, grid=1, error=Fault, o
 
 def test_uninitialised_barrier():
     text = fails(
-        once("mov.u32 %r2, bar;\nmbarrier.arrive.shared::cta.b64 _, [%r2];", shared=BARRIER),
-        "barrier-uninitialised",
+        once("mov.u32 %r2, bar;\nmbarrier.arrive.shared::cta.b64 _, [%r2];", shared=BARRIER), "barrier-uninitialised"
     )
     assert "PTX line" in text and "warp 0" in text
 
@@ -263,9 +262,7 @@ def test_misaligned_barrier():
 
 
 def test_barrier_outside_shared_memory():
-    fails(
-        once("mov.u32 %r2, 0x8000;\nmbarrier.init.shared::cta.b64 [%r2], 1;", shared=BARRIER), "out-of-bounds"
-    )
+    fails(once("mov.u32 %r2, 0x8000;\nmbarrier.init.shared::cta.b64 [%r2], 1;", shared=BARRIER), "out-of-bounds")
 
 
 def test_more_arrivals_than_pending():
@@ -278,9 +275,7 @@ def test_count_out_of_range():
 
 
 def test_deadlock_says_what_is_missing():
-    body = (
-        init(16384) + "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 4096;\n" + wait("%r2", 0, "W")
-    )
+    body = init(16384) + "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 4096;\n" + wait("%r2", 0, "W")
     text = fails(ptx(body, shared=BARRIER), "deadlock", error=Deadlock)
     assert "16383 of 16384 arrival(s) and 4096 byte(s)" in text and "bar+0" in text
 
@@ -374,9 +369,12 @@ selp.u32 %r3, 1, 0, %p2;
 
 
 def test_a_barrier_that_is_gone_answers_nobody():
-    body = once("""mov.u32 %r2, bar;
+    body = once(
+        """mov.u32 %r2, bar;
 mbarrier.init.shared.b64 [%r2], 1;
 mbarrier.inval.shared.b64 [%r2];
-mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1;""", shared=BARRIER)
+mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1;""",
+        shared=BARRIER,
+    )
     with pytest.raises(Fault, match="no mbarrier was initialised"):
         run(body, [words(32)], block=32)

@@ -170,8 +170,9 @@ def test_halves_add(kind, dtype, count, space):
     rng = np.random.default_rng(9)
     cell, operand = ((rng.standard_normal(32 * count) * 4).astype(dtype) for _ in range(2))
     cell[:2], operand[:2] = np.array([6e-8, -1], dtype), np.array([6e-8, 2e-3], dtype)  # denormals are kept
-    got, _, old = run(ptx(body, "cell operand old", shared=DATA),
-                      [x.view(np.uint16) for x in (cell, operand, np.zeros_like(cell))])  # fmt: skip
+    got, _, old = run(
+        ptx(body, "cell operand old", shared=DATA), [x.view(np.uint16) for x in (cell, operand, np.zeros_like(cell))]
+    )
     np.testing.assert_array_equal(old, cell.view(np.uint16))
     wanted = (cell.astype(np.float64) + operand.astype(np.float64)).astype(np.float32).astype(dtype)
     np.testing.assert_array_equal(got.view(dtype), wanted)

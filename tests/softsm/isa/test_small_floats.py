@@ -53,9 +53,34 @@ def to_small(name, x):
 def small_inputs():
     rng = np.random.default_rng(11)
     some = (rng.standard_normal(200) * 2.0 ** rng.integers(-12, 10, 200)).astype(np.float32)
-    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 7.25, 7.75, 0.0625, 0.03125,
-                     464.0, 448.0, 480.0, 57344.0, 61440.0, 28.0, 30.0, 2.0**-10, 2.0**-9, 2.0**-17,
-                     1.5 * 2.0**-17], np.float32)
+    ties = np.array(
+        [
+            0.25,
+            0.75,
+            1.25,
+            1.75,
+            2.5,
+            3.5,
+            5.0,
+            6.5,
+            7.25,
+            7.75,
+            0.0625,
+            0.03125,
+            464.0,
+            448.0,
+            480.0,
+            57344.0,
+            61440.0,
+            28.0,
+            30.0,
+            2.0**-10,
+            2.0**-9,
+            2.0**-17,
+            1.5 * 2.0**-17,
+        ],
+        np.float32,
+    )
     a = [int(v) for v in np.concatenate([some, ties, -ties]).view(np.uint32)] + floats("f32", 1)[0].tolist()
     return {"a": ("b32", a), "b": ("b32", a[::-1])}
 
@@ -64,10 +89,16 @@ def test_two_floats_into_eight_bits():
     cases = []
     for t in ("e4m3", "e5m2"):
         cases += [
-            Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
-                 lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b)),
-            Case(f"cvt.rn.satfinite.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
-                 lambda a, b, t=t: to_small(t, relu(F32, a)) << 8 | to_small(t, relu(F32, b))),
+            Case(
+                f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};",
+                "b16",
+                lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b),
+            ),
+            Case(
+                f"cvt.rn.satfinite.relu.{t}x2.f32 {{d}}, {{a}}, {{b}};",
+                "b16",
+                lambda a, b, t=t: to_small(t, relu(F32, a)) << 8 | to_small(t, relu(F32, b)),
+            ),
         ]
     check(small_inputs(), cases, version="8.1")
 
@@ -75,10 +106,18 @@ def test_two_floats_into_eight_bits():
 def test_packed_halves_into_eight_bits():
     halves = ordinary_floats("f16", 100, 3) + random_bits(16, 100, 4)
     wide = lambda h: exact.convert(F16, F32, h)  # noqa: E731
-    check({"a": ("b32", [x | y << 16 for x, y in zip(halves, halves[::-1])])}, [
-        Case(f"cvt.rn.satfinite.{t}x2.f16x2 {{d}}, {{a}};", "b16",
-             lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF))) for t in ("e4m3", "e5m2")
-    ], version="8.1")
+    check(
+        {"a": ("b32", [x | y << 16 for x, y in zip(halves, halves[::-1])])},
+        [
+            Case(
+                f"cvt.rn.satfinite.{t}x2.f16x2 {{d}}, {{a}};",
+                "b16",
+                lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF)),
+            )
+            for t in ("e4m3", "e5m2")
+        ],
+        version="8.1",
+    )
 
 
 def from_small(name, code):
@@ -100,8 +139,11 @@ def test_eight_bits_into_packed_halves():
         g = lambda c, t=t: from_small(t, c)  # noqa: E731
         cases += [
             Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, g=g: g(a >> 8) << 16 | g(a & 255)),
-            Case(f"cvt.rn.relu.f16x2.{t}x2 {{d}}, {{a}};", "b32",
-                 lambda a, g=g: relu(F16, g(a >> 8)) << 16 | relu(F16, g(a & 255))),
+            Case(
+                f"cvt.rn.relu.f16x2.{t}x2 {{d}}, {{a}};",
+                "b32",
+                lambda a, g=g: relu(F16, g(a >> 8)) << 16 | relu(F16, g(a & 255)),
+            ),
         ]
     check(codes, cases, version="8.1")
 
@@ -109,18 +151,45 @@ def test_eight_bits_into_packed_halves():
 def test_six_and_four_bits_of_sm_100():
     cases = []
     for t in ("e2m3", "e3m2"):
-        cases.append(Case(f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};", "b16",
-                          lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b), target="sm_100a"))
-    cases.append(Case("{{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, {a}, {b}; cvt.u16.u8 {d}, t; }}", "b16",
-                      lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b), target="sm_100a"))
+        cases.append(
+            Case(
+                f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};",
+                "b16",
+                lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b),
+                target="sm_100a",
+            )
+        )
+    cases.append(
+        Case(
+            "{{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, {a}, {b}; cvt.u16.u8 {d}, t; }}",
+            "b16",
+            lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b),
+            target="sm_100a",
+        )
+    )
     check(small_inputs(), cases, version="8.6")
     g = from_small
-    check({"a": ("b16", [x | (63 - x) << 8 for x in range(64)])}, [
-        Case(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63),
-             target="sm_100a")
-        for t in ("e2m3", "e3m2")
-    ] + [Case("{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}", "b32",
-              lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15), target="sm_100a")], version="8.6")
+    check(
+        {"a": ("b16", [x | (63 - x) << 8 for x in range(64)])},
+        [
+            Case(
+                f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};",
+                "b32",
+                lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63),
+                target="sm_100a",
+            )
+            for t in ("e2m3", "e3m2")
+        ]
+        + [
+            Case(
+                "{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}",
+                "b32",
+                lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15),
+                target="sm_100a",
+            )
+        ],
+        version="8.6",
+    )
 
 
 def test_small_floats_and_bf16_of_sm_100():
@@ -128,26 +197,61 @@ def test_small_floats_and_bf16_of_sm_100():
     pairs = ordinary_floats("bf16", 100, 5) + random_bits(16, 100, 6)
     packed = {"a": ("b32", [x | y << 16 for x, y in zip(pairs, pairs[::-1])])}
     wide = lambda h: exact.convert(BF16, F32, h)  # noqa: E731
-    check(packed, [
-        Case(f"cvt.rn.satfinite.{t}x2.bf16x2 {{d}}, {{a}};", "b16",
-             lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF)), target="sm_100a")
-        for t in ("e4m3", "e5m2", "e2m3", "e3m2")
-    ] + [Case("{{ .reg .b8 t; cvt.rn.satfinite.relu.e2m1x2.bf16x2 t, {a}; cvt.u16.u8 {d}, t; }}", "b16",
-              lambda a: to_small("e2m1", relu(F32, wide(a >> 16))) << 4 | to_small("e2m1", relu(F32, wide(a & 0xFFFF))),
-              target="sm_100a")], version="9.1")
+    check(
+        packed,
+        [
+            Case(
+                f"cvt.rn.satfinite.{t}x2.bf16x2 {{d}}, {{a}};",
+                "b16",
+                lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF)),
+                target="sm_100a",
+            )
+            for t in ("e4m3", "e5m2", "e2m3", "e3m2")
+        ]
+        + [
+            Case(
+                "{{ .reg .b8 t; cvt.rn.satfinite.relu.e2m1x2.bf16x2 t, {a}; cvt.u16.u8 {d}, t; }}",
+                "b16",
+                lambda a: (
+                    to_small("e2m1", relu(F32, wide(a >> 16))) << 4 | to_small("e2m1", relu(F32, wide(a & 0xFFFF)))
+                ),
+                target="sm_100a",
+            )
+        ],
+        version="9.1",
+    )
 
     def back(name, code):
         return exact.convert(F16, BF16, from_small(name, code))
 
     codes = {"a": ("b16", [x | (255 - x) << 8 for x in range(256)])}
-    check(codes, [
-        Case(f"cvt.rn.bf16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: back(t, a >> 8) << 16 | back(t, a & 255),
-             target="sm_100a") for t in ("e4m3", "e5m2")
-    ] + [Case("{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.bf16x2.e2m1x2 {d}, t; }}", "b32",
-              lambda a: back("e2m1", a >> 4 & 15) << 16 | back("e2m1", a & 15), target="sm_100a"),
-         Case("cvt.rn.relu.bf16x2.e4m3x2 {d}, {a};", "b32",
-              lambda a: relu(BF16, back("e4m3", a >> 8)) << 16 | relu(BF16, back("e4m3", a & 255)), target="sm_100a"),
-         ], version="9.1")
+    check(
+        codes,
+        [
+            Case(
+                f"cvt.rn.bf16x2.{t}x2 {{d}}, {{a}};",
+                "b32",
+                lambda a, t=t: back(t, a >> 8) << 16 | back(t, a & 255),
+                target="sm_100a",
+            )
+            for t in ("e4m3", "e5m2")
+        ]
+        + [
+            Case(
+                "{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.bf16x2.e2m1x2 {d}, t; }}",
+                "b32",
+                lambda a: back("e2m1", a >> 4 & 15) << 16 | back("e2m1", a & 15),
+                target="sm_100a",
+            ),
+            Case(
+                "cvt.rn.relu.bf16x2.e4m3x2 {d}, {a};",
+                "b32",
+                lambda a: relu(BF16, back("e4m3", a >> 8)) << 16 | relu(BF16, back("e4m3", a & 255)),
+                target="sm_100a",
+            ),
+        ],
+        version="9.1",
+    )
 
 
 def test_exponents_of_sm_100():
@@ -162,15 +266,29 @@ def test_exponents_of_sm_100():
             k += 1
         return k
 
-    check(small_inputs(), [
-        Case(f"cvt.{m}.satfinite.ue8m0x2.f32 {{d}}, {{a}}, {{b}};", "b16",
-             lambda a, b, m=m: code(a, m == "rp") << 8 | code(b, m == "rp"), target="sm_100a") for m in ("rz", "rp")
-    ], version="8.6")
+    check(
+        small_inputs(),
+        [
+            Case(
+                f"cvt.{m}.satfinite.ue8m0x2.f32 {{d}}, {{a}}, {{b}};",
+                "b16",
+                lambda a, b, m=m: code(a, m == "rp") << 8 | code(b, m == "rp"),
+                target="sm_100a",
+            )
+            for m in ("rz", "rp")
+        ],
+        version="8.6",
+    )
     back = lambda k: 0x7FFF if k == 255 else exact.rounded(BF16, Fraction(2) ** (k - 127))  # noqa: E731
-    check({"a": ("b16", [x | (255 - x) << 8 for x in range(256)])},
-          [Case("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255),
-                target="sm_100a")],
-          version="8.6")
+    check(
+        {"a": ("b16", [x | (255 - x) << 8 for x in range(256)])},
+        [
+            Case(
+                "cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255), target="sm_100a"
+            )
+        ],
+        version="8.6",
+    )
 
 
 # ---------------------------------------------------------------- stochastic rounding

@@ -49,8 +49,7 @@ def mutate(line, rng):
         del parts[rng.randrange(1, len(parts))]
     elif choice == 1:
         parts.insert(
-            rng.randrange(1, len(parts) + 1),
-            rng.choice(["f16", "x4", "cta_group::2", "sp", "b32", "sync", "k8"]),
+            rng.randrange(1, len(parts) + 1), rng.choice(["f16", "x4", "cta_group::2", "sp", "b32", "sync", "k8"])
         )
     elif choice == 2 and len(parts) > 2:
         i, j = rng.sample(range(1, len(parts)), 2)
@@ -105,9 +104,7 @@ def test_random_operand_values_give_faults(seed):
     """Descriptors, instruction descriptors and addresses of any value."""
     rng = random.Random(seed)
     for _ in range(25):
-        body = (
-            f"@!%p1 bra ISSUED;\nmov.u64 %rd7, {rng.getrandbits(63)};\nmov.u64 %rd8, {rng.getrandbits(63)};\n"
-        )
+        body = f"@!%p1 bra ISSUED;\nmov.u64 %rd7, {rng.getrandbits(63)};\nmov.u64 %rd8, {rng.getrandbits(63)};\n"
         address = rng.choice([0, 64, 500, 1 << 20, rng.getrandbits(31)])
         body += f"mov.u32 %r20, {rng.getrandbits(31)};\nmov.u32 %r21, {address};\n"
         body += rng.choice([

@@ -177,9 +177,7 @@ def test_disabled_lanes_and_negation():
     for d in ("f32", "f16"):
         cta.tmem.cells[:] = 7
         shape = idesc.decode(idesc.encode("f16", 128, 32, "f16", "f16", d, negate_b=True), "f16")
-        tcgen05.perform(
-            tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, skipped), [cta]
-        )
+        tcgen05.perform(tcgen05.Product(shape, False, False, 0, 0, a_desc, 0, b_desc, False, 0, skipped), [cta])
         got = read_d(cta, 128, 32, d)
         for lane in range(128):
             if skipped[lane // 32] >> lane % 32 & 1:
@@ -276,8 +274,9 @@ def sparse_case(kind, a_type, b_type, d_type, a_k, b_k, a_mode, b_mode, selector
     cta.tmem.cells[400:404] = rng.integers(0, 1 << 32, (4, 128), dtype=np.uint32)
     put_metadata(cta.tmem.cells, codes, 400 + selector)
     a_desc, b_desc = place(cta, given, a_type, a_mode, a_k, A_AT), place(cta, b, b_type, b_mode, b_k, B_AT)
-    value = idesc.encode(kind, 128, n, a_type, b_type, d_type, a_mn=not a_k, b_mn=not b_k, sparse=True,
-                         selector=selector)  # fmt: skip
+    value = idesc.encode(
+        kind, 128, n, a_type, b_type, d_type, a_mn=not a_k, b_mn=not b_k, sparse=True, selector=selector
+    )
     shape = idesc.decode(value, kind, sparse=True)
     return cta, tcgen05.Product(shape, False, False, 0, 32, a_desc, 0, b_desc, False, metadata=400), given, a, b
 
@@ -442,11 +441,7 @@ def test_scale_factors_must_be_in_all_lane_quarters():
         (128, ((0, 0, 0, 0), (0, 0, 0, 0), 0, 4, 3), ["0000000"]),
         (128, ((0, 0, 0, 0), (0, 0, 0, 0), 1, 2, 3), ["00001110000111"]),
         (64, ((0, 0, 0, 0), (1, 0, 0, 0), 1, 2, 3), ["11100001110000111", "00001110000111"]),
-        (
-            32,
-            ((0, 1, 2, 1), (1, 1, 0, 0), 1, 2, 3),
-            ["1110000111", "110000111", "001110000111", "0001110000111"],
-        ),
+        (32, ((0, 1, 2, 1), (1, 1, 0, 0), 1, 2, 3), ["1110000111", "110000111", "001110000111", "0001110000111"]),
     ],
 )
 def test_zero_column_masks(m, fields, want):

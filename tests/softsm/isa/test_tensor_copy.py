@@ -27,9 +27,7 @@ def test_copies_from_shared_memory(shape, multicast):
     body += f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r9], {names(100, 8)};\ntcgen05.wait::st.sync.aligned;\n"
     body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n"
     body += f"@!%p1 bra ISSUED;\nadd.s64 %rd7, %rd3, {desc};\n"
-    body += f"tcgen05.cp.cta_group::1.{shape}{multicast} [%r8], %rd7;\n{COMMIT}ISSUED:\n" + WAIT.format(
-        n=0, parity=0
-    )
+    body += f"tcgen05.cp.cta_group::1.{shape}{multicast} [%r8], %rd7;\n{COMMIT}ISSUED:\n" + WAIT.format(n=0, parity=0)
     body += f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {names(200, 8)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     body += words_out(8, 200)
     text = kernel(body, size=4096, words=1024)
@@ -83,11 +81,7 @@ ONE, OTHER = (0, 0, 128, 64, False), (0, 64, 128, 64, False)
     [
         (footprint("mma", ONE), footprint("mma", ONE), True),  # same accumulator and shape
         (footprint("mma", ONE), footprint("mma", OTHER), False),
-        (
-            footprint("mma", ONE),
-            footprint("mma", (0, 0, 64, 64, False)),
-            False,
-        ),  # same address, another shape
+        (footprint("mma", ONE), footprint("mma", (0, 0, 64, 64, False)), False),  # same address, another shape
         (footprint("mma", ONE, ((64, 72),)), footprint("mma", OTHER), True),  # reads A, then D is written
         (footprint("mma", ONE), footprint("mma", OTHER, ((0, 8),)), False),  # D is written, then read as A
         (footprint("cp", (), (), ((64, 68),)), footprint("mma", ONE, ((64, 68),)), True),

@@ -35,11 +35,7 @@ def test_store_32x32b_load_any_shape(shape, packed):
     for t in range(128):
         for r in range(count):
             lane = t // 32 * 32 + lanes[r, t % 32]
-            column = (
-                8
-                + columns[r, t % 32] * (2 if packed else 1)
-                + (40 if shape == "16x32bx2" and t % 32 >= 16 else 0)
-            )
+            column = 8 + columns[r, t % 32] * (2 if packed else 1) + (40 if shape == "16x32bx2" and t % 32 >= 16 else 0)
             want = int(data[lane, column])
             if packed:
                 want = want & 0xFFFF | (int(data[lane, column + 1]) & 0xFFFF) << 16
@@ -97,9 +93,7 @@ def mma_steps(m, n, a_operand, kind="f16"):
 def test_products_from_shared_memory(m, n):
     a, b, image = mma_image(m, n, 64)
     body = "@!%p1 bra ISSUED;\n" + mma_steps(m, n, "%rd7") + COMMIT + "ISSUED:\n" + WAIT.format(n=0, parity=0)
-    body += (
-        f"tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {names(100, n)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {names(100, n)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     body += words_out(n, 100)
     text = kernel(body, size=image.size, words=image.size // 4)
     out = run(text, [image, np.zeros((128, n), np.float32)], block=128)[1]
@@ -116,9 +110,7 @@ def test_products_with_a_in_tensor_memory():
     body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n"
     body += "add.u32 %r21, %r8, 64;\n@!%p1 bra ISSUED;\n" + mma_steps(128, 64, "[ %r21 + {} ]") + COMMIT
     body += "ISSUED:\n" + WAIT.format(n=0, parity=0)
-    body += (
-        f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(200, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(200, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     body += words_out(64, 200)
     text = kernel(body, size=image.size, words=image.size // 4)
     out = run(text, [both, np.zeros((128, 64), np.float32)], block=128)[1]
@@ -148,9 +140,7 @@ def test_a_pair_of_ctas():
     body += "tcgen05.mma.cta_group::2.kind::f16 [ %r8 + 0 ], %rd7, %rd8, %r20, %p6;\n"
     body += "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r2], %rs1;\n"
     body += "ISSUED:\n" + WAIT.format(n=0, parity=0)
-    body += (
-        f"tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {names(100, n)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {names(100, n)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     body += words_out(n, 100) + sync
     text = kernel(body, size=size, words=size // 4, group=2, columns=64)
     text = text.replace("mov.u32 %r0, %tid.x;", "mov.u32 %r0, %tid.x;\n" + rank)
@@ -167,9 +157,7 @@ def test_every_thread_that_reaches_it_issues_a_product():
     body += "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
     body += "@!%p2 bra ISSUED;\n" + steps + "@%p1 " + COMMIT + "ISSUED:\n" + WAIT.format(n=0, parity=0)
     body += "bar.sync 0;\n"
-    body += (
-        f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(100, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(100, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     text = kernel(body + words_out(64, 100), size=image.size, words=image.size // 4)
     out = run(text, [image, np.zeros((128, 64), np.float32)], block=128, orders=ORDERS[:1])[1]
     np.testing.assert_array_equal(out, 32 * (a @ b.T))
@@ -178,18 +166,14 @@ def test_every_thread_that_reaches_it_issues_a_product():
 def one_product(instruction, m, n, image, *, load="32x32b.x32", count=32, before=""):
     """One mma by thread 0 between two loads of the same columns; returns what the second load saw."""
     body = words_in(count) if not before else before
-    body += (
-        f"tcgen05.st.sync.aligned.{load}.b32 [%r9], {names(100, count)};\ntcgen05.wait::st.sync.aligned;\n"
-    )
+    body += f"tcgen05.st.sync.aligned.{load}.b32 [%r9], {names(100, count)};\ntcgen05.wait::st.sync.aligned;\n"
     body += "tcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n@!%p1 bra ISSUED;\n"
     a_desc = layouts.descriptor(0, 0, 1024, layouts.SW128, True)
     b_desc = layouts.descriptor(m * 128, 0, 1024, layouts.SW128, True)
     body += f"add.s64 %rd7, %rd3, {a_desc};\nadd.s64 %rd8, %rd3, {b_desc};\nsetp.eq.u32 %p6, 0, 0;\n"
     body += f"mov.u32 %r20, {idesc.encode('f16', m, n, 'bf16', 'bf16')};\n{instruction}\n{COMMIT}ISSUED:\n"
     body += WAIT.format(n=0, parity=0)
-    body += (
-        f"tcgen05.ld.sync.aligned.{load}.b32 {names(100, count)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.{load}.b32 {names(100, count)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     text = kernel(body + words_out(count), size=image.size, words=image.size // 4)
     return run(text, [image, np.zeros((128, count), np.float32)], block=128)[1]
 
@@ -233,9 +217,7 @@ def test_zero_column_mask():
     layouts.place(image, a, "bf16", layouts.SW128, True, 0)
     layouts.place(image, b, "bf16", layouts.SW128, True, 128 * 128)
     mask = 1 << 39 | 0 << 40 | 2 << 48 | 2 << 56  # runs of three used columns, then one zero; shifted by two
-    text = (
-        f"mov.u64 %rd10, {mask};\ntcgen05.mma.ws.cta_group::1.kind::f16 [%r8], %rd7, %rd8, %r20, %p6, %rd10;"
-    )
+    text = f"mov.u64 %rd10, {mask};\ntcgen05.mma.ws.cta_group::1.kind::f16 [%r8], %rd7, %rd8, %r20, %p6, %rd10;"
     out = one_product(text, 128, 64, image, load="32x32b.x64", count=64, before=fill(1, 64))
     shifted = b[2:66].copy()
     shifted[3::4] = 0
@@ -249,9 +231,7 @@ def test_a_product_nobody_waited_for_is_late():
     zero += f"tcgen05.st.sync.aligned.32x32b.x64.b32 [%r9], {names(100, 64)};\n"
     zero += "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
     body = zero + "@!%p1 bra ISSUED;\n" + mma_steps(128, 64, "%rd7") + "ISSUED:\nbar.sync 0;\n"
-    body += (
-        f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(100, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
-    )
+    body += f"tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(100, 64)}, [%r9];\ntcgen05.wait::ld.sync.aligned;\n"
     text = kernel(body + words_out(64, 100), size=image.size, words=image.size // 4)
     for order, want in (("eager", a @ b.T), ("latest", np.zeros((128, 64)))):
         out = np.zeros((128, 64), np.float32)
@@ -285,24 +265,16 @@ LD = "tcgen05.ld.sync.aligned.{} {}, [{}];\ntcgen05.wait::ld.sync.aligned;\n"
 def test_misuse_has_a_name():
     faults("lane-ownership", LD.format("32x32b.x1.b32", "{%r20}", "%r8"), "may access lanes .* only")
     faults("tmem-lane", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 524288"), "must start at one of")
-    faults(
-        "tmem-unallocated",
-        LD.format("32x32b.x1.b32", "{%r20}", "%r9 + 128"),
-        "column 128, which is not allocated",
-    )
+    faults("tmem-unallocated", LD.format("32x32b.x1.b32", "{%r20}", "%r9 + 128"), "column 128, which is not allocated")
     faults("tmem-bounds", LD.format("32x32b.x2.b32", "{%r20, %r21}", "%r9 + 511"), "there are 512")
     faults("misaligned", LD.format("16x256b.x1.b32", names(20, 4), "%r9 + 1"), "multiple of 4")
     faults("misaligned", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 3"), "multiple of 2")
-    faults(
-        "tmem-address", "add.u32 %r9, %r9, %r0;\n" + LD.format("32x32b.x1.b32", "{%r20}", "%r9"), "different"
-    )
+    faults("tmem-address", "add.u32 %r9, %r9, %r0;\n" + LD.format("32x32b.x1.b32", "{%r20}", "%r9"), "different")
     faults("tmem-leak", "", "add tcgen05.dealloc", free=False)
     second = "@!%p2 bra B;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32;\nB:\n"
     permit = "@!%p2 bra A;\ntcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;\nA:\n"
     faults("tmem-relinquished", permit + second, "after tcgen05.relinquish_alloc_permit")
-    wrong = (
-        "@!%p2 bra B;\nadd.u32 %r20, %r8, 32;\ntcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 128;\nB:\n"
-    )
+    wrong = "@!%p2 bra B;\nadd.u32 %r20, %r8, 32;\ntcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 128;\nB:\n"
     faults("tmem-dealloc", wrong, "no tcgen05.alloc returned")
     faults("tmem-dealloc", wrong.replace("%r8, 32", "%r8, 0").replace(", 128", ", 64"), "128 were allocated")
     size = "@!%p2 bra B;\nmov.u32 %r20, 48;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], %r20;\nB:\n"

@@ -32,9 +32,7 @@ def source():
 
 
 def replaced(field, *values, space="shared::cta", at="%r10", width="b32"):
-    return (
-        f"@%p1 tensormap.replace.tile.{field}.{space}.b1024.{width} [{at}], {', '.join(map(str, values))};\n"
-    )
+    return f"@%p1 tensormap.replace.tile.{field}.{space}.b1024.{width} [{at}], {', '.join(map(str, values))};\n"
 
 
 def test_a_map_made_by_the_kernel():
@@ -77,11 +75,7 @@ st.shared.u32 [%r11], %r12;
 bar.warp.sync -1;
 add.s64 %rd6, %rd3, 1024;
 """
-    body += (
-        replaced("global_address", "%rd6", width="b64")
-        + replaced("box_dim", 1, 4)
-        + replaced("swizzle_mode", 0)
-    )
+    body += replaced("global_address", "%rd6", width="b64") + replaced("box_dim", 1, 4) + replaced("swizzle_mode", 0)
     body += """bar.warp.sync -1;
 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd4], [%r10], 128;
 fence.proxy.tensormap::generic.acquire.gpu [%rd4], 128;
@@ -102,9 +96,7 @@ def test_a_map_in_global_memory_is_replaced_in_place():
         body += replaced("box_dim", i, box, space="global", at="%rd2")
         body += replaced("global_dim", i, dim, space="global", at="%rd2")
         body += replaced("element_stride", i, 1, space="global", at="%rd2")
-    body += "mov.b64 %rd7, 128;\n" + replaced(
-        "global_stride", 0, "%rd7", space="global", at="%rd2", width="b64"
-    )
+    body += "mov.b64 %rd7, 128;\n" + replaced("global_stride", 0, "%rd7", space="global", at="%rd2", width="b64")
     for name, value in (("elemtype", 1), ("interleave_layout", 0), ("swizzle_mode", 0), ("fill_mode", 0)):
         body += replaced(name, value, space="global", at="%rd2")
     body += "fence.proxy.tensormap::generic.release.gpu;\nbar.sync 0;\n"
@@ -123,9 +115,7 @@ def test_atoms_need_the_wide_swizzle():
     run(text, [words(1)])
 
 
-@pytest.mark.parametrize(
-    "field, value", [("rank", 5), ("swizzle_mode", 9), ("elemtype", 16), ("fill_mode", 2)]
-)
+@pytest.mark.parametrize("field, value", [("rank", 5), ("swizzle_mode", 9), ("elemtype", 16), ("fill_mode", 2)])
 def test_values_out_of_range_name_the_field(field, value):
     body = "mov.u32 %r10, map;\nmad.lo.u32 %r11, %r1, 4, %r10;\nst.shared.u32 [%r11], 0;\nbar.warp.sync -1;\n"
     with pytest.raises(Fault, match=field) as caught:

@@ -31,13 +31,7 @@ LOADS = [
     (DataType.UINT16, (24, 5, 4, 3, 2), (8, 2, 2, 2, 2), (8, 1, 3, 2, 1), {}),
     (DataType.UINT16, (40, 30), (16, 12), (8, -4), dict(element_strides=(1, 3))),
     (DataType.UINT16, (40, 30), (16, 11), (8, 7), dict(element_strides=(5, 2))),
-    (
-        DataType.UINT16,
-        (40, 30, 6),
-        (16, 7, 4),
-        (24, 25, 2),
-        dict(element_strides=(1, 4, 2), swizzle=Swizzle.B32),
-    ),
+    (DataType.UINT16, (40, 30, 6), (16, 7, 4), (24, 25, 2), dict(element_strides=(1, 4, 2), swizzle=Swizzle.B32)),
 ]
 
 
@@ -245,9 +239,7 @@ mov.b16 %rs1, 3;
 @%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
     [%r2], [%rd2, {%r30, %r31}], [%r3], %rs1;"""
     text = ptx(
-        CLUSTER.format(bytes=128, load=load, wait=wait("%r3", 0, "W")),
-        "out map! src",
-        shared=SHARED.format(size=1024),
+        CLUSTER.format(bytes=128, load=load, wait=wait("%r3", 0, "W")), "out map! src", shared=SHARED.format(size=1024)
     )
     description = Map(2, DataType.UINT16, (64, 32), strides(array), (64, 1))
     got = run(text, [words(64), description, array], grid=2, cluster=2)[0].view(np.uint16)
@@ -400,9 +392,7 @@ st.global.u32 [%rd1], 5;
 def fails(text, description, code, match, array=None, error=Fault, order="eager"):
     array = tensor(DataType.UINT16, (64, 32)) if array is None else array
     with pytest.raises(error, match=match) as caught:
-        engine.load(text).launch(
-            1, 32, [words(1024), description.encode(array.ctypes.data), array], order=order
-        )
+        engine.load(text).launch(1, 32, [words(1024), description.encode(array.ctypes.data), array], order=order)
     assert caught.value.code == code
     assert "PTX line" in str(caught.value)
 
@@ -447,7 +437,7 @@ def test_map_that_is_none():
         ("cp.async.bulk.tensor.2d.shared::cluster.global.bulk_group [%r2], [%rd2, {%r3, %r3}], [%r3];", "modifiers"),
         ("cp.reduce.async.bulk.tensor.1d.global.shared::cta.bulk_group [%rd2, {%r3}], [%r2];", "modifiers"),
     ],
-)  # fmt: skip
+)
 def test_unknown_forms_are_refused_when_loaded(instruction, why):
     with pytest.raises(Unsupported, match=why):
         engine.load(ptx(instruction, "out map!", shared=SHARED.format(size=1024)))

@@ -204,8 +204,9 @@ def test_interleaved_im2col(interleave):
     np.testing.assert_array_equal(got.view(np.uint8), placed(rows, options["swizzle"], 4096))
 
 
-@pytest.mark.parametrize("dims, box, coords, steps, interleave, swizzle",
-                         [case for case in INTERLEAVED if min(case[2]) >= 0])  # fmt: skip
+@pytest.mark.parametrize(
+    "dims, box, coords, steps, interleave, swizzle", [case for case in INTERLEAVED if min(case[2]) >= 0]
+)
 def test_interleaved_stores(dims, box, coords, steps, interleave, swizzle):
     array = slices(dims, 16 * interleave)
     there = window(np.arange(1, array[..., 0].size + 1).reshape(*array.shape[:-1], 1), box, coords, steps)[:, 0]

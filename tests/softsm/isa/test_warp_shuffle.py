@@ -33,22 +33,37 @@ def test_shuffles():
                 amount = lambda own, b=b: own if b == "{b}" else int(b)  # noqa: E731
                 read = lambda a, lane, own, m=mode, f=amount, c=c: source(m, lane, f(own), c)  # noqa: E731
                 cases += [
-                    Case(f"shfl.sync.{mode}.b32 {{d}}, {{a}}, {b}, {c}, -1;", "b32",
-                         lambda *row, read=read: int(values[read(*row)[0]])),
-                    Case(f"{{{{ .reg .b32 t; shfl.sync.{mode}.b32 t|{{d}}, {{a}}, {b}, {c}, -1; }}}}", "pred",
-                         lambda *row, read=read: read(*row)[1]),
+                    Case(
+                        f"shfl.sync.{mode}.b32 {{d}}, {{a}}, {b}, {c}, -1;",
+                        "b32",
+                        lambda *row, read=read: int(values[read(*row)[0]]),
+                    ),
+                    Case(
+                        f"{{{{ .reg .b32 t; shfl.sync.{mode}.b32 t|{{d}}, {{a}}, {b}, {c}, -1; }}}}",
+                        "pred",
+                        lambda *row, read=read: read(*row)[1],
+                    ),
                 ]
         check(columns, cases)
 
 
 def test_the_destination_may_be_an_operand():
     values = np.arange(32) * 3
-    check({"a": ("b32", values), "lane": ("b32", range(32))}, [
-        Case("{{ .reg .b32 t; mov.b32 t, {a}; shfl.sync.bfly.b32 t, t, 4, 31, -1; mov.b32 {d}, t; }}", "b32",
-             lambda a, lane: (lane ^ 4) * 3),
-        Case("{{ .reg .b32 t; xor.b32 t, {lane}, 1; shfl.sync.idx.b32 t, {a}, t, 31, -1; mov.b32 {d}, t; }}", "b32",
-             lambda a, lane: (lane ^ 1) * 3),
-    ])
+    check(
+        {"a": ("b32", values), "lane": ("b32", range(32))},
+        [
+            Case(
+                "{{ .reg .b32 t; mov.b32 t, {a}; shfl.sync.bfly.b32 t, t, 4, 31, -1; mov.b32 {d}, t; }}",
+                "b32",
+                lambda a, lane: (lane ^ 4) * 3,
+            ),
+            Case(
+                "{{ .reg .b32 t; xor.b32 t, {lane}, 1; shfl.sync.idx.b32 t, {a}, t, 31, -1; mov.b32 {d}, t; }}",
+                "b32",
+                lambda a, lane: (lane ^ 1) * 3,
+            ),
+        ],
+    )
 
 
 def test_float_reductions_of_sm_100():
@@ -65,13 +80,27 @@ def test_float_reductions_of_sm_100():
 
         cases = []
         for op, choose in (("min", min), ("max", max)):
-            for name, change, nan in (("", lambda x: x, False), (".abs", lambda x: x & 0x7FFFFFFF, False),
-                                      (".NaN", lambda x: x, True), (".abs.NaN", lambda x: x & 0x7FFFFFFF, True)):
-                cases.append(Case(f"redux.sync.{op}{name}.f32 {{d}}, {{a}}, -1;", "b32",
-                                  lambda a, lane, c=choose, f=change, n=nan: reduced(c, f, n, 0xFFFFFFFF),
-                                  target="sm_100a"))
-            cases.append(Case("{{ .reg .pred p; setp.lt.u32 p, {lane}, 7; mov.b32 {d}, 9; "
-                              f"@p redux.sync.{op}.f32 {{d}}, {{a}}, 0x7f; }}}}", "b32",
-                              lambda a, lane, c=choose: reduced(c, lambda x: x, False, 0x7F) if lane < 7 else 9,
-                              target="sm_100a"))
+            for name, change, nan in (
+                ("", lambda x: x, False),
+                (".abs", lambda x: x & 0x7FFFFFFF, False),
+                (".NaN", lambda x: x, True),
+                (".abs.NaN", lambda x: x & 0x7FFFFFFF, True),
+            ):
+                cases.append(
+                    Case(
+                        f"redux.sync.{op}{name}.f32 {{d}}, {{a}}, -1;",
+                        "b32",
+                        lambda a, lane, c=choose, f=change, n=nan: reduced(c, f, n, 0xFFFFFFFF),
+                        target="sm_100a",
+                    )
+                )
+            cases.append(
+                Case(
+                    "{{ .reg .pred p; setp.lt.u32 p, {lane}, 7; mov.b32 {d}, 9; "
+                    f"@p redux.sync.{op}.f32 {{d}}, {{a}}, 0x7f; }}}}",
+                    "b32",
+                    lambda a, lane, c=choose: reduced(c, lambda x: x, False, 0x7F) if lane < 7 else 9,
+                    target="sm_100a",
+                )
+            )
         check({"a": ("b32", values), "lane": ("b32", range(32))}, cases, version="8.6")

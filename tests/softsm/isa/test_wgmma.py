@@ -88,28 +88,18 @@ def run(n, a_type, b_type, d_type="f32", *, a_mode=SW128, b_mode=SW128, a_k=True
     if d_type == "s32":
         immediates = ""
     elif k == 16:
-        immediates = (
-            f", {signs[0]}, {signs[1]}"
-            + ("" if from_registers else f", {int(not a_k)}")
-            + f", {int(not b_k)}"
-        )
+        immediates = f", {signs[0]}, {signs[1]}" + ("" if from_registers else f", {int(not a_k)}") + f", {int(not b_k)}"
     else:
         immediates = f", {signs[0]}, {signs[1]}"
-    name = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type}" + (
-        ".satfinite" if saturate else ""
-    )
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type}" + (".satfinite" if saturate else "")
     before, expected = d_registers(c, dtype), d_registers(want, np.float64 if random else dtype)
     words = before.shape[1] * before.itemsize // 4
-    ptx = kernel(
-        name, words, [(a_desc, b_desc)], from_registers=from_registers, immediates=immediates, add=add
-    )
+    ptx = kernel(name, words, [(a_desc, b_desc)], from_registers=from_registers, immediates=immediates, add=add)
     a_regs = a_registers(a, a_type) if from_registers else np.zeros((128, 4), np.uint32)
     label = f"{name} {'registers' if from_registers else 'shared'}"
     if random:
         got = np.zeros(before.shape, dtype)
-        kn.check(
-            label, ptx, [image, a_regs, before], [got], [expected.astype(np.float32)], block=128, bound=bound
-        )
+        kn.check(label, ptx, [image, a_regs, before], [got], [expected.astype(np.float32)], block=128, bound=bound)
     else:
         kn.check(label, ptx, [image, a_regs, before], [np.zeros_like(expected)], [expected], block=128)
 
@@ -131,13 +121,7 @@ def test_widths():
 
 
 def test_types():
-    for a_type, b_type in (
-        ("tf32", "tf32"),
-        ("e4m3", "e5m2"),
-        ("e5m2", "e4m3"),
-        ("e4m3", "e4m3"),
-        ("f16", "f16"),
-    ):
+    for a_type, b_type in (("tf32", "tf32"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e4m3", "e4m3"), ("f16", "f16")):
         run(32, a_type, b_type)
         run(32, a_type, b_type, from_registers=True)
 

@@ -93,9 +93,7 @@ def test_a_move_before_the_wait_gets_the_result():
 
 def test_two_warpgroups_multiply_on_their_own():
     a, b, image, *descs = tiles(3)
-    text = kernel(product(D0) + COMMIT + wait(0), *descs).replace(
-        "add.u32 %r2, %r2, 128", "add.u32 %r2, %r2, 256"
-    )
+    text = kernel(product(D0) + COMMIT + wait(0), *descs).replace("add.u32 %r2, %r2, 128", "add.u32 %r2, %r2, 256")
     out = run(text, [image, np.zeros((256, 16), np.float32)], block=256)[1]
     want = d_registers(a @ b.T, np.float32)
     np.testing.assert_array_equal(out[:128, :8], want)
@@ -117,8 +115,7 @@ def test_misuse_has_a_name():
     assert error.value.code == "wgmma-operands"
     with pytest.raises(Fault, match="execute different products") as error:
         launch(
-            "and.b32 %r5, %r0, 96;\ncvt.u64.u32 %rd14, %r5;\nadd.s64 %rd12, %rd12, %rd14;\n" + whole,
-            (a_desc, b_desc),
+            "and.b32 %r5, %r0, 96;\ncvt.u64.u32 %rd14, %r5;\nadd.s64 %rd12, %rd12, %rd14;\n" + whole, (a_desc, b_desc)
         )
     assert error.value.code == "wgmma-operands"
     with pytest.raises(Fault, match="outside the CTA's") as error:

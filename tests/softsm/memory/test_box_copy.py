@@ -249,9 +249,7 @@ def test_im2col_walks_the_pixel_box_and_goes_on_with_the_next_image():
 
 
 def test_packed_fp4_leaves_gaps():
-    m = from_image(
-        encode_tiled(DataType.U4_ALIGN16B, 2, BASE, (256, 6), (128,), (128, 4), swizzle=Swizzle.B128)
-    )
+    m = from_image(encode_tiled(DataType.U4_ALIGN16B, 2, BASE, (256, 6), (128,), (128, 4), swizzle=Swizzle.B128))
     memory, view = global_memory(128 * 6)
     shared = np.full(SHARED, 0xEE, np.uint8)
     box_copy.load_tile(m, (128, 2), view, shared, 1024)
@@ -283,16 +281,8 @@ def test_packed_fp4_leaves_gaps():
 def test_reductions(kind, dtype, op, reference):
     size = np.dtype(dtype).itemsize
     rng = np.random.default_rng(2)
-    source = (
-        (rng.standard_normal((4, 16)) * 50).astype(dtype)
-        if kind.is_float
-        else rng.integers(0, 9, (4, 16), dtype)
-    )
-    old = (
-        (rng.standard_normal((8, 32)) * 50).astype(dtype)
-        if kind.is_float
-        else rng.integers(0, 9, (8, 32), dtype)
-    )
+    source = (rng.standard_normal((4, 16)) * 50).astype(dtype) if kind.is_float else rng.integers(0, 9, (4, 16), dtype)
+    old = (rng.standard_normal((8, 32)) * 50).astype(dtype) if kind.is_float else rng.integers(0, 9, (8, 32), dtype)
     memory = old.copy().view(np.uint8).reshape(-1)
     m = from_image(encode_tiled(kind, 2, BASE, (32, 8), (32 * size,), (16, 4)))
     shared = np.zeros(SHARED, np.uint8)

@@ -68,9 +68,7 @@ def test_stepping_k_inside_a_swizzled_row_is_start_plus_32():
             a = 1024 + row * 128 + ((chunk ^ row) << 4)
             shared[a : a + 16] = tile[row, chunk * 8 : chunk * 8 + 8].view(np.uint8)
     for step in range(4):
-        d = swizzle.decode(
-            swizzle.encode(1024 + 32 * step, 0, 1024, swizzle.SWIZZLE128, blackwell=False), False
-        )
+        d = swizzle.decode(swizzle.encode(1024 + 32 * step, 0, 1024, swizzle.SWIZZLE128, blackwell=False), False)
         data = swizzle.read(shared, 1024, d, True, 8, 2, "test").view(np.uint16)
         np.testing.assert_array_equal(data, tile[:, 16 * step : 16 * step + 16])
 

@@ -38,9 +38,7 @@ def test_load_and_store_maps(shape, repeat, packed):
             c = c * 2 if packed else c
             c += split if shape == "16x32bx2" and t >= 16 else 0
             if packed:
-                want[r, t] = (
-                    cells[column + c, lane + ln] & 0xFFFF | (cells[column + c + 1, lane + ln] & 0xFFFF) << 16
-                )
+                want[r, t] = cells[column + c, lane + ln] & 0xFFFF | (cells[column + c + 1, lane + ln] & 0xFFFF) << 16
                 after[column + c, lane + ln] = values[r, t] & 0xFFFF
                 after[column + c + 1, lane + ln] = values[r, t] >> 16
             else:

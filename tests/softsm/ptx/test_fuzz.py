@@ -71,11 +71,7 @@ edits = st.lists(
     st.tuples(
         st.integers(0, len(PTX)),
         st.integers(0, 12),  # characters taken out
-        st.one_of(
-            st.sampled_from(PIECES),
-            st.text(max_size=4),
-            st.sampled_from(["{", "}", ";", "(", '"', "/*", "\n"]),
-        ),
+        st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.sampled_from(["{", "}", ";", "(", '"', "/*", "\n"])),
     ),
     min_size=1,
     max_size=4,

@@ -83,16 +83,12 @@ def test_alias():
 
 
 def test_debug_sections_are_skipped():
-    module = parse(
-        HEAD + "\t.section\t.debug_abbrev\n\t{\n.b8 1 // x\n.b8 17\n\t}\n.section .debug_macinfo\t{\t}\n"
-    )
+    module = parse(HEAD + "\t.section\t.debug_abbrev\n\t{\n.b8 1 // x\n.b8 17\n\t}\n.section .debug_macinfo\t{\t}\n")
     assert not module.functions
 
 
 def test_unknown_directive_gets_a_suggestion():
-    with pytest.raises(
-        PtxError, match=r"line 4, column 10: softsm does not know the directive '.entri'.*'entry'"
-    ):
+    with pytest.raises(PtxError, match=r"line 4, column 10: softsm does not know the directive '.entri'.*'entry'"):
         parse(HEAD + ".visible .entri k() {ret;}")
 
 
@@ -107,9 +103,7 @@ def test_kernel_parameters():
 
 
 def test_performance_directives():
-    head = (
-        ".entry k() .reqntid 128, 2 .maxnreg 168 .minnctapersm 1 .explicitcluster .reqnctapercluster 2, 1, 1"
-    )
+    head = ".entry k() .reqntid 128, 2 .maxnreg 168 .minnctapersm 1 .explicitcluster .reqnctapercluster 2, 1, 1"
     assert function("", head=head).directives == {
         "reqntid": (128, 2), "maxnreg": (168,), "minnctapersm": (1,), "explicitcluster": (),
         "reqnctapercluster": (2, 1, 1)}  # fmt: skip
@@ -244,8 +238,9 @@ def test_addresses(text, expected):
 
 
 def test_tensor_operands():
-    got = operands("cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes "
-                   "[%r1], [%rd2, {%r3, 0}], [%r4];")  # fmt: skip
+    got = operands(
+        "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd2, {%r3, 0}], [%r4];"
+    )
     assert got[1] == Address(Reg("%rd2"), 0, (Reg("%r3"), Imm(0)))
 
 
@@ -325,10 +320,7 @@ def test_branch_into_a_scope_is_an_error():
 
 def test_branch_targets():
     f = function("brx.idx %r1, table;\nA: ret;\nB: ret;\ntable: .branchtargets A,\n B, A;")
-    assert f.branch_targets == {"table": ("A", "B", "A")} and f.body[0].operands == (
-        Reg("%r1"),
-        Label("table"),
-    )
+    assert f.branch_targets == {"table": ("A", "B", "A")} and f.body[0].operands == (Reg("%r1"), Label("table"))
     assert [item.name for item in f.body if isinstance(item, Label)] == ["A", "B"]
 
 
@@ -339,17 +331,13 @@ def test_call_with_parameters_in_a_scope():
         call.uni (retval0), vprintf, (param0, param1);
         }""", before=before)  # fmt: skip
     assert f.body[0].operands[0] == Address(Symbol("param0@1"))
-    assert f.body[1].operands == (
-        Call(("retval0@1",), Symbol("vprintf"), (Symbol("param0@1"), Symbol("param1@1"))),
-    )
+    assert f.body[1].operands == (Call(("retval0@1",), Symbol("vprintf"), (Symbol("param0@1"), Symbol("param1@1"))),)
     assert [v.name for v in f.variables] == ["param0@1", "param1@1", "retval0@1"]
 
 
 def test_calls_without_lists_and_indirect():
     assert operands("call f;", before=".func f() {ret;}") == (Call((), Symbol("f"), ()),)
-    got = operands(
-        "proto: .callprototype (.param .b32 _) _ (.param .b64 _);\ncall (%r1), %rd1, (%rd2), proto;"
-    )
+    got = operands("proto: .callprototype (.param .b32 _) _ (.param .b64 _);\ncall (%r1), %rd1, (%rd2), proto;")
     assert got == (Call(("%r1",), Reg("%rd1"), (Reg("%rd2"),), "proto"),)
 
 

@@ -43,12 +43,7 @@ def matmul(a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
 
 KERNELS = {
     "softmax": (softmax_and_print, {"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 256}, {"debug": True}),
-    "matmul": (
-        matmul,
-        {"a": "*fp16", "b": "*fp16", "c": "*fp32", "K": "i32"},
-        {"BM": 128, "BN": 64, "BK": 64},
-        {},
-    ),
+    "matmul": (matmul, {"a": "*fp16", "b": "*fp16", "c": "*fp32", "K": "i32"}, {"BM": 128, "BN": 64, "BK": 64}, {}),
 }
 
 
@@ -77,8 +72,7 @@ def test_every_statement_is_read(ptx):
     (entry,) = [f for f in parse(ptx).functions.values() if f.entry]
     body = re.sub(r"^\s*\.loc[^\n]*$", "", body_of(ptx), flags=re.M)
     statements = [
-        re.sub(r"^(\s*[{}])*\s*", "", s)
-        for s in re.split(r";|^[\w$]+:(?!:)|\b[a-zA-Z]\w*:(?!:)", body, flags=re.M)
+        re.sub(r"^(\s*[{}])*\s*", "", s) for s in re.split(r";|^[\w$]+:(?!:)|\b[a-zA-Z]\w*:(?!:)", body, flags=re.M)
     ]
     statements = [
         s.strip() for s in statements if s.strip() and not s.strip().startswith(".") and s.strip() not in "{}"

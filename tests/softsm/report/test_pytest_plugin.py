@@ -49,7 +49,7 @@ def test_expects_it():
     assert report.codes()
 '''
 
-TRITON = '''
+TRITON = """
 import pytest
 import torch
 import triton
@@ -78,24 +78,24 @@ def test_racy():
 
 def test_target():
     assert torch.cuda.get_device_capability() == CAPABILITY
-'''
+"""
 
 # Files are all imported before the first test runs.
-IMPORTED_LATE = '''
+IMPORTED_LATE = """
 @pytest.fixture(autouse=True)
 def _softsm():
     global softsm
     import softsm
-'''
+"""
 
-DORMANT = '''
+DORMANT = """
 import sys
 
 def test_nothing_is_imported():
     assert "softsm.pytest_plugin" in sys.modules
     heavy = [m for m in sys.modules if m.startswith(("softsm.", "numba", "torch", "triton"))]
     assert heavy == ["softsm.pytest_plugin"], heavy
-'''
+"""
 
 
 def run(folder, text: str, *options: str, before: str = "") -> subprocess.CompletedProcess:

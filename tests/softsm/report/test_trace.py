@@ -210,8 +210,10 @@ def browse(page, folder) -> dict:
     text = page.read_text().replace("<head>", watch, 1)
     driven = folder / "driven.html"
     driven.write_text(text.replace("</body>", DRIVER + "</body>"))
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking " \
-            "--disable-component-update --disable-sync --window-size=1360,2400 --virtual-time-budget=8000 --dump-dom"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --window-size=1360,2400 --virtual-time-budget=8000 --dump-dom"
+    )
     command = [chromium, *flags.split(), f"--user-data-dir={folder / 'profile'}", f"file://{driven}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=800).stdout
     found = re.search(r'<output id="said">(.*?)</output>', dom, re.S)

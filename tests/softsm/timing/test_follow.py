@@ -21,14 +21,19 @@ HEAD = """
   .shared .b32 box;
   ld.param.u64 %d1, [x]; ld.param.u32 %r4, [n]; mov.u32 %r1, %ctaid.x; mov.u32 %r6, %tid.x;
 """
-FLAG = HEAD + """
+FLAG = (
+    HEAD
+    + """
   setp.eq.u32 %p1, %r1, 0; @%p1 bra WAIT;
   mov.u32 %r2, 1; st.release.gpu.global.u32 [%d1], %r2; ret;
 WAIT:
   ld.acquire.gpu.global.u32 %r3, [%d1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra WAIT;
   ret;
 }"""
-COUNTER = HEAD + """
+)
+COUNTER = (
+    HEAD
+    + """
 NEXT:
   setp.eq.u32 %p3, %r6, 0;
   @%p3 atom.global.add.u32 %r1, [%d1], 1;
@@ -38,12 +43,16 @@ NEXT:
   setp.lt.u32 %p2, %r2, %r4; @%p2 bra NEXT;
   ret;
 }"""
-PLACES = HEAD + """
+)
+PLACES = (
+    HEAD
+    + """
   atom.global.add.u32 %r2, [%d1], 1;
   and.b32 %r2, %r2, 0; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d2, %d1; st.global.u32 [%d2+4], %r6;
   setp.eq.u32 %p2, %r1, 77; @%p2 bra END;
 END: ret;
 }"""
+)
 
 
 def timed(ptx: str, grid: int, n: int = 0):
@@ -93,12 +102,15 @@ def test_a_shared_address_is_known_by_any_name(address) -> None:
     assert branch_on_atomic(elsewhere, range(1, 40)) is None
 
 
-ROWS = HEAD + """
+ROWS = (
+    HEAD
+    + """
   mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.u32 %r2, [%d2]; mov.u32 %r3, 0;
 TURN:
   add.u32 %r3, %r3, 1; st.volatile.shared.b32 [box], %r3; setp.lt.u32 %p1, %r3, %r2; @%p1 bra TURN;
   ret;
 }"""
+)
 
 
 def test_a_length_that_is_loaded_makes_a_guess_where_ctas_differ() -> None:

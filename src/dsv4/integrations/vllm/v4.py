@@ -77,9 +77,7 @@ class Forward:
             refuse("--kv-cache-dtype", f"rows of {pages.dtype}", "fp8 (fp8_ds_mla), or no insertion in DSV4_VLLM_PARTS")
         slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
         calls["insert"] += 1
-        return insert(
-            q, kv, positions, dsv4.Fp8Cache.from_pages(pages), slots, self.rotary_emb.cos_sin_cache, self.eps
-        )
+        return insert(q, kv, positions, dsv4.Fp8Cache.from_pages(pages), slots, self.rotary_emb.cos_sin_cache, self.eps)
 
     def _slots(self, n: int, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
         """The indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
@@ -100,9 +98,10 @@ class Forward:
         more: dict[str, Any] = {}
         if listed is not None:
             more = dict(
-                compressed=dsv4.Fp8Cache.from_pages(self.kv_cache), compressed_indices=listed[0],
+                compressed=dsv4.Fp8Cache.from_pages(self.kv_cache),
+                compressed_indices=listed[0],
                 compressed_lengths=listed[1],
-            )  # fmt: skip
+            )
         dsv4.v4_attention(
             q, dsv4.Fp8Cache.from_pages(self.swa_cache_layer.kv_cache), window, window_lengths=lengths,
             sink=self.attn_sink, softmax_scale=self.scale, out=out, **more,
@@ -119,9 +118,7 @@ def sparse_fwd(
         rows = rows.to(q.dtype)  # the workspace is bf16 whatever the model is; exact
         behind = torch.arange(lists.shape[1]) >= topk_length[:, None]
         lists = lists.masked_fill(behind, -1)  # values are checked there
-    dsv4.v4_attention(
-        q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out
-    )
+    dsv4.v4_attention(q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out)
     calls["prefill"] += 1
 
 

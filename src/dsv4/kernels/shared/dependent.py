@@ -10,12 +10,12 @@ from dsv4.kernels.compat import barrier, gl, gluon
 
 @gluon.jit
 def let_next_begin():
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32,
-                              is_pure=False, pack=1)  # fmt: skip
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def wait_for_grid_before():
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
-                              pack=1)  # fmt: skip
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     barrier()  # which the compiler moves no load across, as it might across the line above

@@ -70,8 +70,9 @@ def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_pt
         place = slot % page_rows
         if TO == PAGES:
             to = page + place * row_stride
-            tl.store(out_ptr + to[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty),
-                     mask=inside & kept[:, None])  # fmt: skip
+            tl.store(
+                out_ptr + to[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside & kept[:, None]
+            )
         else:
             store_packed(out_ptr, y, page + place * DATA_BYTES, page + page_rows * DATA_BYTES + place * SCALE_BYTES,
                          column, kept, WIDE, ROWS)  # fmt: skip

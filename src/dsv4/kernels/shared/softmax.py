@@ -87,8 +87,9 @@ SCALING_REGISTERS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(6
 def rescale(o, alpha):
     """O, an accumulator [M, N], times the factors of its rows; a warp whose factors are all 1 jumps over it."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
-    return gl.inline_asm_elementwise(SCALING, SCALING_REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True,
-                                     pack=SCALED_AT_ONCE)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        SCALING, SCALING_REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True, pack=SCALED_AT_ONCE
+    )
 
 
 @gluon.jit

@@ -5,9 +5,7 @@ from __future__ import annotations
 # The module, not the class: Triton takes every concrete backend class it finds in an entry-point module.
 import triton.backends.nvidia.compiler as nvidia
 
-EXTENSION = (
-    "softsm"  # not "ptx": that file would be read back as bytes, and programs expect asm["ptx"] to be text
-)
+EXTENSION = "softsm"  # not "ptx": that file would be read back as bytes, and programs expect asm["ptx"] to be text
 VERSION = 1  # part of the key of Triton's cache on disk
 
 

@@ -37,9 +37,7 @@ class CublasLt:
 
 def _scales(flat: torch.Tensor, rows: int, vector: int) -> torch.Tensor:
     """Scale factors in cuBLAS' order (blocks of 128 rows x 4 factors, rows r and r + 32 side by side) -> [rows, K]."""
-    blocks = flat.reshape(
-        rows // 128, -1, 32, 4, 4
-    )  # block of rows, block of factors, row % 32, row // 32, factor
+    blocks = flat.reshape(rows // 128, -1, 32, 4, 4)  # block of rows, block of factors, row % 32, row // 32, factor
     return blocks.permute(0, 3, 2, 1, 4).reshape(rows, -1).repeat_interleave(vector, 1)
 
 

@@ -129,9 +129,7 @@ class CudaShim:
 
     def __init__(self, use: InUse):
         if torch.cuda.is_available():
-            raise RuntimeError(
-                "cuda_shim: CUDA is available here, so device='cuda' means the GPU; use CPU tensors"
-            )
+            raise RuntimeError("cuda_shim: CUDA is available here, so device='cuda' means the GPU; use CPU tensors")
         from softsm.doors.triton.runtime import Event
 
         number = ARCHITECTURES[use.arch]
@@ -194,9 +192,7 @@ class CudaShim:
         self._patches.set(torch, "set_default_device", lambda d: set_default(None if _is_cuda(d) else d))
         self._patches.set(torch, "Generator", cuda_random.Generator)
         load = torch.load
-        self._patches.set(
-            torch, "load", lambda f, map_location=None, *a, **k: load(f, _on_cpu(map_location), *a, **k)
-        )
+        self._patches.set(torch, "load", lambda f, map_location=None, *a, **k: load(f, _on_cpu(map_location), *a, **k))
         self._patches.set(torch.Tensor, "record_stream", lambda *_: None)
         for attribute in ("range_push", "range_pop", "mark"):
             self._patches.set(torch.cuda.nvtx, attribute, lambda *_, **__: None)

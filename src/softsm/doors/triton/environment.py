@@ -27,8 +27,7 @@ def enter() -> None:
     shim = not torch.cuda.is_available()
     if not shim:
         warnings.warn(
-            'SOFTSM: CUDA is available here, so device="cuda" stays CUDA; give softsm CPU tensors',
-            stacklevel=2,
+            'SOFTSM: CUDA is available here, so device="cuda" stays CUDA; give softsm CPU tensors', stacklevel=2
         )
     # Triton collects its backends right now: it finds ours by itself, and there is no registry to put it into yet
     use = install.Use(arch, cuda_shim=shim, register=False)

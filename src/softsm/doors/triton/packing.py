@@ -16,18 +16,7 @@ import triton.backends.nvidia.driver as nvidia
 from softsm.memory import tensor_map
 from softsm.memory.global_memory import GlobalMemory
 
-INTEGER_BYTES = {
-    "i1": 1,
-    "i8": 1,
-    "i16": 2,
-    "i32": 4,
-    "i64": 8,
-    "u1": 1,
-    "u8": 1,
-    "u16": 2,
-    "u32": 4,
-    "u64": 8,
-}
+INTEGER_BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u1": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
 TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
 L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, as Triton's own driver asks
 TRITON_36 = triton.__version__.startswith("3.6.")
@@ -55,11 +44,7 @@ class Packer:
     def _scalar(self, type_: str, value: object, name: str) -> bytes:
         if type_[0] == "*":
             return struct.pack("<Q", self.pointer(value, name))
-        if type_ in (
-            "fp32",
-            "f32",
-            "bf16",
-        ):  # c_float, as 1e40 must become inf; bf16 is truncated, as Triton does
+        if type_ in ("fp32", "f32", "bf16"):  # c_float, as 1e40 must become inf; bf16 is truncated, as Triton does
             return bytes(ctypes.c_float(value))[2 if type_ == "bf16" else 0 :]  # type: ignore[arg-type]
         if type_ == "fp16":
             return struct.pack("<e", value)

@@ -34,9 +34,7 @@ class Launcher:
         if "gsan" in str(getattr(metadata, "instrumentation_mode", "")):
             raise NotImplementedError("softsm does not run kernels instrumented with gsan")
 
-    def __call__(
-        self, gx, gy, gz, stream, kernel, packed_metadata, launch_metadata, enter_hook, exit_hook, *args
-    ):
+    def __call__(self, gx, gy, gz, stream, kernel, packed_metadata, launch_metadata, enter_hook, exit_hook, *args):
         if enter_hook is not None:
             enter_hook(launch_metadata)
         if cuda_graph.capturing():
@@ -53,9 +51,7 @@ class Launcher:
         for name, type_, value in zip(self.names, self.types, args):
             packer.add(type_, value, name)
         ctas = gx * gy * gz * md.num_ctas
-        scratch = _scratch(
-            md.global_scratch_size * ctas, md.global_scratch_align, _allocation._allocator.get(), stream
-        )
+        scratch = _scratch(md.global_scratch_size * ctas, md.global_scratch_align, _allocation._allocator.get(), stream)
         profile = _scratch(md.profile_scratch_size * ctas, md.profile_scratch_align, _zeros, stream)
         packer.add("*i8", scratch, "global scratch")
         packer.add("*i8", profile, "profile scratch")
@@ -75,9 +71,7 @@ class Launcher:
 
 def _sms() -> int:
     state = in_use.current()
-    return (
-        state.sms if state is not None else in_use.DEFAULT_SMS
-    )  # a compiled kernel kept beyond softsm's time
+    return state.sms if state is not None else in_use.DEFAULT_SMS  # a compiled kernel kept beyond softsm's time
 
 
 def _scratch(size: int, align: int, allocate, stream):

@@ -87,4 +87,3 @@ def test_into_pages():
     assert torch.equal(cache.scale_view().reshape(12, -1)[rows], scales)
     assert torch.equal(cache.unpack()[rows].nan_to_num(), Fp8Cache.pack(got).unpack()[:3].nan_to_num())
     assert not cache.unpack()[[r for r in range(12) if r not in rows]].any()
-

@@ -60,9 +60,10 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
     )
     listed = common | dict(compressed_indices=(2 * table[..., None] + torch.arange(2)).flatten(1).int())
     by_table = common | dict(
-        compressed_block_table=table, compressed_lengths=torch.tensor([50, 50], dtype=torch.int32),
+        compressed_block_table=table,
+        compressed_lengths=torch.tensor([50, 50], dtype=torch.int32),
         request_starts=torch.tensor([0, 1, 2], dtype=torch.int32),
-    )  # fmt: skip
+    )
 
     def run(first: bool, arguments: dict):
         monkeypatch.setattr(unpack, "pays", lambda p: first)

@@ -202,9 +202,10 @@ FEATURES = [case for case in suites.fmha() if variant(case) in VARIANTS]
 # fp16 differs by one bit of a descriptor. What the suite has at head dim 128 or 256 alone is quick at 64.
 FEATURES += [
     replace(case, name=f"{case.name}-at-64", make=partial(case.make, d=64), head_dim=64)
-    for case in FEATURES if variant(case) in ((128, BF16, True, ROWS), (256, BF16, True, ROWS))
+    for case in FEATURES
+    if variant(case) in ((128, BF16, True, ROWS), (256, BF16, True, ROWS))
     if not case.name.startswith(("full", "causal-odd", "window-sink", "varlen-d"))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", slow_unless_quick([*map(variant, FEATURES)], FEATURES), ids=lambda case: case.name)
@@ -254,8 +255,9 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
     plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=d, max_seqlen_q=2,
                      max_seqlen_k=pages * page, device="cpu")  # fmt: skip
     with softsm.use("sm_100a"), softsm.checking(order="latest") as report:
-        out, lse = dsv4.fmha_paged(q, k, v, table, lengths, plan=replace(plan, num_splits=2), return_lse=True,
-                                   backend="softsm")  # fmt: skip
+        out, lse = dsv4.fmha_paged(
+            q, k, v, table, lengths, plan=replace(plan, num_splits=2), return_lse=True, backend="softsm"
+        )
     assert not report, str(report)
     for n, length in enumerate(lengths.tolist()):
         seen = (~bad[n]).repeat_interleave(page)[:length]
@@ -281,8 +283,9 @@ def test_split_keys(d: int, splits: int, compiled) -> None:
     """More splits than some sequences have tiles: the empty ones write no O, and the combine kernel reads none."""
     compiled((d, BF16, default_path(d), ROWS))
     call = varlen(Draw(splits), d, BF16, [(3, 400), (2, 0), (1, 70)], causal=True, sink=True)
-    plan = dsv4.plan(dsv4.fmha_varlen, batch=3, q_heads=4, kv_heads=2, head_dim=d, max_seqlen_q=3, max_seqlen_k=400,
-                     device="cpu")  # fmt: skip
+    plan = dsv4.plan(
+        dsv4.fmha_varlen, batch=3, q_heads=4, kv_heads=2, head_dim=d, max_seqlen_q=3, max_seqlen_k=400, device="cpu"
+    )
     call.extra = {"plan": replace(plan, num_splits=splits)}
     with softsm.checking(order="latest") as report:
         right(call)
@@ -305,6 +308,7 @@ def test_bounds_that_are_none(window: tuple[int, int], compiled) -> None:
 def test_grids_are_checked() -> None:
     """Batches and splits that no grid holds are refused by name; nothing is launched."""
     from dsv4.fmha import problem
+
     q, k = (torch.empty(1, n, 128, 64, dtype=BF16) for n in (1, 256))
     p = replace(problem.dense(q, k, k), out=q, num_splits=512)
     with pytest.raises(ValueError, match="128 KV heads x 512 splits"):

@@ -128,8 +128,13 @@ def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three
 
 @pytest.mark.parametrize(
     "d, order",
-    [(512, "latest"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-        (512, "eager"), (512, "random"), (256, "latest"), (256, "eager"), (256, "random")))],
+    [
+        (512, "latest"),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((512, "eager"), (512, "random"), (256, "latest"), (256, "eager"), (256, "random"))
+        ),
+    ],
 )
 def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""

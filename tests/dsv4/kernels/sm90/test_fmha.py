@@ -90,8 +90,7 @@ LARGE = [(64, False), (128, True), (128, False), (256, True)]
 
 
 @pytest.mark.parametrize(
-    "head_dim, causal",
-    [(64, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)],
+    "head_dim, causal", [(64, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)]
 )
 def test_one_block_loops_over_many_tiles(head_dim, causal):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
@@ -157,9 +156,10 @@ def test_every_head_dim_has_a_configuration():
 @pytest.mark.parametrize(
     "head_dim, same_kv, order",
     [
-        (128, False, "latest"), pytest.param(512, True, "latest", marks=pytest.mark.slow),
+        (128, False, "latest"),
+        pytest.param(512, True, "latest", marks=pytest.mark.slow),
         *(pytest.param(512, False, order, marks=pytest.mark.slow) for order in ("eager", "latest", "random")),
-    ],  # fmt: skip
+    ],
 )
 def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order):
     """Asynchronous operations complete at once, as late as they may, or at random: the race checker is silent.
@@ -186,8 +186,9 @@ def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkey
     keys = 850 * splits
     q, k = torch.randn(1, 64, 1, 512).bfloat16(), torch.randn(1, keys, 1, 512).bfloat16()
     v = k if same_kv else torch.randn_like(k)
-    plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=1, kv_heads=1, head_dim=512, max_seqlen_q=64, max_seqlen_k=keys,
-                     device="cpu")  # fmt: skip
+    plan = dsv4.plan(
+        dsv4.fmha, batch=1, q_heads=1, kv_heads=1, head_dim=512, max_seqlen_q=64, max_seqlen_k=keys, device="cpu"
+    )
     plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.full((splits * 64 * 513,), float("nan")))
     seen = dict(window=(keys - 80, 20), sink=torch.randn(1))
     with softsm.use("sm_90a"), softsm.checking(order="random", seed=seed) as report:
@@ -220,8 +221,9 @@ def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, splits, m
                      max_seqlen_k=pages * page, device="cpu")  # fmt: skip
     plan = dataclasses.replace(plan, num_splits=splits)
     with softsm.use("sm_90a"), softsm.checking(order="latest") as report:
-        out, lse = dsv4.fmha_paged(q, k, v, table, lengths, softmax_scale=scale, plan=plan, return_lse=True,
-                                   backend="softsm")  # fmt: skip
+        out, lse = dsv4.fmha_paged(
+            q, k, v, table, lengths, softmax_scale=scale, plan=plan, return_lse=True, backend="softsm"
+        )
     assert not report, str(report)
     for n, length in enumerate(lengths.tolist()):
         seen = (~bad[n]).repeat_interleave(page)[:length]

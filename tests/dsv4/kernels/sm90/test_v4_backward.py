@@ -99,8 +99,9 @@ def test_fp16_of_queries_whose_gradients_differ_in_size():
     want, low = (reference_backward.v4_attention(**args, dout=b.dout, p_dtype=x) for x in (None, FP16))
     for query, mine in enumerate((slice(0, 20), slice(20, 40))):
         for got, ref, rounded in (
-            (b.dq[query], want.q[query], low.q[query]), (b.dwindow[mine], want.window[mine], low.window[mine])
-        ):  # fmt: skip
+            (b.dq[query], want.q[query], low.q[query]),
+            (b.dwindow[mine], want.window[mine], low.window[mine]),
+        ):
             error, bound = (float((x - ref).norm() / ref.norm()) for x in (got.double(), rounded.half().double()))
             assert error <= 1.5 * bound, f"query {query}: {error:.2e}, rounded {bound:.2e}"
 

@@ -44,8 +44,9 @@ def check(monkeypatch):
     calls.forget()
 
 
-@pytest.mark.parametrize("order", ["latest", pytest.param("eager", marks=pytest.mark.slow),
-                                   pytest.param("random", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "order", ["latest", pytest.param("eager", marks=pytest.mark.slow), pytest.param("random", marks=pytest.mark.slow)]
+)
 def test_slots_are_filled_again_and_again(order, check):
     """Nine blocks of one query in two slots; none of the next one, whose Q must have landed before its memory serves
     the sums at the end; two of the last."""

@@ -10,9 +10,10 @@ from triton.backends.compiler import GPUTarget
 from softsm.doors.triton.backend import SoftsmBackend
 
 
-@pytest.mark.parametrize("default, asked, fused", [
-    (None, None, True), ("0", None, False), ("1", None, True), (None, False, False), ("0", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "default, asked, fused",
+    [(None, None, True), ("0", None, False), ("1", None, True), (None, False, False), ("0", True, True)],
+)
 def test_sums_and_products_fuse_as_the_program_says_without_a_warning(default, asked, fused, monkeypatch):
     """Triton 3.9 warns whoever says nothing that 3.10 will not fuse them."""
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)

@@ -52,9 +52,10 @@ print(sorted(m for m in sys.modules if m == "torch" or m == "numba" or m.startsw
                                   "'softsm.doors.triton.driver']"  # fmt: skip
 
 
-@pytest.mark.parametrize("arch, first, second", [
-    ("sm_100a", "triton", "torch"), pytest.param("sm_90a", "torch", "triton", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arch, first, second",
+    [("sm_100a", "triton", "torch"), pytest.param("sm_90a", "torch", "triton", marks=pytest.mark.slow)],
+)
 def test_awake(run, arch, first, second):
     """The other order of imports is quick in tests/softsm/report/test_pytest_plugin.py."""
     done = run(f"""

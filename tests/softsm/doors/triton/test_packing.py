@@ -75,9 +75,7 @@ def copy(src, dst, M: tl.constexpr, N: tl.constexpr):
 def test_host_descriptor(launches, arch):
     x, y = torch.zeros(100, 64, dtype=torch.bfloat16), torch.zeros(100, 64, dtype=torch.bfloat16)
     with softsm.use(arch):
-        copy[(1,)](
-            TensorDescriptor.from_tensor(x, [32, 64]), TensorDescriptor.from_tensor(y, [32, 64]), 32, 64
-        )
+        copy[(1,)](TensorDescriptor.from_tensor(x, [32, 64]), TensorDescriptor.from_tensor(y, [32, 64]), 32, 64)
     (launch,) = launches
     decoded = tensor_map.from_image(launch.args[0])
     assert decoded.base == x.data_ptr() and decoded.dims == (64, 100) and decoded.strides == (128,)
@@ -128,8 +126,9 @@ def test_scratch_without_an_allocator_is_tritons_error(launches):
         d = tl.make_tensor_descriptor(x, [64, 64], [64, 1], [BM, 64])
         d.store([0, 0], d.load([0, 0]))
 
-    triton.set_allocator(_allocation._NULL_ALLOCATOR if hasattr(_allocation, "_NULL_ALLOCATOR") else
-                         _allocation.NullAllocator())  # fmt: skip
+    triton.set_allocator(
+        _allocation._NULL_ALLOCATOR if hasattr(_allocation, "_NULL_ALLOCATOR") else _allocation.NullAllocator()
+    )
     with softsm.use("sm_90a"), pytest.raises(RuntimeError, match="no allocator was set"):
         kernel[(1,)](torch.zeros(64, 64), 64)
 

@@ -254,6 +254,7 @@ def in_another_thread(function):
 
 def test_a_use_in_another_thread_is_a_guest():
     """Triton has one driver: the threads share it, and it stays until the last of them is done."""
+
     def stays_on(owner):
         with softsm.use("sm_100a"):
             mine = driver.active

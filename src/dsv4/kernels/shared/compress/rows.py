@@ -137,8 +137,9 @@ def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr,
                              D, 1)  # fmt: skip
             elif TARGET == KEYS:
                 one = tl.zeros([1], tl.int64) + slot
-                store_keys(target_ptr, tl.reshape(row.to(tl.float32), [1, D]), one, rows, page_rows, page_stride,
-                           column)  # fmt: skip
+                store_keys(
+                    target_ptr, tl.reshape(row.to(tl.float32), [1, D]), one, rows, page_rows, page_stride, column
+                )
             else:
                 store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, d)
     else:

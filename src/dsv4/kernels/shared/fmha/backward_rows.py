@@ -67,8 +67,9 @@ def backward_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, lse2_ptr, delt
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     lse = gl.load(lse_ptr + batch * stride_lb + token * stride_lt + head * stride_lh, mask=there, other=-float("inf"))
     sink = gl.load(sink_ptr + head, mask=there & (has_sink != 0), other=-float("inf"))
-    dlse = gl.load(dlse_ptr + batch * stride_db + token * stride_dt + head * stride_dh, mask=there & (has_dlse != 0),
-                   other=0.0)  # fmt: skip
+    dlse = gl.load(
+        dlse_ptr + batch * stride_db + token * stride_dt + head * stride_dh, mask=there & (has_dlse != 0), other=0.0
+    )
     lse2, delta, plain, _ = terms(delta, lse, sink, dlse)
     place = ((batch * (q_heads // group) + packed) * tokens + token) * group + member
     gl.store(lse2_ptr + place, lse2, mask=there)

@@ -30,8 +30,9 @@ def tile_of(number, cu_ptr, sequences, unit):
 def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
     """(first packed row, first key, sizes) of a sequence. Where `own`, a key with KEYS and else a row, lies past its
     end, it has nothing to be multiplied with."""
-    q_start, tokens, k_start, keys = sequence(seq, True, 0, 0, whole.tokens, whole.keys, cu_q_ptr, cu_k_ptr, cu_q_ptr,
-                                              ROWS)  # fmt: skip
+    q_start, tokens, k_start, keys = sequence(
+        seq, True, 0, 0, whole.tokens, whole.keys, cu_q_ptr, cu_k_ptr, cu_q_ptr, ROWS
+    )
     rows = tokens * whole.group
     if KEYS:
         tokens = gl.where(own < keys, tokens, 0)

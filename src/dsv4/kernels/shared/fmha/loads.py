@@ -210,8 +210,7 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 
 
 @gluon.jit
-def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
+def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr):
     """As load_rows, but by cp.async, one group: nothing waits for it here, and no registers are held."""
     L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
@@ -222,8 +221,9 @@ def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 
 
 @gluon.jit
-def store_rows(out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
-               N: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def store_rows(
+    out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column, N: gl.constexpr, C: gl.constexpr
+):
     """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
     L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))

@@ -76,8 +76,7 @@ def needed(row, key, sizes):
     some = (key < end) & (key + 128 > first)
     piece = (row_begin + row // row_piece * row_piece) // group
     piece_last = gl.minimum((row_begin + row // row_piece * row_piece + row_piece - 1) // group, tokens - 1)
-    in_row_piece = (key < end_key(piece_last, tokens, keys, right)) & (
-        key + 128 > first_key(piece, tokens, keys, left))  # fmt: skip
+    in_row_piece = (key < end_key(piece_last, tokens, keys, right)) & (key + 128 > first_key(piece, tokens, keys, left))
     key_first = key // key_piece * key_piece
     key_last = gl.minimum(key_first + key_piece, keys) - 1
     in_key_piece = (key_last >= first) & (key_first < end)
@@ -118,7 +117,8 @@ def visible(p, row, key, sizes):
     if some_unseen(sizes.row_begin + row, key, sizes, ROWS, KEYS):
         column = key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, L))[None, :]
         seen = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
-            column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None])  # fmt: skip
+            column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
+        )
         p = gl.where(seen, p, 0.0)
     return p
 

@@ -74,8 +74,9 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 
 
 @gluon.jit
-def key_tiles(tile_row, tokens, keys, split, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr,
-              HOW: gl.constexpr):  # fmt: skip
+def key_tiles(
+    tile_row, tokens, keys, split, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr
+):
     """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
     token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
     first = first_key(tile_row // sizes.group, tokens, keys, sizes.left)
@@ -145,8 +146,9 @@ def page_bits(first_column, keys, pages):
     """One bit for each of 32 keys from first_column on: whether its page is one; for four warps."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp has all 32: no exchange between warps
     # gl.arange(0, 32), but computed here and not kept in a register through the main loop
-    lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid; // $1", "=r,r", [gl.zeros([32], gl.int32, L)],
-                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    lane = gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid; // $1", "=r,r", [gl.zeros([32], gl.int32, L)], dtype=gl.int32, is_pure=False, pack=1
+    )
     page = gl.load(pages.table_ptr + (first_column + lane) // pages.page_size, mask=first_column + lane < keys, other=0)
     return gl.sum(((page >= 0) & (page < pages.count)).to(gl.int32) << lane, 0)
 

@@ -363,8 +363,9 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
                    scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
         if (gl.program_id(1) == 0) & (wanted < topk):
             rest = gl.arange(0, WIDTH, layout=place.type.layout)
-            write_nothing(rest, (rest >= wanted) & (rest < topk), query, out_ptr, out_line, scores_ptr, scores_line,
-                          want_scores)  # fmt: skip
+            write_nothing(
+                rest, (rest >= wanted) & (rest < topk), query, out_ptr, out_line, scores_ptr, scores_line, want_scores
+            )
     else:
         key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
         write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,

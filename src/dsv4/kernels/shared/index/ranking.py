@@ -151,8 +151,9 @@ def from_lane(key, apart):
     """The keys of the lane whose number differs by the bit `apart`."""
     lane = key.to(gl.int32) * 0 + apart
     if key.dtype == gl.int32:
-        other = gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [key, lane],
-                                          dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+        other = gl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [key, lane], dtype=gl.int32, is_pure=False, pack=1
+        )
     else:
         other = gl.inline_asm_elementwise(
             """{

@@ -107,8 +107,9 @@ def number_rows(window_list_ptr, window_lengths_ptr, compressed_list_ptr, compre
 
 
 @gluon.jit(do_not_specialize=["head_tiles", "per_tile"])
-def fold_rows(parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, SOME: gl.constexpr,
-              SCALED: gl.constexpr):  # fmt: skip
+def fold_rows(
+    parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, SOME: gl.constexpr, SCALED: gl.constexpr
+):
     """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
     at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
     one head tile. SCALED (fp16): 64 of them in a row are multiplied by one of undo."""

@@ -10,13 +10,7 @@ from torch import Tensor, float16
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.shared.fmha.backward import (
-    FP16_P_SCALE,
-    Sequences,
-    at_once,
-    descriptor,
-    supports,
-)
+from dsv4.kernels.shared.fmha.backward import FP16_P_SCALE, Sequences, at_once, descriptor, supports
 from dsv4.kernels.shared.fmha.by_sequence import by_sequence
 from dsv4.kernels.shared.fmha.chain import Chain
 from dsv4.kernels.shared.fmha.tiles import NO_BOUND

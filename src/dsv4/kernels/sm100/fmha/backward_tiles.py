@@ -58,16 +58,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma_load,
-)
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared.fmha.backward_arguments import Sizes
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
 from dsv4.kernels.shared.fmha.loads import zero_unseen
@@ -345,8 +336,9 @@ def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr,
         else:
             finish(memory.acc.index(1), result.ptr1, result.stride1, result.factor1, share, sizes.keys, 0, D)
     else:
-        finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.rows, H * (D // 2),
-               D // 2)  # fmt: skip
+        finish(
+            memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.rows, H * (D // 2), D // 2
+        )
 
 
 @gluon.jit
@@ -374,8 +366,9 @@ def streamed(own, sizes, KEYS: gl.constexpr):
         return first * sizes.group, end * sizes.group
     token = own // sizes.group
     token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
-    return first_key(token, sizes.tokens, sizes.keys, sizes.left), end_key(token_last, sizes.tokens, sizes.keys,
-                                                                           sizes.right)  # fmt: skip
+    return first_key(token, sizes.tokens, sizes.keys, sizes.left), end_key(
+        token_last, sizes.tokens, sizes.keys, sizes.right
+    )
 
 
 @gluon.jit(do_not_specialize=[

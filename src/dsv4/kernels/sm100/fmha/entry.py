@@ -33,8 +33,9 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
         512: (64, 64, 1, 4, 208, 128),
     }[head_dim]
     check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
-    options = dict(D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax,
-                   WARP_REGS=warp)  # fmt: skip
+    options = dict(
+        D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax, WARP_REGS=warp
+    )
     return Tiling(rows * tiles, keys, keys, options, dense_as_rows=True)
 
 

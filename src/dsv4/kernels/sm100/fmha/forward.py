@@ -134,8 +134,9 @@ def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
     mbarrier.init(stat_free, count=1)
     mbarrier.init(o_rescaled, count=1)
     mbarrier.arrive(stat_free, count=1)  # nothing to read yet
-    return Barriers(q_ready, slot_ready, slot_free, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled,
-                    pv_done, landed)  # fmt: skip
+    return Barriers(
+        q_ready, slot_ready, slot_free, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled, pv_done, landed
+    )
 
 
 # One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
@@ -162,15 +163,17 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
     head = gl.program_id(1) % kv_heads
     split = gl.program_id(1) // kv_heads
     varlen = tokens == 0  # as the host says it
-    q_start, tokens, k_start, keys = sequence(seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr,
-                                              lengths_ptr, HOW)  # fmt: skip
+    q_start, tokens, k_start, keys = sequence(
+        seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW
+    )
     rows = tokens * group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < rows:
         sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
                       num_splits, tiles_per_split)  # fmt: skip
-        first, tile_begin, tile_end = key_tiles(tile_row, tokens, keys, split, sizes, k_desc.block_shape[1], BM * TILES,
-                                                BN, HOW)  # fmt: skip
+        first, tile_begin, tile_end = key_tiles(
+            tile_row, tokens, keys, split, sizes, k_desc.block_shape[1], BM * TILES, BN, HOW
+        )
         n = tile_end - tile_begin
 
         memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
@@ -189,14 +192,16 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         landed_end = keys
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
-        strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                          stride_lb)  # fmt: skip
+        strides = Strides(
+            stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb
+        )
         problem = Problem(head, group, kv_heads * group, rows, tokens, keys, left, right, scale, want_lse)
         tiles = Tiles(first, tile_begin, tile_end, part_row)
         share = Share(Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), strides, problem, tiles,
                       Pages(table_ptr, page_size, total_k))  # fmt: skip
-        where = loads.Where(outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr,
-                            page_size)  # fmt: skip
+        where = loads.Where(
+            outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size
+        )
         source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh),
                         loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh), where)  # fmt: skip
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.

@@ -5,16 +5,7 @@ and V of a block are 128 keys in a row, which TMA brings, K split by rows and V 
 only, where TMA's own bounds end a sequence.
 """
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma_load,
-)
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
@@ -225,8 +216,9 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
               WARP_REGS: gl.constexpr):  # fmt: skip
     source = Input(q_ptr, k_desc, v_desc, stride_qb, stride_qt, stride_qh)
     sizes = Sizes(tokens, keys, kv_heads, group, left, right)
-    output = Output(out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-                    want_lse)  # fmt: skip
+    output = Output(
+        out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, want_lse
+    )
     items = (tokens * group + ROWS - 1) // ROWS * kv_heads * (total_q // gl.maximum(tokens, 1))
     memory = make_memory(k_desc.dtype, 1)
     barriers = make_barriers(4)

@@ -1,11 +1,7 @@
 """The roles of forward.py with one query tile: head dims 256 and 512. S has two stages, so that the products for the
 next keys run under the softmax of these; what rescales O is a role of its own."""
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit, tcgen05_mma
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.shared import softmax

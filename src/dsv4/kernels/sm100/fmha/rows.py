@@ -11,8 +11,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr,
-                 AT_A_TIME: gl.constexpr):  # fmt: skip
+def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
     """Rows of one tile -> shared memory."""
     q, problem, strides = memory.q, share.problem, share.strides
     BM: gl.constexpr = q.shape[1]

@@ -14,11 +14,7 @@ of the exponentials is computed without the unit that the groups share (`rows.ex
 of a tile there is little else than exponentials.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit, tcgen05_mma
 
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
 from dsv4.kernels.shared import softmax
@@ -120,8 +116,9 @@ def store_some(y, p, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def step(memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr,
-         HOW: gl.constexpr):  # fmt: skip
+def step(
+    memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr
+):
     """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
     s, p = memory.s.index(TILE % memory.s.shape[0]), memory.p.index(TILE)
     BM: gl.constexpr = memory.q.shape[1]

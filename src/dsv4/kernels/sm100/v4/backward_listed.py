@@ -51,16 +51,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    store_wait,
-)
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
 from dsv4.kernels.shared.opaque import zero
 from dsv4.kernels.shared.v4.backward_arguments import Operands, Pools, Terms, share_of
 from dsv4.kernels.shared.v4.backward_gather import PANEL, gather_role, numbers, send_half

@@ -187,8 +187,9 @@ def gather_block(lists, block, number, pools, memory, barriers, place, use, V: g
 
 
 @gluon.jit
-def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr,
-            UNITS: gl.constexpr):  # fmt: skip
+def block_v(
+    lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr, UNITS: gl.constexpr
+):
     """V of block i of an item of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
     gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS)
@@ -268,8 +269,9 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
         turn += 1
         next_lists, next_begin, next_end = lists, begin, begin
         if item + gl.num_programs(0) < items:
-            next_lists, next_begin, next_end = lists_at(item + gl.num_programs(0), turn, window, compressed, memory,
-                                                        barriers, sizes)  # fmt: skip
+            next_lists, next_begin, next_end = lists_at(
+                item + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
+            )
         number = numbers_at(next_lists, next_begin, next_end, pools.compressed, HOW, KEYS, ONE)
         following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, HOW, KEYS, ONE)
         later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, HOW, KEYS, ONE)

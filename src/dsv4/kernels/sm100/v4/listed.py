@@ -268,8 +268,9 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
               HOW: gl.constexpr, WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
               COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
-                       compressed_width)  # fmt: skip
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
     requests = Requests(starts_ptr, starts, requests)
     pools = Pools(
         Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,

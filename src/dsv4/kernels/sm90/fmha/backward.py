@@ -76,9 +76,7 @@ class Tiled:
             self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
             NO_BOUND if p.right < 0 else p.right, self.heads,
         )  # fmt: skip
-        self.constants = dict(
-            D=self.width, SLOTS=2, SCALED=self.fp16, VARLEN=sequences is not None, num_warps=4
-        )
+        self.constants = dict(D=self.width, SLOTS=2, SCALED=self.fp16, VARLEN=sequences is not None, num_warps=4)
 
     def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""

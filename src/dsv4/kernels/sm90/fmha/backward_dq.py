@@ -20,28 +20,13 @@ free[slot]      left, right        2           load           both have used it
 landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
 """
 
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.shared.fmha.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.kernels.shared.fmha.backward_sequences import first_seen, sizes_of, tile_of
 from dsv4.kernels.shared.fmha.loads import advance
 from dsv4.kernels.shared.fmha.tiles import end_key, first_key
 from dsv4.kernels.shared.opaque import zero
-from dsv4.kernels.sm90.fmha.backward_keys import (
-    accumulator,
-    finish,
-    load_next,
-    load_own,
-    make_barriers,
-    scores,
-)
+from dsv4.kernels.sm90.fmha.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
 
 
 @aggregate

@@ -137,8 +137,9 @@ def load_own(x_desc, y_desc, x, y, barriers, foreign, share, first, begin, end, 
 
 
 @gluon.jit
-def load_next(x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share, place, row, begin, end,
-              D: gl.constexpr):  # fmt: skip
+def load_next(
+    x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share, place, row, begin, end, D: gl.constexpr
+):
     """Rows from `row` of the sequence on, which are those from `place` on of the tensors; otherwise as load_own."""
     ROWS: gl.constexpr = x.shape[0]
     if foreign:
@@ -157,8 +158,9 @@ def load_next(x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share,
 
 
 @gluon.jit
-def load_role(operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr,
-              VARLEN: gl.constexpr):  # fmt: skip
+def load_role(
+    operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr
+):
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:

@@ -47,18 +47,18 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=even), loop=True)
     if large:
         # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
-        keys, stages, regs, producer = {
-            64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)
-        }[p.head_dim]  # fmt: skip
+        keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[
+            p.head_dim
+        ]
         early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
         even = even and early
         return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
-        keys, stages, producer, maxnreg = {
-            64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)
-        }[p.head_dim]  # fmt: skip
+        keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
+            p.head_dim
+        ]
         return _rows_tiling(p.head_dim, keys, stages, 1, 0, producer, maxnreg=maxnreg)
     return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
 

@@ -49,16 +49,16 @@ def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
     lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
     sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
                   num_splits, tiles_per_split)  # fmt: skip
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                      stride_lb)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
     k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
     v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
     place = work.place_of(lists, sizes, k_desc.block_shape[1], 128, 128, HOW)
     tile_row = place.tile_row
     if tile_row < place.rows:
         room, ring, landed = make_room(k_desc.dtype, HOW)
-        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
-                                      v_cells, HOW)  # fmt: skip
+        share, source = work.share_of(
+            place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW
+        )
         gl.warp_specialize([
             (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
             (half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),

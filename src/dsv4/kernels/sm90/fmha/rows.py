@@ -152,8 +152,9 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
 
-    loads.load_rows(tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 0,
-                    64, D, D, SIGN)  # fmt: skip
+    loads.load_rows(
+        tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 0, 64, D, D, SIGN
+    )
     fence_async_shared()
     seen = sight(tile_row, share, 64, BN, HOW, RS)
 
@@ -197,8 +198,9 @@ def attend(slot, phase, q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: 
 
 
 @gluon.jit
-def attend_role(q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
-                SIGN: gl.constexpr):  # fmt: skip
+def attend_role(
+    q, tile_row, ring, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+):
     attend(gl.to_tensor(0), gl.to_tensor(0), q, tile_row, ring, share, SAME_KV, SPLIT, HOW, SIGN)
 
 
@@ -215,16 +217,16 @@ def fmha_rows(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
     lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
     sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
                   num_splits, tiles_per_split)  # fmt: skip
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                      stride_lb)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
     k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
     v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
     place = work.place_of(lists, sizes, k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)
     tile_row = place.tile_row
     if tile_row < place.rows:
         q, ring, landed = make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
-        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
-                                      v_cells, HOW)  # fmt: skip
+        share, source = work.share_of(
+            place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW
+        )
         if CONSUMERS == 1:
             gl.warp_specialize([
                 (attend_role, (q.index(0), tile_row, ring, share, SAME_KV, SPLIT, HOW, SIGN)),

@@ -132,8 +132,9 @@ def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr
         seq, head, tile_row, first, tiles = locate(item_of(at, M), scan, BN, M)
         where = loads.Where(seq, head, 0, scan.keys, 0, scan.keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
-        slot, phase, landed_phase = rows.load_tiles(slot, phase, landed_phase, here, ring, landed, whole(first, tiles),
-                                                    SAME_KV, DENSE)  # fmt: skip
+        slot, phase, landed_phase = rows.load_tiles(
+            slot, phase, landed_phase, here, ring, landed, whole(first, tiles), SAME_KV, DENSE
+        )
 
 
 @gluon.jit
@@ -145,8 +146,9 @@ def rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN: gl.constex
     lse_ptr = tensors.lse_ptr + n * strides.lb
     here = Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr, tensors.sink_ptr,
                    tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
-    problem = Problem(head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right, scale,
-                      want_lse)  # fmt: skip
+    problem = Problem(
+        head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right, scale, want_lse
+    )
     return tile_row + 64 * W, Share(here, strides, problem, whole(first, tiles), pages)
 
 
@@ -156,8 +158,9 @@ def ask(q, tile_row, share, SIGN: gl.constexpr):
     problem, strides = share.problem, share.strides
     D: gl.constexpr = q.shape[1]
     if SIGN == 1:
-        loads.copy_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt,
-                        strides.qh, 64, D)  # fmt: skip
+        loads.copy_rows(
+            share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 64, D
+        )
     else:
         loads.load_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt,
                         strides.qh, 0, 64, D, D, SIGN)  # fmt: skip
@@ -305,8 +308,7 @@ def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, 
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                      stride_lb)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
     pages = Pages(table_ptr, page_size, total_k)
     source = Keys(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
                   loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip

@@ -38,15 +38,7 @@ from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.fmha import loads
 from dsv4.kernels.shared.fmha.arguments import Lists, Sizes, Strides, Tensors
 from dsv4.kernels.sm90.fmha import wide_kv, work
-from dsv4.kernels.sm90.fmha.halves import (
-    begin_half,
-    end_half,
-    make_room,
-    nothing_yet,
-    publish,
-    published,
-    scores,
-)
+from dsv4.kernels.sm90.fmha.halves import begin_half, end_half, make_room, nothing_yet, publish, published, scores
 
 
 @gluon.jit
@@ -121,8 +113,9 @@ def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
 
 
 @gluon.jit
-def half_role(room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
-              SIGN: gl.constexpr):  # fmt: skip
+def half_role(
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+):
     """Left (HALF 0) or right (1)."""
     seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
     o, m, l = nothing_yet(room.q.shape[1])
@@ -148,16 +141,16 @@ def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_
     lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
     sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
                   num_splits, tiles_per_split)  # fmt: skip
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob,
-                      stride_lb)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
     k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
     v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
     place = work.place_of(lists, sizes, k_desc.block_shape[1], 64, 128, HOW)
     tile_row = place.tile_row
     if tile_row < place.rows:
         room, ring, landed = make_room(k_desc.dtype, HOW)
-        share, source = work.share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells,
-                                      v_cells, HOW)  # fmt: skip
+        share, source = work.share_of(
+            place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW
+        )
         if SAME_KV:
             gl.warp_specialize([
                 (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),

@@ -45,8 +45,9 @@ from dsv4.kernels.sm90.fmha.halves import begin_half, end_half, nothing_yet, pub
 
 
 @gluon.jit
-def fill_block(desc, cells, ring, landed, landed_phase, where, row, SLOT: gl.constexpr, PHASE: gl.constexpr,
-               HOW: gl.constexpr):  # fmt: skip
+def fill_block(
+    desc, cells, ring, landed, landed_phase, where, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr
+):
     """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
     for h in range(2):
         mbarrier.wait(ring.free.index(SLOT + h), PHASE)
@@ -167,8 +168,9 @@ def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
 
 
 @gluon.jit
-def half_role(room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
-              SIGN: gl.constexpr):  # fmt: skip
+def half_role(
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+):
     """Left (HALF 0) or right (1)."""
     seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
     o, m, l = nothing_yet(room.q.shape[1])

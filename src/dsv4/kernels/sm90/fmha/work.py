@@ -57,8 +57,9 @@ def place_of(lists, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.const
 
 
 @gluon.jit
-def share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells,
-             HOW: gl.constexpr):  # fmt: skip
+def share_of(
+    place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW: gl.constexpr
+):
     """-> Share, Source"""
     seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
@@ -77,8 +78,9 @@ def share_of(place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_d
                       sizes.right, scale, want_lse)  # fmt: skip
     tiles = Tiles(place.first, place.begin, place.end, part_row)
     pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
-    where = Where(outer, head, place.k_start, keys, first_key(0, tokens, keys, sizes.left), keys, table_ptr,
-                  sizes.page_size)  # fmt: skip
+    where = Where(
+        outer, head, place.k_start, keys, first_key(0, tokens, keys, sizes.left), keys, table_ptr, sizes.page_size
+    )
     return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_cells, v_cells, where)
 
 

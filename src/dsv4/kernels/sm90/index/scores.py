@@ -99,8 +99,9 @@ def place_of(tile, keys, ROWS: gl.constexpr, HOW: gl.constexpr, L: gl.constexpr)
 
 
 @gluon.jit
-def copy_tile(slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr,
-              HOW: gl.constexpr):  # fmt: skip
+def copy_tile(
+    slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr, HOW: gl.constexpr
+):
     """Rows of a tile -> slot [ROWS, DIMS], one group of copies; rows that are not there become zeros."""
     L: gl.constexpr = lanes(gl.num_warps(), slot.dtype)
     CELL: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
@@ -188,8 +189,9 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
             gl.store(lines.scores_ptr + line * lines.scores_line + row, total, mask=(row < written) & mine)
             greatest = gl.max(gl.reshape(total, [ROWS // GROUP, GROUP]), 1)
             group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=greatest.type.layout)
-            gl.store(lines.maxima_ptr + line * lines.maxima_line + group, greatest,
-                     mask=(group * GROUP < seen[j]) & mine)  # fmt: skip
+            gl.store(
+                lines.maxima_ptr + line * lines.maxima_line + group, greatest, mask=(group * GROUP < seen[j]) & mine
+            )
         scale = next_scale
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)

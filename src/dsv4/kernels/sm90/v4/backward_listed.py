@@ -111,8 +111,9 @@ def add(part, rows, target, first):
     column = (first + column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 2 * 4)[None, :]
     part, place = gl.broadcast(part, place)
     part, column = gl.broadcast(part, column * 4)
-    gl.inline_asm_elementwise(ADD, "=r,=r" + ",r" * 8 + ",l" * 8 + ",r" * 8, [part, place, column], dtype=gl.int8,
-                              is_pure=False, pack=8)  # fmt: skip
+    gl.inline_asm_elementwise(
+        ADD, "=r,=r" + ",r" * 8 + ",l" * 8 + ",r" * 8, [part, place, column], dtype=gl.int8, is_pure=False, pack=8
+    )
 
 
 # Of a lane's sixteen numbers, in pairs, those of rows r and r + 8 alternate. $12, $14: the rows' places, 0 = none; $28:
@@ -140,8 +141,9 @@ def keep(part, rows, target, first):
 
 
 @gluon.jit
-def gradients(dq, memory, barriers, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr,
-              SCALED: gl.constexpr):  # fmt: skip
+def gradients(
+    dq, memory, barriers, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr, SCALED: gl.constexpr
+):
     """This half of dQ and of dKV of a block. factor: of dKV, SCALED."""
     p16, ds16 = memory.p16, memory.ds16
     place = target.ptr + block * target.step

@@ -22,17 +22,8 @@ from dsv4.kernels.shared.v4.rows import (
     page_of,
     plain_rows,
     scale_word,
-)  # fmt: skip
-from dsv4.kernels.sm90.v4.slots import (
-    arrivals,
-    copy_rest,
-    copy_rows,
-    fp8_rest,
-    lanes,
-    panels_in,
-    words,
-    write_bias,
 )
+from dsv4.kernels.sm90.v4.slots import arrivals, copy_rest, copy_rows, fp8_rest, lanes, panels_in, words, write_bias
 from dsv4.kernels.sm90.v4.table import table_blocks, whole_pages
 
 # What the job of an item says, in this order.
@@ -150,8 +141,9 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr):
     data, there, at = fp8_place(pool, number, UNIT)
     line = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
     offset = gl.minimum(line * 128, 448)  # the last line by its first byte that is surely the row's
-    place = gl.where((line < 5)[None, :], gl.convert_layout(data, R)[:, None] + offset[None, :],
-                     gl.convert_layout(at, R)[:, None])  # fmt: skip
+    place = gl.where(
+        (line < 5)[None, :], gl.convert_layout(data, R)[:, None] + offset[None, :], gl.convert_layout(at, R)[:, None]
+    )
     wanted = (gl.convert_layout(there, R)[:, None] & (line < 6)[None, :]).to(gl.int32)
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
@@ -256,8 +248,9 @@ def ask_listed(pool, number, spare, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
-                  UNIT: gl.constexpr):  # fmt: skip
+def listed_blocks(
+    number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr
+):
     """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
     read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
@@ -288,8 +281,9 @@ def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, e
 
 
 @gluon.jit
-def mixed_blocks(lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr,
-                 UNIT: gl.constexpr):  # fmt: skip
+def mixed_blocks(
+    lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr, UNIT: gl.constexpr
+):
     """Where one pool is a plain tensor and the other an Fp8Cache: block by block, nothing ahead of its time."""
     window, compressed = pools.window, pools.compressed
     for block in range(first, end):
@@ -353,13 +347,15 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         if FP8[0] != FP8[1]:
             phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
         elif FP8[0] and LISTED:
-            phase = listed_blocks(number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW,
-                                  UNIT)  # fmt: skip
+            phase = listed_blocks(
+                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT
+            )
         elif FP8[0]:
             # Where rows are not split, the assembler would reload values in the loop.
             PAGES: gl.constexpr = HOW == TABLE and UNIT >= 16 and SPLIT
-            phase = fp8_blocks(number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT,
-                               PAGES)  # fmt: skip
+            phase = fp8_blocks(
+                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, PAGES
+            )
         elif RESIDENT:
             phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
         else:

@@ -46,24 +46,9 @@ from dsv4.kernels.shared.v4.arguments import Names, Output, Requests, Rope, Size
 from dsv4.kernels.shared.v4.items import NONE
 from dsv4.kernels.shared.v4.rows import Pool
 from dsv4.kernels.sm90.fmha.work import SHORT, in_pieces, short_half
-from dsv4.kernels.sm90.v4.gather import (
-    BLOCKS,
-    FIRST_HEAD,
-    QUERY,
-    SPLIT_NUMBER,
-    Pools,
-    Queries,
-    gather_role,
-)
+from dsv4.kernels.sm90.v4.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, Queries, gather_role
 from dsv4.kernels.sm90.v4.slots import arrivals
-from dsv4.kernels.sm90.v4.steps import (
-    SCORES,
-    left_begin,
-    left_resident,
-    left_step,
-    right_resident,
-    right_step,
-)
+from dsv4.kernels.sm90.v4.steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -166,8 +151,9 @@ def store_quarter(o, smem, pointers, there):
 
 
 @gluon.jit
-def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
-             PIECES: gl.constexpr):  # fmt: skip
+def end_half(
+    o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, PIECES: gl.constexpr
+):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
     LO: gl.constexpr = o.type.layout
@@ -203,8 +189,9 @@ def end_half(o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr
             row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
             column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
             values_ptr = output.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
-            gl.store(values_ptr + (part_row + row)[:, None] * 512 + column[None, :], x,
-                     mask=(row < output.heads)[:, None])  # fmt: skip
+            gl.store(
+                values_ptr + (part_row + row)[:, None] * 512 + column[None, :], x, mask=(row < output.heads)[:, None]
+            )
     elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, sink)
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
@@ -314,8 +301,9 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     FP8: gl.constexpr = (WINDOW_FP8, WINDOW_FP8 if HOW == NONE else COMPRESSED_FP8)
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
-                       compressed_width)  # fmt: skip
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
              window_shift),

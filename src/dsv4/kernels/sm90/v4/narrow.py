@@ -151,8 +151,9 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths,
-                       compressed_width)  # fmt: skip
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
     prefetch_lists(window, compressed, HOW)
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,

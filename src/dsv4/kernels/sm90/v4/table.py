@@ -56,8 +56,9 @@ def rest_at(chunks_ptr, there, tile, ready):
 def bytes_to(page, pages, pool, UNIT: gl.constexpr):
     """From the first page of a pool to others, one product of 32-bit numbers; where there is none, to the last."""
     page = gl.minimum(page.to(gl.uint32), pages - 1)
-    offset = gl.inline_asm_elementwise("mul.wide.u32 $0, $1, $2;", "=l,r,r", [page, pool.page_stride * UNIT],
-                                       dtype=gl.int64, is_pure=True, pack=1)  # fmt: skip
+    offset = gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [page, pool.page_stride * UNIT], dtype=gl.int64, is_pure=True, pack=1
+    )
     return gl.multiple_of(offset, 16)
 
 

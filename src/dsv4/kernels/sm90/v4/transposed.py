@@ -17,15 +17,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.shared import softmax
 from dsv4.kernels.shared.v4.items import LIST, lists_of
-from dsv4.kernels.shared.v4.rows import (
-    entries,
-    fp8_load,
-    fp8_rows,
-    fp8_to_bf16,
-    plain_rows,
-    quotient,
-    words_of,
-)
+from dsv4.kernels.shared.v4.rows import entries, fp8_load, fp8_rows, fp8_to_bf16, plain_rows, quotient, words_of
 from dsv4.kernels.sm90.v4.slots import lanes
 
 
