@@ -35,7 +35,7 @@ PYTEST  := $(VENV)/bin/python -m pytest $(if $(ONE_FILE),,$(PARALLEL))
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 INDEX_OPTION := $(if $(INDEX),--index-url $(INDEX))
 # Paths that must also pass under other Tritons: the emulator, the Hopper kernels and those for both architectures.
-TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels/sm90 tests/dsv4/kernels/test_*.py)
+TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels tests/dsv4/*/kernels/sm90 tests/dsv4/*/kernels/test_*.py)
 
 .PHONY: demo test test-slow test-gpu test-triton test-engines docs fuzz lint bench setup clean known-tests
 

@@ -129,8 +129,8 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
     import torch
 
     import softsm
-    from softsm.timing.parameters import GPUS
-    from softsm.timing.timer import Timer
+    from softsm.timing_model.parameters import GPUS
+    from softsm.timing_model.timer import Timer
 
     timing_cases.SMS = int(GPUS[gpu]["sms"])
     cases = timing_cases.CASES if gpu == "h200" else timing_cases.BLACKWELL

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import dsv4
-from dsv4.caches import dequantize_rows
+from dsv4.caches.kv import dequantize_rows
 from dsv4.integrations.vllm.v4 import sparse_fwd
 
 LAYERS = {"window": 2, "csa": 21, "hca": 20}

@@ -134,7 +134,7 @@ EMULATOR = """
 import softsm
 from softsm.engine import interpreter
 softsm.load(".version 8.7 .target sm_100a .address_size 64 .visible .entry nothing() { ret; }").launch(grid=1, block=32)
-interpreter.lane_operation(True), interpreter.spans_module()
+interpreter.lane_operation(True), interpreter.byte_ranges_module()
 """
 
 

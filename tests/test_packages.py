@@ -127,7 +127,7 @@ sys.modules["softsm"] = None
 import torch, dsv4
 for arch in ("sm90", "sm100"):
     for operation in ("fmha", "v4", "index", "compress"):
-        importlib.import_module(f"dsv4.kernels.{{arch}}.{{operation}}.entry")
+        importlib.import_module(f"dsv4.{{operation}}.kernels.{{arch}}.entry")
 import dsv4.integrations.flash_mla, dsv4.integrations.flash_attn, dsv4.distributed
 q = torch.randn(2, 4, 512)
 assert dsv4.v4_attention(q, torch.randn(9, 512), torch.zeros(2, 3, dtype=torch.int32)).shape == q.shape

@@ -18,7 +18,7 @@ softsm sees that no warp can make progress, and says who waits for which barrier
 arrived.
 
 Registers are shared out among the roles too (`worker_num_regs`): a load warp needs few, a softmax thread with a row
-of 128 scores needs 200. From here, `src/dsv4/kernels/sm100/fmha/forward.py` is the same thing with more roles: read its
+of 128 scores needs 200. From here, `src/dsv4/fmha/kernels/sm100/forward.py` is the same thing with more roles: read its
 first page.
 
 Museum: exhibits 15 (participant counts), 16 (waiting for a phase that nobody signals), 19 and 20 (counts and bytes),

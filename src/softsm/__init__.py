@@ -23,7 +23,7 @@ _HOME = {
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
     "counting": "softsm.report.activity",
-    "timing": "softsm.timing.timer",
+    "timing": "softsm.timing_model.timer",
     "errors": "softsm.errors",
 }
 

@@ -226,7 +226,7 @@ def time(
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
-    from softsm.timing import command
+    from softsm.timing_model import command
 
     for given in (file, compare):
         if given is not None and not given.is_file():

@@ -6,7 +6,7 @@ from compress_inputs import BOUND, KINDS, by_hand, inputs
 import dsv4
 import softsm
 from dsv4 import Fp8Cache, IndexCache
-from dsv4.kernels.shared.compress import prepare as compress_launch
+from dsv4.compress.kernels import prepare as compress_launch
 
 
 def kernel(arch, **arguments):
@@ -49,7 +49,7 @@ def assert_into_pages(arch, page, stride):
     assert torch.equal(got.storage, want.storage)
     plain, by_rows = (torch.full((12, page, 512), 7.0) for _ in "ab")
     kernel(arch, **args, out=plain, slots=slots.int())
-    dsv4.caches.write_rows(by_rows, slots.flatten(), rows.flatten(0, 1))
+    dsv4.caches.kv.write_rows(by_rows, slots.flatten(), rows.flatten(0, 1))
     assert torch.equal(plain, by_rows)
 
 

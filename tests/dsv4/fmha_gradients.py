@@ -8,9 +8,10 @@ import pytest
 import torch
 from dsink import assert_dsink
 
-from dsv4 import reference, reference_backward
+from dsv4 import reference
 from dsv4.fmha import problem
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.reference import backward as reference_backward
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

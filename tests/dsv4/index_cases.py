@@ -4,8 +4,8 @@ import torch
 
 import dsv4
 import softsm
+from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
 from dsv4.index import cpu as cpu_index
-from dsv4.index.cache import IndexCache, quantize_queries, unpacked
 
 NAN = float("nan")
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dsv4
-from dsv4 import reference, reference_backward
+from dsv4 import reference
+from dsv4.reference import backward as reference_backward
 from dsv4.runtime import gradients
 
 D = 64

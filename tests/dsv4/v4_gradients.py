@@ -7,7 +7,8 @@ import torch
 from dsink import assert_dsink
 
 import softsm
-from dsv4 import reference, reference_backward
+from dsv4 import reference
+from dsv4.reference import backward as reference_backward
 from dsv4.v4 import problem
 from dsv4.v4.backward import V4Backward
 

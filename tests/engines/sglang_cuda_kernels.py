@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4 import Fp8Cache, reference
-from dsv4.index.cache import IndexCache
+from dsv4.caches.index_keys import IndexCache
 
 counts: Counter = Counter()  # of this process
 # Choices that SGLang has, for those of its kernels that are in TileLang and DeepGEMM.

@@ -170,7 +170,7 @@ def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arg
 
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-    from dsv4.caches import dequantize_rows, quantize_rows
+    from dsv4.caches.kv import dequantize_rows, quantize_rows
 
     eager, grouped = modeling.eager_attention_forward, modeling.DeepseekV4GroupedLinear.forward
     scorer = modeling.DeepseekV4IndexerScorer.forward

@@ -78,8 +78,8 @@ def record(path: str) -> None:
 def compare() -> dict[str, list[float]]:
     """Every call of dsv4.v4_attention, dsv4.index_topk and compress_pages also goes to an oracle -> their errors."""
     import dsv4
-    from dsv4 import reference
     from dsv4.integrations.vllm import compressor
+    from dsv4.reference import forward as reference
     from dsv4.suites.calls import relative
 
     attention, index, compress = dsv4.v4_attention, dsv4.index_topk, compressor.compress_pages
@@ -154,7 +154,7 @@ def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, 
 
 def rows_of(cache, slots):
     """Unpacked rows of an Fp8Cache or an IndexCache, in fp64."""
-    from dsv4.caches import dequantize_rows
+    from dsv4.caches.kv import dequantize_rows
 
     at = slots // cache.rows_per_page, slots % cache.rows_per_page
     data, scales = cache.data_view()[at], cache.scale_view()[at]

@@ -14,8 +14,9 @@ import v4_gradients
 from fmha_gradients import BF16, FP16
 
 import dsv4
-from dsv4 import reference_backward, suites
-from dsv4.kernels.shared.fmha import chain
+from dsv4 import suites
+from dsv4.fmha.kernels import chain
+from dsv4.reference import backward as reference_backward
 from dsv4.runtime import gradients
 
 pytestmark = [

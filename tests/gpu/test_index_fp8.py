@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.index.cache import IndexCache, quantize_queries, unpacked
+from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

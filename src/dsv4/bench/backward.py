@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4 import reference, reference_backward
+from dsv4 import reference
 from dsv4.bench import peers
 from dsv4.bench.dense import DenseCase
+from dsv4.reference import backward as reference_backward
 
 ERROR = 1e-2  # relative, of one head against fp32: several times what rounding P, dS and the result to bf16 makes
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import dsv4
 from dsv4.bench import peers
 from dsv4.fmha import problem
-from dsv4.kernels.sm90.fmha import entry as hopper
+from dsv4.fmha.kernels.sm90 import entry as hopper
 from dsv4.runtime import dispatch
 from dsv4.runtime.settings import settings
 

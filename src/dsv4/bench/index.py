@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4 import caches
 from dsv4.bench import peers
+from dsv4.caches import kv as caches
+from dsv4.caches.index_keys import quantize_queries, unpacked
 from dsv4.compress import api as compressor
-from dsv4.index.cache import quantize_queries, unpacked
 from dsv4.reference import rope_table
 
 HEADS, DIMS, PAGE = 64, 128, 64

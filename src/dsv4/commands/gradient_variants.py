@@ -58,5 +58,5 @@ def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[La
 def _collected(operation: str, request: Any, arch: str) -> list[Launch]:
     package = dispatch.ARCHITECTURES[dispatch.compile_target(arch).capability][0]
     with launch.collecting() as found:
-        importlib.import_module(f"dsv4.kernels.{package}.{operation}.backward").backward(request)
+        importlib.import_module(f"dsv4.{operation}.kernels.{package}.backward").backward(request)
     return found

@@ -18,7 +18,7 @@ from . import show
 from .variants import v4_small
 
 DIMS = checks.HEAD_DIMS
-WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/kernels/shared/fmha/loads.py
+WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/fmha/kernels/loads.py
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 COLUMNS = (
     "threads | registers | by role | shared memory, bytes | tensor memory, columns | stack, bytes | spills, bytes | "
@@ -191,7 +191,7 @@ def v4_section(rows: list[str]) -> Iterator[str]:
 
 
 def budget_section() -> Iterator[str]:
-    from dsv4.kernels.sm100 import budget
+    from dsv4.fmha.kernels.sm100 import budget
 
     text = (budget.__doc__ or "").split("\n", 2)[2].strip()
     yield f"## Budget of one main-loop iteration\n\n{text}\n"

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dsv4.caches import Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.fmha import problem
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.runtime import checks
@@ -50,7 +50,7 @@ COLUMNS = (
 def module(column: Column, operation: str, backward: bool) -> Any | None:
     name = f"dsv4.{operation}.{'backward_cpu' if backward else 'cpu'}"
     if column.package is not None:
-        name = f"dsv4.kernels.{column.package}.{operation}.{'backward' if backward else 'entry'}"
+        name = f"dsv4.{operation}.kernels.{column.package}.{'backward' if backward else 'entry'}"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.caches import ROW_NUMBERS, Fp8Cache
+from dsv4.caches.index_keys import IndexCache
+from dsv4.caches.kv import ROW_NUMBERS, Fp8Cache
 from dsv4.compress import api as compressor
 from dsv4.fmha import problem
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.index import problem as index_problem
-from dsv4.index.cache import IndexCache
 from dsv4.index.problem import IndexProblem
 from dsv4.runtime import calls, dispatch
 from dsv4.runtime.program import Launch
@@ -252,8 +252,8 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
 def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
     """dsv4.compress to rows, to a pool and to FP8 pages, also from an engine's states; rows and index keys into FP8
     pages."""
-    from dsv4.kernels.shared.compress import pages
-    from dsv4.kernels.shared.index.keys import write_keys
+    from dsv4.caches.kernels.index_keys import write_keys
+    from dsv4.compress.kernels import pages
     from dsv4.runtime import launch
 
     (csa, hca), main, keys = sizes.ratios, sizes.head_dim, sizes.index_dims
@@ -293,9 +293,9 @@ def _compress_problem(
 
 def model_launches(sizes: Sizes) -> list[Launch]:
     """The steps between the products of a layer in `dsv4.model`: norms, RoPE, rows into pages, compressor, streams."""
-    from dsv4.kernels.shared.compress.rings import compress_rings
-    from dsv4.kernels.shared.hyper_connections import collapse, spread
-    from dsv4.kernels.shared.normed_rows import normed
+    from dsv4.caches.kernels.normed_rows import normed
+    from dsv4.compress.kernels.rings import compress_rings
+    from dsv4.kernels.hyper_connections import collapse, spread
     from dsv4.runtime import launch
 
     def bf16(*shape: int) -> Tensor:

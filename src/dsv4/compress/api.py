@@ -21,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4 import caches
-from dsv4.caches import Fp8Cache
+from dsv4.caches import kv as caches
+from dsv4.caches.index_keys import DIMS, IndexCache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.compress import training
-from dsv4.index.cache import DIMS, IndexCache
 from dsv4.runtime import checks, dispatch
 from dsv4.v4.problem import Pool
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.caches import HEAD_DIM, Fp8Cache
+from dsv4.caches.index_keys import DIMS, IndexCache
+from dsv4.caches.kv import HEAD_DIM, Fp8Cache
 from dsv4.compress.api import pooled
-from dsv4.index.cache import DIMS, IndexCache
 from dsv4.runtime import checks, dispatch
 
 
@@ -64,7 +64,7 @@ def compress_pages(
         _in_torch(states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin, out, ratio, eps)
         return
     with dispatch.entered(found, states.device):
-        from dsv4.kernels.shared.compress import pages
+        from dsv4.compress.kernels import pages
 
         pages.run(states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin, out, ratio, eps)
 

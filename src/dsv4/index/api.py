@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.caches.index_keys import IndexCache
 from dsv4.index import problem
-from dsv4.index.cache import IndexCache
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
@@ -49,7 +49,7 @@ def index_topk(
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
             batch, which gives [B, T, topk]. RoPE is already applied. weights may be negative.
             Or q e4m3 [N, H, 128] with k an :class:`dsv4.IndexCache`, block_table, and weights that include the scales
-            of q: ``dsv4.index.cache.quantize_queries`` makes both.
+            of q: ``dsv4.caches.index_keys.quantize_queries`` makes both.
         topk: width of the lists (512 for V4-Flash, 1024 for V4-Pro).
         positions: int32 or int64 [N] (or [B, T]), the token position of each query. Or
         lengths: int32 or int64 [N] (or [B, T]), the number of rows that each query sees, instead of positions.

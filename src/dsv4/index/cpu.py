@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.index import cache
+from dsv4.caches import index_keys as cache
 from dsv4.index.problem import IndexProblem
 
 BLOCK_BYTES = 32 << 20  # scores held at once

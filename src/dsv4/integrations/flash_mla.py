@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches import HEAD_DIM, ROW_BYTES, Fp8Cache
+from dsv4.caches.kv import HEAD_DIM, ROW_BYTES, Fp8Cache
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks

@@ -47,9 +47,9 @@ class Kernels(Torch):
     kernels = True
 
     def __init__(self, backend: str, device: torch.device):
-        from dsv4.kernels.shared import hyper_connections as streams
-        from dsv4.kernels.shared import normed_rows as normed  # with Triton, which a CPU does not need
-        from dsv4.kernels.shared.compress import rings  # with Triton, which a CPU does not need
+        from dsv4.caches.kernels import normed_rows as normed  # with Triton, which a CPU does not need
+        from dsv4.compress.kernels import rings  # with Triton, which a CPU does not need
+        from dsv4.kernels import hyper_connections as streams
 
         self.backend, self.device = backend, device
         self.normed: Callable[..., Any] = normed.normed

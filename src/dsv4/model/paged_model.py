@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.caches import HEAD_DIM, ROPE
+from dsv4.caches.kv import HEAD_DIM, ROPE
 from dsv4.integrations.transformers import note_layers
 from dsv4.model import elementwise as parts
 from dsv4.model import paging

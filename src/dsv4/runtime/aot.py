@@ -22,18 +22,15 @@ from dsv4.runtime.dispatch import ARCHITECTURES, Target
 from dsv4.runtime.driver import Function
 
 FORMAT = 4
-# What the cubins are made of.
-SOURCES = ("compat.py", "shared/**/*.py", "sm90/**/*.py", "sm100/**/*.py")
 
 
 @cache
 def source_hash() -> str:
     """Of all kernel source files: a cubin made from others is stale."""
-    here = Path(__file__).parent.parent / "kernels"
+    here = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for pattern in SOURCES:
-        for path in sorted(here.glob(pattern)):
-            digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(here.glob("**/kernels/**/*.py")):
+        digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ class Operation:
     """What the runtime knows of an operation. Its problem has fields ``out`` and ``second`` names."""
 
     name: str  # of the public function and of the torch operator
-    folder: str  # dsv4.<folder>.cpu, dsv4.kernels.<arch>.<folder>.entry
+    folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry
     tensors: tuple[str, ...]  # its arguments that are tensors, q first, ...
     required: int  # ... of which the first so many must be there
     options: tuple[str, ...]  # the others

@@ -1,6 +1,6 @@
 """Where a call runs, and which code runs it there. The path of a kernel is its entry in the dispatch table.
 
-A module ``dsv4.kernels.<arch>.<operation>.entry`` has ``supports(problem) -> str | None`` (None for yes, else the
+A module ``dsv4.<operation>.kernels.<arch>.entry`` has ``supports(problem) -> str | None`` (None for yes, else the
 reason why not) and ``prepare(problem, target, program)``, which adds its launches to the program (program.py).
 The backend "softsm" runs the same kernels on a CPU, through the driver that ``softsm.use`` puts under Triton.
 """
@@ -21,7 +21,7 @@ from dsv4.runtime.settings import settings
 
 # compute capability -> (kernel package, softsm's name of the architecture, oldest Triton that compiles it)
 ARCHITECTURES = {(9, 0): ("sm90", "sm_90a", (3, 6)), (10, 0): ("sm100", "sm_100a", (3, 9))}
-OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4 and of dsv4.kernels.<arch>
+OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4
 DEFAULT_SOFTSM_ARCH = "sm_100a"
 MULTIPROCESSORS = 132  # assumed where kernels are only compiled
 
@@ -119,8 +119,8 @@ def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
     refused = too_old(capability)
     if refused and (settings.aot is None or triton_version() is None):
         raise RuntimeError(refused)
-    folder = f"dsv4.kernels.{package}.{operation}"
-    if importlib.util.find_spec(folder) is None:
+    folder = f"dsv4.{operation}.kernels.{package}"
+    if operation not in OPERATIONS or importlib.util.find_spec(folder) is None:
         raise RuntimeError(f"dsv4 has no {operation} kernel for {arch} yet; backend='cpu' runs it on a CPU")
     return importlib.import_module(f"{folder}.entry")
 

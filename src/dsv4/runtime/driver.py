@@ -73,7 +73,7 @@ class Function(NamedTuple):
     threads: int
     shared: int
     clusters: int  # CTAs of one
-    dependent: bool  # launched while the grid before it still runs (kernels/shared/dependent.py)
+    dependent: bool  # launched while the grid before it still runs (kernels/dependent.py)
     types: tuple[str, ...]  # of the parameters, in Triton's words; the compiled kernel has no "constexpr"
     descriptors: tuple[dict[str, Any], ...]  # what Triton's metadata says of its tensor maps
 

@@ -82,7 +82,7 @@ def backward(name: str, tensors: tuple, *rest: Any) -> Any:
 def run(request: Any, device: torch.device, backend: str, torch_module: str) -> None:
     """Fill the gradients of a request: by the kernels of the backend, or by torch where there are none.
 
-    Kernels are in ``dsv4.kernels.<arch>.<operation>.backward``: ``supports(request)``, ``backward(request)``.
+    Kernels are in ``dsv4.<operation>.kernels.<arch>.backward``: ``supports(request)``, ``backward(request)``.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
@@ -120,7 +120,7 @@ def _kernels(request: Any, device: torch.device, found: str) -> Any:
 
 @cache
 def _module(package: str, operation: str) -> Any:
-    name = f"dsv4.kernels.{package}.{operation}.backward"
+    name = f"dsv4.{operation}.kernels.{package}.backward"
     return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
 
 

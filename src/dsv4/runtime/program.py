@@ -1,6 +1,6 @@
 """What a call does on a GPU, once its shapes are known: memory to allocate, copies, fills and launches.
 
-`prepare` of an operation (kernels/shared/<operation>/prepare.py) makes a Program from a problem whose tensors are
+`prepare` of an operation (<operation>/kernels/prepare.py) makes a Program from a problem whose tensors are
 Slots: names with a layout, without an address. So a program cannot depend on where tensors lie, nor do any work while
 it is made; everything it may depend on is in the key of the call (calls.py), and it serves every call with that key.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.caches import Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 
 
 @dataclass(frozen=True, eq=False, slots=True)

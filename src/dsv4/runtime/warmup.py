@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dsv4.caches import HEAD_DIM, Fp8Cache
+from dsv4.caches.kv import HEAD_DIM, Fp8Cache
 from dsv4.runtime import checks
 from dsv4.runtime.plan import Plan, plan
 

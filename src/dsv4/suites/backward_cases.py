@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4 import reference, reference_backward
+from dsv4 import reference
+from dsv4.reference import backward as reference_backward
 
 from . import fmha_cases, v4_cases
 from .calls import Call, raw_bytes, tensors

@@ -4,7 +4,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from dsv4.caches import Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan

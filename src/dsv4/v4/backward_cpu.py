@@ -9,7 +9,7 @@ sum of its gradient in fp32. Rows are added in the order of the lists: the same 
 import torch
 from torch import Tensor
 
-from dsv4 import caches
+from dsv4.caches import kv as caches
 from dsv4.fmha.backward_cpu import NEG_INF, live, sink_terms, softmax_terms
 from dsv4.v4 import cpu
 from dsv4.v4.backward import V4Backward

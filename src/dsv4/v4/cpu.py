@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from dsv4 import caches
+from dsv4.caches import kv as caches
 from dsv4.runtime.threads import one_thread
 from dsv4.v4.problem import Pool, V4Problem, requests_of
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dsv4 import caches
-from dsv4.caches import Fp8Cache
+from dsv4.caches import kv as caches
+from dsv4.caches.kv import Fp8Cache
 from dsv4.runtime import checks
 
 Pool = Tensor | Fp8Cache  # [rows, D], [pages, rows per page, D], or pages of 584-byte rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches import Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.runtime import gradients, operators
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.problem import V4Problem

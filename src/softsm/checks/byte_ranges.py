@@ -1,8 +1,8 @@
 """Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
 cluster, and by a warp as a whole.
 
-The records are those of checks/shadow.py. Compiled by `interpreter.spans_module()`, which gives the compiled twin of
-that module as `records`.
+The records are those of checks/shadow.py. Compiled by `interpreter.byte_ranges_module()`, which gives the compiled
+twin of that module as `records`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from softsm.checks.order import address_of
 from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
-from softsm.engine.interpreter import cells_module
+from softsm.engine.interpreter import tmem_shadow_module
 from softsm.report.diagnostics import Diagnostic
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
@@ -44,7 +44,7 @@ class Operations:
         self.entered = 0
         self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
         self.instructions = checker.machine.program.instructions
-        self.operation = cells_module().operation
+        self.operation = tmem_shadow_module().operation
 
     def enter(self, w) -> int:
         """A warp begins; its number as an issuer."""

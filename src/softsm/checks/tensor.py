@@ -28,7 +28,7 @@ from softsm.checks.tmem_shadow import (
     SUMS,
 )
 from softsm.engine import program as pg
-from softsm.engine.interpreter import cells_module
+from softsm.engine.interpreter import tmem_shadow_module
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 
@@ -122,7 +122,7 @@ class TensorChecks:
         self.order, self.operations, self.findings = checker.order, checker.operations, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
-        cells = cells_module()
+        cells = tmem_shadow_module()
         self.touch, self.mark, self.waited, self.in_order = cells.touch, cells.mark, cells.waited, cells.in_order
         self.busy = cells.busy
         self.found = np.zeros(1 + 3 * CELLS, np.int64)

@@ -2,7 +2,7 @@
 
 The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) three times over, for the operation
 that wrote each cell last and the last two that read it, and behind that a byte for each cell: what it holds
-(checks/tensor.py). Compiled by `interpreter.cells_module()`, which gives the compiled twin of checks/shadow.py as
+(checks/tensor.py). Compiled by `interpreter.tmem_shadow_module()`, which gives the compiled twin of checks/shadow.py as
 `records`.
 """
 

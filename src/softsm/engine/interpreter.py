@@ -189,23 +189,23 @@ def checking_module():
 
 
 @functools.cache
-def spans_module():
+def byte_ranges_module():
     """checks/byte_ranges.py, compiled."""
-    path = _HERE.parent / "checks" / "spans.py"
+    path = _HERE.parent / "checks" / "byte_ranges.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"))
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module()}
-    return build.load("spans", path.read_text(), depends, 2, **names)
+    return build.load("byte_ranges", path.read_text(), depends, 2, **names)
 
 
 @functools.cache
-def cells_module():
+def tmem_shadow_module():
     """checks/tmem_shadow.py, compiled."""
-    path = _HERE.parent / "checks" / "cells.py"
+    path = _HERE.parent / "checks" / "tmem_shadow.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"),
-               path.with_name("spans.py"), path.with_name("mma_chains.py"))  # fmt: skip
+               path.with_name("byte_ranges.py"), path.with_name("mma_chains.py"))  # fmt: skip
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
-             "asynchronous": spans_module().asynchronous}  # fmt: skip
-    return build.load("cells", path.read_text(), depends, 2, **names)
+             "asynchronous": byte_ranges_module().asynchronous}  # fmt: skip
+    return build.load("tmem_shadow", path.read_text(), depends, 2, **names)
 
 
 @functools.cache
@@ -218,9 +218,11 @@ def lane_by_lane(checking: bool):
     if checking:
         names |= {n: getattr(checking_module(), n) for n in ("note", "quiet", "collide")} | {"locate": lanes.locate}
         names |= {n: getattr(clocks_module(), n) for n in ("answer_wait", "members", "tick")}
-        names |= {n: getattr(cells_module(), n) for n in ("access", "wait", "product")}
-        names |= {n: getattr(spans_module(), n) for n in ("keep_lines", "register_lines")}
-        depends += tuple(_HERE.parent / "checks" / f"{name}.py" for name in ("shadow", "clocks", "cells", "spans"))
+        names |= {n: getattr(tmem_shadow_module(), n) for n in ("access", "wait", "product")}
+        names |= {n: getattr(byte_ranges_module(), n) for n in ("keep_lines", "register_lines")}
+        depends += tuple(
+            _HERE.parent / "checks" / f"{name}.py" for name in ("shadow", "clocks", "tmem_shadow", "byte_ranges")
+        )
     name = "checked_lane_operation" if checking else "lane_operation"
     return build.load(name, lane_operation_source(checking), depends, 2 if checking else 3, **names).lane_operation
 

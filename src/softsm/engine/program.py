@@ -115,7 +115,7 @@ S_OWED = 67  # Python has issued some that the warp has not waited for
 S_ISSUER = 68  # the warp's number in what is kept of the operations that compiled code issues
 UNWAITED = 7  # numbers at most, behind their count, of
 S_LOADS, S_STORES = 72, 80  # ... those of compiled code that the warp has not waited for
-S_NOTES = 69  # when a launch is timed: the control words of timing/address_trace.py
+S_NOTES = 69  # when a launch is timed: the control words of timing_model/address_trace.py
 S_NOTED = 70  # ... and the number of the warp there
 S_FIELDS = 88
 # What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write

@@ -5,8 +5,9 @@ recorded runs no other code. This file holds what is recorded.
 
 The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at once. One warp
 instruction takes one cycle. Copies, matrix products and accesses of tensor memory take the cycles that the timing model
-has for them (timing/engines.py); operations of one engine queue. A wait ends when the last of those it waits for has
-arrived. The picture shows who waits for whom; how long a kernel takes is what timing/timeline.py draws, in nanoseconds.
+has for them (timing_model/engines.py); operations of one engine queue. A wait ends when the last of those it waits for
+has arrived. The picture shows who waits for whom; timing_model/timeline.py draws how long a kernel takes, in
+nanoseconds.
 """
 
 from __future__ import annotations

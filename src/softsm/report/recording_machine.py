@@ -35,7 +35,7 @@ from softsm.report.recording import (
     volume,
 )
 from softsm.report.roles import role_of
-from softsm.timing.engines import MACS, engines_of
+from softsm.timing_model.engines import MACS, engines_of
 
 
 class RecordingEngine(AsyncEngine):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 
-from dsv4 import reference, reference_backward
+from dsv4 import reference
 from dsv4.fmha import backward_cpu, problem
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.reference import backward as reference_backward
 
 D = 16
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.index.cache import IndexCache, quantize_queries, unpacked
+from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
 
 
 def test_lists_are_the_best_rows_by_the_formula():

@@ -5,8 +5,8 @@ import torch
 from live_bytes import LiveBytes
 
 import dsv4
-from dsv4 import reference_backward
 from dsv4.index import loss as module
+from dsv4.reference import backward as reference_backward
 
 N, H, D, M, E, HEADS = 6, 3, 16, 9, 64, 4
 

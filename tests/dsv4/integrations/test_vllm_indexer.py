@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.index.cache import quantize_queries
+from dsv4.caches.index_keys import quantize_queries
 from dsv4.integrations.vllm import calls, indexer
 
 ROWS, HEADS, TOPK, PAGES = 8, 4, 6, 20  # rows of a page

@@ -1,6 +1,7 @@
 """Blackwell kernels on a Triton that cannot compile them, launched from files. Runs under every Triton (make
 test-triton): its own names and layouts import and prepare them."""
 
+import importlib
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -69,15 +70,15 @@ def test_every_launch_comes_from_a_file(old, part):
 def test_gradients_come_from_files_where_there_are_some(old, monkeypatch, operation):
     """Without any, torch computes them: a directory of the forward pass alone takes nothing away."""
     monkeypatch.setattr(dispatch, "cuda_target", lambda device: old.target)
-    name = f"dsv4.kernels.sm100.{operation}.backward"
-    monkeypatch.setattr(f"{name}.supports", lambda request: None)
+    kernels = importlib.import_module(f"dsv4.{operation}.kernels.sm100.backward")
+    monkeypatch.setattr(kernels, "supports", lambda request: None)
     request = SimpleNamespace(operation=operation)
     (old.directory / "fmha_forward-0123.json").touch()
     with pytest.raises(ValueError, match="these gradients: they need triton >= 3.9, or DSV4_AOT"):
         gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
     (old.directory / "backward_rows-0123.json").touch()
     ran = []
-    monkeypatch.setattr(f"{name}.backward", ran.append)
+    monkeypatch.setattr(kernels, "backward", ran.append)
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
     assert ran == [request]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import dsv4.kernels
+import dsv4
 
-ROOT = Path(dsv4.kernels.__file__).parent
+ROOT = Path(dsv4.__file__).parent
 
 
 def page(path: Path) -> str:

@@ -18,14 +18,15 @@ from dsv4.runtime import dispatch
 pytest.importorskip("triton")
 OLDEST = "3.6.0"
 SIDE = Path(sys.prefix) / f"triton-{OLDEST}"  # make setup
-KERNELS = Path(dsv4.__file__).parent / "kernels"
+PACKAGE = Path(dsv4.__file__).parent
 SCRIPT = Path(__file__).with_name("front_end.py")
 NOT_HERE = {"fmha_pair", "index_scores"}  # clusters of CTAs need Triton 3.9; Blackwell's
 
 
 def entry_points():
     """Names of the kernels that a host launches: those that say which numbers are not to be compiled in."""
-    text = "".join(path.read_text() for part in ("sm90", "shared") for path in sorted((KERNELS / part).rglob("*.py")))
+    files = sorted(path for path in PACKAGE.glob("**/kernels/**/*.py") if "sm100" not in path.parts)
+    text = "".join(path.read_text() for path in files)
     return set(re.findall(r"^@(?:gluon|triton)\.jit\((?:[^()]|\([^()]*\))*\)[^\n]*\ndef (\w+)", text, re.MULTILINE))
 
 

@@ -49,7 +49,7 @@ def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation
     with pytest.raises(RuntimeError, match="DSV4_AOT"):
         dispatch.kernel_module(operation, (10, 0))
     monkeypatch.setattr(settings, "aot", tmp_path)
-    assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.kernels.sm100.{operation}.entry"
+    assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.{operation}.kernels.sm100.entry"
 
 
 def test_unknown_architecture_is_named():

@@ -12,9 +12,9 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.kernels.sm90.v4 import entry
 from dsv4.runtime import calls, driver, launch
 from dsv4.runtime.program import Number, Slot
+from dsv4.v4.kernels.sm90 import entry
 from softsm.memory import tensor_map
 from softsm.memory.global_memory import GlobalMemory
 

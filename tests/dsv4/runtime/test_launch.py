@@ -13,7 +13,7 @@ from triton import knobs
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.kernels.shared.fmha.backward import descriptor
+from dsv4.fmha.kernels.backward import descriptor
 from dsv4.runtime import launch
 
 

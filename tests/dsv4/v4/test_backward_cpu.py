@@ -6,7 +6,8 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 
-from dsv4 import reference, reference_backward
+from dsv4 import reference
+from dsv4.reference import backward as reference_backward
 from dsv4.v4 import backward_cpu, cpu, problem
 from dsv4.v4.backward import V4Backward
 

@@ -8,7 +8,7 @@ from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.checks.views import SharedShadow, SpareShadows
 from softsm.engine import program as pg
-from softsm.engine.interpreter import spans_module
+from softsm.engine.interpreter import byte_ranges_module
 
 BLOCKS, WARPS, SLOTS = 6, 3, 4
 BYTES = 32 * BLOCKS - 8  # the last block is not whole
@@ -18,7 +18,7 @@ class Memory:
     """The shadow of a small shared memory, and warps that know something of each other."""
 
     def __init__(self, shadow: SharedShadow, clocks: np.ndarray):
-        self.shadow, self.clocks, self.spans = shadow, clocks, spans_module()
+        self.shadow, self.clocks, self.spans = shadow, clocks, byte_ranges_module()
         self.layout = np.zeros(pg.LAYOUT, np.int64)
         self.layout[: pg.LOG] = 1, 2 * SLOTS, 2, WORDS
         self.races = np.zeros(sh.CLUSTERS + SLOTS, np.int64)

@@ -101,7 +101,7 @@ def test_recording_changes_nothing_and_knows_what_happened(order: str) -> None:
 
 
 def test_engines_take_the_times_of_the_timing_model() -> None:
-    from softsm.timing.parameters import GPUS
+    from softsm.timing_model.parameters import GPUS
 
     with recording() as r:
         launch()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dsv4.caches import HEAD_DIM, ROW_BYTES, Fp8Cache
+from dsv4.caches.kv import HEAD_DIM, ROW_BYTES, Fp8Cache
 from dsv4.integrations.sglang import PARTS_SWITCH, calls, refuse
 from dsv4.model import elementwise
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv4.caches import HEAD_DIM, Fp8Cache
+from dsv4.caches.index_keys import IndexCache
+from dsv4.caches.kv import HEAD_DIM, Fp8Cache
 from dsv4.compress.pages import compress_pages
-from dsv4.index.cache import IndexCache
 from dsv4.integrations.vllm import calls, refuse
 
 

@@ -6,7 +6,7 @@ vLLM has one kernel for both; here they are two launches of one kernel, which is
 
 from torch import Tensor
 
-from dsv4.caches import Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.model import elementwise
 
 

@@ -1,0 +1,134 @@
+"""Rows on their way into attention, as one kernel: RMSNorm, RoPE, and the row's place. In Triton itself, for every GPU.
+
+    y = x / rms(x) * weight        each of the two if asked for
+    y = RoPE(y)                    the interleaved pairs of the last columns, if asked for
+    y -> out, line after line; or the row `slot` of a pool: plain pages, or pages of 584-byte FP8 rows (dsv4.caches.kv)
+
+Arithmetic is fp32, rounded once.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.caches import kv as caches
+from dsv4.caches.kv import Fp8Cache
+from dsv4.runtime import launch
+
+LINES, PAGES, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# For the kernel, which sees constexprs alone.
+NOPE, ROPE, TILE = tl.constexpr(caches.NOPE), tl.constexpr(caches.ROPE), tl.constexpr(caches.TILE)
+DATA_BYTES, SCALE_BYTES = tl.constexpr(caches.DATA_BYTES), tl.constexpr(caches.SCALE_BYTES)
+E4M3_MAX, MIN_SCALE = tl.constexpr(caches.E4M3_MAX), tl.constexpr(caches.MIN_SCALE)
+ROWS = 4  # of a program
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "positions", "page_rows", "page_stride", "row_stride", "pool_rows"])
+def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_ptr, eps, line, rows, heads,
+                positions, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, WIDE: tl.constexpr,
+                R: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, TO: tl.constexpr,
+                ROWS: tl.constexpr):  # fmt: skip
+    """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position. The other
+    strides are in elements of out.
+
+    R: columns that are rotated; WIDE: D rounded up to a power of two. A slot that is no row of the pool drops its row;
+    a position that is none counts as the nearest.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)
+    here = row < rows
+    inside = here[:, None] & (column < D)[None, :]
+    source = x_ptr + row.to(tl.int64)[:, None] * line
+    x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    y = x * factor[:, None]
+    if WEIGHT:
+        y *= tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    if R > 0:
+        # The other one of each pair is read again, from the cache: no data goes from lane to lane.
+        turned = (column >= D - R) & (column < D)
+        other = column ^ 1
+        z = tl.load(source + other[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32) * factor[:, None]
+        if WEIGHT:
+            z *= tl.load(weight_ptr + other, mask=turned, other=0.0).to(tl.float32)[None, :]
+        position = tl.load(positions_ptr + row // heads, mask=here, other=0).to(tl.int64)
+        position = tl.minimum(tl.maximum(position, 0), positions - 1)
+        angle = cos_sin_ptr + position[:, None] * R + ((column - (D - R)) // 2)[None, :]
+        turned = here[:, None] & turned[None, :]
+        cos = tl.load(angle, mask=turned, other=1.0)
+        sin = tl.load(angle + R // 2, mask=turned, other=0.0)
+        y = y * cos + z * tl.where(column % 2 == 0, -1.0, 1.0)[None, :] * sin
+    if TO == LINES:
+        to = row.to(tl.int64)[:, None] * D + column[None, :]
+        tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots_ptr + row, mask=here, other=-1).to(tl.int64)
+        kept = (slot >= 0) & (slot < pool_rows)
+        page = (slot // page_rows) * page_stride
+        place = slot % page_rows
+        if TO == PAGES:
+            to = page + place * row_stride
+            tl.store(
+                out_ptr + to[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside & kept[:, None]
+            )
+        else:
+            store_packed(out_ptr, y, page + place * DATA_BYTES, page + page_rows * DATA_BYTES + place * SCALE_BYTES,
+                         column, kept, WIDE, ROWS)  # fmt: skip
+
+
+@triton.jit
+def store_packed(out_ptr, y, data, scales, column, kept, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Rows y [ROWS, 512] as the bytes of dsv4.caches.kv.quantize_rows; data, scales: where their bytes begin."""
+    # A tile with a NaN or an infinity gets the scale 255, which is NaN.
+    size = tl.where(y == y, tl.abs(y), float("inf"))
+    largest = tl.max(tl.reshape(size, [ROWS, WIDE // TILE, TILE]), 2)  # [ROWS, 8]; the last tile is the RoPE part
+    target = tl.maximum(tl.div_rn(largest, E4M3_MAX), MIN_SCALE)
+    bits = target.to(tl.int32, bitcast=True)
+    scale = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)  # 2 ** ceil(log2(target)), ue8m0
+    inverse = tl.where(scale == 255, float("nan"), ((254 - scale) << 23).to(tl.float32, bitcast=True))
+    small = tl.reshape(tl.reshape(y, [ROWS, WIDE // TILE, TILE]) * inverse[:, :, None], [ROWS, WIDE])
+    packed = small.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    kept = kept[:, None]
+    tl.store(out_ptr + data[:, None] + column[None, :], packed, mask=kept & (column < NOPE)[None, :])
+    rope = y.to(tl.bfloat16).to(tl.uint16, bitcast=True)  # byte by byte: pages may lie at any address
+    place = out_ptr + data[:, None] + (NOPE + (column - NOPE) * 2)[None, :]
+    tl.store(place, (rope & 255).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
+    tl.store(place + 1, (rope >> 8).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
+    tile = tl.arange(0, WIDE // TILE)
+    scale = tl.where(tile[None, :] < NOPE // TILE, scale, 0)
+    tl.store(out_ptr + scales[:, None] + tile[None, :], scale.to(tl.uint8), mask=kept)
+
+
+def normed(
+    x: Tensor,
+    *,
+    eps: float | None = None,
+    weight: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    to: Tensor | Fp8Cache | None = None,
+    slots: Tensor | None = None,
+) -> Tensor | None:
+    """x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in the pool ``to``.
+
+    eps: of the norm, None = no norm. rope: (cos_sin fp32 [positions, r], positions [N]).
+    """
+    n, d = x.shape[0], x.shape[-1]
+    rows = x.numel() // d if n else 0
+    cos_sin, positions = rope if rope is not None else (x, x)
+    if to is None:
+        out, how, sizes = x.new_empty(x.shape), LINES, (1, 0, 0, 0)
+    elif isinstance(to, Fp8Cache):
+        out, how, sizes = to.storage, PACKED, (to.rows_per_page, to.page_stride, 0, to.rows)
+    else:
+        out, how, sizes = to, PAGES, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
+    if rows:
+        launch.now(
+            normed_rows, (triton.cdiv(rows, ROWS),), x, x if weight is None else weight, cos_sin, positions, out,
+            x if slots is None else slots,
+            0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
+            D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
+            WEIGHT=weight is not None, TO=how.value, ROWS=ROWS, num_warps=4,
+        )  # fmt: skip
+    return out if to is None else None

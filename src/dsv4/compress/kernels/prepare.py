@@ -1,0 +1,69 @@
+"""compress, and rows into pools: from checked arguments to one launch each. Shared by all architectures."""
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.kernels.normed_rows import normed
+from dsv4.caches.kv import Fp8Cache
+from dsv4.compress.api import CompressProblem
+from dsv4.compress.kernels.rows import FP8, KEYS, POOL, ROWS, compress_rows
+from dsv4.runtime import launch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(p: CompressProblem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    if p.kv.dtype not in DTYPES or p.dtype not in DTYPES:
+        return f"kv {p.kv.dtype} and rows {p.dtype}; the GPU kernels take bfloat16, float16 and float32"
+    if p.d > 1024:
+        return f"rows of {p.d} values; the GPU kernels take up to 1024"
+    if p.cos_sin is not None and p.d % 2:
+        return f"rows of {p.d} values with RoPE; the GPU kernels take an even number"
+    return None
+
+
+def run(p: CompressProblem) -> None:
+    """Fill p.rows or the pool, and the new state."""
+    kv, gate, bias, norm = (_unit(x) for x in (p.kv, p.gate, p.position_bias, p.norm_weight))
+    # Without old tokens nothing is read from there.
+    old_kv = p.new_kv if p.old_kv is None else p.old_kv.contiguous()
+    old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
+    cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)  # kv: not read
+    r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
+    what, target, slots, sizes = _target(p)
+    arguments = [
+        kv, gate, bias.contiguous(), norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
+        kv.shape[1], p.kept, p.base, p.first_window, p.windows, p.drop, p.m, p.d, r, kv.stride(0), kv.stride(1),
+        gate.stride(0), gate.stride(1), rope_line, *sizes,
+    ]  # fmt: skip
+    launch.now(
+        compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), *arguments, OVERLAP=p.overlap,
+        ROPE=p.cos_sin is not None, TARGET=what, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
+        # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
+        DTYPE=str(p.dtype).removeprefix("torch."), num_warps=8 if p.overlap else 16,
+    )  # fmt: skip
+
+
+def write(cache: Fp8Cache, slots: Tensor, rows: Tensor) -> None:
+    """Quantise rows [n, 512] into the row numbers slots [n]; a number that is none drops its row."""
+    normed(rows.contiguous(), to=cache, slots=slots.contiguous())
+
+
+def _target(p: CompressProblem) -> tuple[int, Tensor, Tensor, tuple[int, int, int, int]]:
+    """(kind, memory, slots, (rows, rows per page, page stride, row stride))."""
+    if p.pool is None:
+        assert p.rows is not None
+        return ROWS.value, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
+    assert p.slots is not None
+    slots = p.slots.contiguous()
+    if not isinstance(p.pool, Tensor):
+        kind = FP8 if isinstance(p.pool, Fp8Cache) else KEYS
+        return kind.value, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
+    pool = p.pool if p.pool.ndim == 3 else p.pool[:, None]
+    return POOL.value, pool, slots, (pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Stride 1 in the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,111 @@
+"""Compressed rows of many requests at different places, as one kernel: pooling, norm, RoPE, place, and the states.
+
+The rows and their arithmetic are those of dsv4.compress.api. The state of a request is a ring: its last tokens in fp32,
+gates with their bias; token t lies at place t % ring of the request's line. A row is made of tokens of the state and of
+this call, in an order that depends on nothing else: how tokens were cut into calls changes no bit.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.caches.kernels.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
+from dsv4.caches.kv import Fp8Cache
+from dsv4.compress.kernels.rows import finished, pooled
+from dsv4.runtime import launch
+
+
+@triton.jit(do_not_specialize=[
+    "rows", "m", "ring", "stride_kv", "stride_gate", "page_rows", "page_stride", "row_stride", "pool_rows",
+])  # fmt: skip
+def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, state_gate_ptr, number_ptr, line_ptr,
+              begin_ptr, start_ptr, target_ptr, position_ptr, place_ptr, out_ptr, eps, rows, m, ring, stride_kv,
+              stride_gate, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, R: tl.constexpr,
+              OVERLAP: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """One program: a row, or a token that goes into its state (programs `rows` and up).
+
+    Row i is row number[i] of a request whose tokens from begin[i] on are tokens start[i] .. of this call; it goes to
+    row target[i] of the pool, and is not made if there is none such. Token n, at position[n], goes to place[n] of the
+    states.
+    """
+    i = tl.program_id(0)
+    width = 2 * D if OVERLAP else D
+    column = tl.arange(0, D)
+    if i < rows:
+        target = tl.load(target_ptr + i)
+        if (target >= 0) & (target < pool_rows):
+            number, line = tl.load(number_ptr + i), tl.load(line_ptr + i)
+            begin, start = tl.load(begin_ptr + i), tl.load(start_ptr + i)
+            top = tl.full([D], -float("inf"), tl.float32)
+            total = tl.zeros([D], tl.float32)
+            row = tl.zeros([D], tl.float32)
+            for first in range(0, ring, SLOTS):
+                slot = first + tl.arange(0, SLOTS)[:, None]
+                at = column[None, :] + slot * 0
+                token = number * m + slot
+                if OVERLAP:  # the first half of the window before, then the second half of this one
+                    token -= m
+                    at += tl.where(slot >= m, D, 0)
+                there = (slot < ring) & (token >= 0)
+                old = there & (token < begin)
+                new = there & (token >= begin)
+                place = (line * ring + token % ring) * width + at
+                value = tl.load(state_kv_ptr + place, mask=old, other=0.0)
+                logit = tl.load(state_gate_ptr + place, mask=old, other=0.0)
+                n = start + token - begin
+                fresh = tl.load(kv_ptr + n * stride_kv + at, mask=new, other=0.0).to(tl.float32)
+                gate = tl.load(gate_ptr + n * stride_gate + at, mask=new, other=0.0).to(tl.float32)
+                gate += tl.load(bias_ptr + (slot % m) * width + at, mask=new, other=0.0).to(tl.float32)
+                # One of the two is 0. A choice by predicate instead makes the compiler wait for every load in turn.
+                value += fresh
+                logit = tl.where(there, logit + gate, -float("inf"))
+                top, total, row = pooled(top, total, row, logit, value)
+            row = finished(row / total, norm_ptr, cos_sin_ptr, number * m, R, eps, column, D, R)
+            page = (target // page_rows) * page_stride
+            place = target % page_rows
+            if PACKED:
+                zero = tl.zeros([1], tl.int64)
+                scales = page + page_rows * DATA_BYTES + place * SCALE_BYTES
+                store_packed(out_ptr, tl.reshape(row, [1, D]), zero + page + place * DATA_BYTES, zero + scales, column,
+                             zero == 0, D, 1)  # fmt: skip
+            else:
+                tl.store(out_ptr + page + place * row_stride + column, row.to(out_ptr.dtype.element_ty))
+    else:
+        n = (i - rows).to(tl.int64)
+        slot = tl.load(position_ptr + n) % m
+        place = tl.load(place_ptr + n) * width
+        for half in tl.static_range(2 if OVERLAP else 1):
+            at = half * D + column
+            value = tl.load(kv_ptr + n * stride_kv + at).to(tl.float32)
+            logit = tl.load(gate_ptr + n * stride_gate + at).to(tl.float32)
+            logit += tl.load(bias_ptr + slot * width + at).to(tl.float32)
+            tl.store(state_kv_ptr + place + at, value)
+            tl.store(state_gate_ptr + place + at, logit)
+
+
+def compress_rings(
+    kv: Tensor, gate: Tensor, bias: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor,
+    states: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor | Fp8Cache,
+    positions: Tensor, places: Tensor | None,
+) -> None:  # fmt: skip
+    """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
+
+    places int64 [N]: where the tokens go in the states, for a call in which no request has more than one (then no row
+    is made of what they take the place of); None: the states stay as they are.
+    """
+    m, width = bias.shape
+    d, count = norm_weight.shape[0], rows[0].shape[0]
+    overlap = width == 2 * d
+    if isinstance(out, Fp8Cache):
+        memory, sizes = out.storage, (out.rows_per_page, out.page_stride, 0, out.rows)
+    else:
+        memory, sizes = out, (out.shape[1], out.stride(0), out.stride(1), out.shape[0] * out.shape[1])
+    programs = count + (0 if places is None else kv.shape[0])
+    if programs:
+        launch.now(
+            ring_rows, (programs,), kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions,
+            rows[0] if places is None else places, memory, float(eps), count, m, m * (1 + overlap), kv.stride(0),
+            gate.stride(0), *sizes,
+            D=d, R=cos_sin.shape[1], OVERLAP=overlap, PACKED=isinstance(out, Fp8Cache), SLOTS=8 if overlap else 16,
+            num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
+        )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Compressed rows as one kernel, in Triton itself: one source for every architecture.
+
+A row is made by one program from its own slots alone, in an order that depends on nothing else; so the bits do not
+depend on how the tokens were cut into calls.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4.caches.kernels.index_keys import store_keys
+from dsv4.caches.kernels.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
+
+# What a finished row goes into: lines, a pool, a pool of 584-byte rows, a pool of 132-byte index keys.
+ROWS, POOL, FP8, KEYS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, width):
+    page = slot // page_rows
+    at = page * page_stride + (slot - page * page_rows) * row_stride
+    tl.store(target_ptr + at + column, row.to(target_ptr.dtype.element_ty),
+             mask=(column < width) & (slot >= 0) & (slot < rows))  # fmt: skip
+
+
+@triton.jit
+def tokens_at(token, column, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr, bias_row, kept, stride_kv,
+              stride_gate, width):  # fmt: skip
+    """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D]."""
+    fresh = there & (token >= kept)
+    old = there & (token < kept)
+    before = token.to(tl.int64) * width + column
+    after = (token - kept).to(tl.int64)
+    # One of the two is 0. A choice by predicate in place of the sums makes the compiler wait for every load in turn.
+    old_kv = tl.load(old_kv_ptr + before, mask=old, other=0.0)
+    old_gate = tl.load(old_gate_ptr + before, mask=old, other=0.0)
+    kv = tl.load(kv_ptr + after * stride_kv + column, mask=fresh, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + after * stride_gate + column, mask=fresh, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
+    return kv + old_kv, gate + bias + old_gate
+
+
+@triton.jit
+def pooled(top, total, row, gate, kv):
+    """More tokens [n, D] into the softmax by columns: (the greatest gate, the sum of the weights, that of the rows)."""
+    new_top = tl.maximum(top, tl.max(gate, 0))
+    safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet, or a column that is none
+    weight = tl.exp(gate - safe[None, :])
+    decay = tl.exp(top - safe)
+    total = total * decay + tl.sum(weight, 0)
+    row = row * decay + tl.sum(weight * kv, 0)
+    return new_top, total, row
+
+
+@triton.jit
+def finished(row, norm_ptr, cos_sin_ptr, position, line, eps, column, D: tl.constexpr, R: tl.constexpr):
+    """A pooled row [D], normalised and its last R columns turned; line: how far positions are apart in cos_sin."""
+    row *= tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+    row *= tl.load(norm_ptr + column).to(tl.float32)
+    even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
+    pair = tl.arange(0, D // 2) - (D - R) // 2
+    angle = cos_sin_ptr + position.to(tl.int64) * line + pair
+    cos = tl.load(angle, mask=pair >= 0, other=1.0).to(tl.float32)
+    sin = tl.load(angle + R // 2, mask=pair >= 0, other=0.0).to(tl.float32)
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
+
+
+@triton.jit(do_not_specialize=[
+    "tokens", "kept", "base", "first_window", "windows", "drop", "m", "d", "r", "stride_kvb", "stride_kv",
+    "stride_gateb", "stride_gate", "rope_line", "rows", "page_rows", "page_stride", "row_stride",
+])  # fmt: skip
+def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr, old_gate_ptr, new_kv_ptr, new_gate_ptr,
+                  target_ptr, slots_ptr, eps, tokens, kept, base, first_window, windows, drop, m, d, r, stride_kvb,
+                  stride_kv, stride_gateb, stride_gate, rope_line, rows, page_rows, page_stride, row_stride,
+                  OVERLAP: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr, D: tl.constexpr,
+                  SLOTS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """One program: a finished window of a sequence, or a token that the new state keeps.
+
+    Tokens of a sequence are `kept` old ones (fp32, contiguous, gates with their bias) and `tokens` new ones; the first
+    of them is token `base`. The new state has all from `drop` on.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    width = d * 2 if OVERLAP else d
+    kv_ptr += b * stride_kvb
+    gate_ptr += b * stride_gateb
+    old_kv_ptr += b * kept * width
+    old_gate_ptr += b * kept * width
+    column = tl.arange(0, D)
+    if tl.program_id(0) < windows:
+        window = first_window + tl.program_id(0)
+        slots = m * 2 if OVERLAP else m
+        line = column[None, :]
+        top = tl.full([D], -float("inf"), tl.float32)
+        total = tl.zeros([D], tl.float32)
+        row = tl.zeros([D], tl.float32)
+        for begin in range(0, slots, SLOTS):
+            slot = begin + tl.arange(0, SLOTS)[:, None]
+            if OVERLAP:  # the a-half of the window before, then the b-half of this one
+                own = slot >= m
+                token = window * m - m + slot - base
+                there = (slot < slots) & (line < d) & (own | (window > 0))
+                at = tl.where(own, line + d, line)
+            else:
+                token = window * m + slot - base
+                there = (slot < slots) & (line < d)
+                at = line + slot * 0
+            kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
+                                 tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width)  # fmt: skip
+            gate = tl.where(there, gate, -float("inf"))
+            top, total, row = pooled(top, total, row, gate, kv)
+        row = tl.where(column < d, row / total, 0.0)
+        row *= tl.rsqrt(tl.sum(row * row, 0) / d + eps)
+        row *= tl.load(norm_ptr + column, mask=column < d, other=0.0).to(tl.float32)
+        if ROPE:
+            even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
+            pair = tl.arange(0, D // 2) - (d - r) // 2
+            turned = (pair >= 0) & (pair < r // 2)
+            angle = cos_sin_ptr + (window * m).to(tl.int64) * rope_line + pair
+            cos = tl.load(angle, mask=turned, other=1.0).to(tl.float32)
+            sin = tl.load(angle + r // 2, mask=turned, other=0.0).to(tl.float32)
+            row = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
+        if DTYPE == "bfloat16":  # the row as it would be handed out, whatever it is stored as
+            row = row.to(tl.bfloat16)
+        elif DTYPE == "float16":
+            row = row.to(tl.float16)
+        place = b * windows + tl.program_id(0)
+        if TARGET == ROWS:
+            tl.store(target_ptr + place * d + column, row, mask=column < d)
+        else:
+            slot = tl.load(slots_ptr + place).to(tl.int64)
+            if TARGET == FP8:
+                one = tl.zeros([1], tl.int64) + slot
+                page = one // page_rows
+                place = one - page * page_rows
+                page *= page_stride
+                store_packed(target_ptr, tl.reshape(row.to(tl.float32), [1, D]), page + place * DATA_BYTES,
+                             page + page_rows * DATA_BYTES + place * SCALE_BYTES, column, (one >= 0) & (one < rows),
+                             D, 1)  # fmt: skip
+            elif TARGET == KEYS:
+                one = tl.zeros([1], tl.int64) + slot
+                store_keys(
+                    target_ptr, tl.reshape(row.to(tl.float32), [1, D]), one, rows, page_rows, page_stride, column
+                )
+            else:
+                store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, d)
+    else:
+        number = tl.program_id(0) - windows
+        token = drop + number
+        to = (b * (kept + tokens - drop) + number) * width
+        for half in tl.static_range(2 if OVERLAP else 1):
+            at = half * d + column
+            kv, gate = tokens_at(token, at, column < d, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
+                                 (base + token) % m, kept, stride_kv, stride_gate, width)  # fmt: skip
+            tl.store(new_kv_ptr + to + at, kv, mask=column < d)
+            tl.store(new_gate_ptr + to + at, gate, mask=column < d)

@@ -1,0 +1,440 @@
+"""Context parallelism: one sequence across the ranks of a torch.distributed group, merged by the log-sum-exp.
+
+Attention over a set of keys is exactly the merge of attention over its parts (:func:`dsv4.merge_states`), so keys may
+be on any rank. The sink is applied once, in the last merge.
+
+    decode    all ranks have the same queries, every rank its own keys      decode(dsv4.fmha_paged, q, ...)
+              (V4: lists of rows by local_rows, lengths by local_lengths)
+    prefill   queries and keys are sharded along the sequence               prefill(shard(q), shard(k), shard(v))
+              (V4: rows are few; unshard them and call v4_attention with lists for the positions of the rank)
+
+Order of a sharded sequence. "zigzag": 2 R pieces; rank r has pieces r and 2 R - 1 - r, so that with a causal mask all
+ranks do the same amount of work. "contiguous": R pieces; rank r has piece r.
+
+Bits and tolerances:
+
+* :func:`decode` gives the same bits on every rank, also with heads="mine": all merge the same partials, in the order
+  of the ranks.
+* :func:`prefill` with method="gather" gives, for each piece of queries, the bits of one dsv4.fmha call of that piece
+  with all keys that it may see.
+* :func:`prefill` with method="ring" merges fp32 partials and rounds once, as one call does.
+* :func:`decode` differs from the unsharded call by rounding: every partial is rounded to q's dtype, their weighted
+  average is computed in fp32, and the result is rounded once more. The weights are not negative and add up to 1, so
+  merging adds at most half a unit in the last place of the largest partial. :func:`merge` takes fp32 partials too.
+* lse is fp32 throughout, and as exact as that of the partials: within 2^-12 of the largest (or of 1).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
+from dsv4.merge import merge_states
+from dsv4.runtime import checks
+from dsv4.v4.api import v4_attention
+
+OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
+ORDERS = ("zigzag", "contiguous")
+METHODS = ("ring", "gather")
+HEADS = ("all", "mine")
+NOTED = 256  # bytes in which ranks tell each other dtype and shape
+
+
+def decode(
+    attention: Callable[..., Any],
+    *tensors: Any,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    heads: str = "all",
+    group: Any = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
+
+    attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
+    lengths, its lists. A rank may have no keys. The result is that of one call with all keys: of all heads on every
+    rank, or with heads="mine" of the rank's share of the heads (see :func:`merge`).
+
+    causal and window would count the keys of one rank and are rejected. Use lengths to exclude keys that a query must
+    not see (one sequence of the batch per query) or, for v4_attention, the lists. inverse_rope rotates each query's
+    output, so it may be given.
+    """
+    if not any(attention is operation for operation in OPERATIONS):
+        names = ", ".join(f"dsv4.{operation.__name__}" for operation in OPERATIONS)
+        checks.fail("attention", checks.describe(attention), names)
+    if attention is not v4_attention:  # its window is a pool of rows
+        causal, window = options.get("causal", False), options.get("window", (-1, -1))
+        for name, given in (
+            ("causal", checks.flag("causal", causal)),
+            ("window", checks.window(window, False) != (-1, -1)),
+        ):
+            if given:
+                accepted = "nothing: a rank knows only its own keys; use lengths"
+                checks.fail(name, checks.describe(options[name]), accepted)
+    if "out" in options or "plan" in options:
+        checks.fail("out" if "out" in options else "plan", "an argument", "none: decode allocates its results")
+    checks.flag("return_lse", return_lse)
+    out, lse = attention(*tensors, return_lse=True, **options)
+    out, lse = merge(out, lse, sink=sink, heads=heads, group=group)
+    return (out, lse) if return_lse else out
+
+
+def merge(
+    out: Tensor, lse: Tensor, *, sink: Tensor | None = None, heads: str = "all", group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """merge_states across the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on all ranks.
+
+    sink: [H], of all heads. heads="mine": rank r of R gets only heads r H / R .. (r + 1) H / R - 1, with the same
+    bits as with all heads; this is what tensor-parallel projections need, with 1 / R of the traffic.
+    """
+    rank, size = _place(group)
+    checks.one_of("heads", heads, HEADS)
+    if not checks.is_tensor(out) or out.ndim not in (3, 4):
+        checks.fail("out", checks.describe(out), "[B, T, H, D] or [N, H, D]")
+    count = out.shape[-2]
+    checks.tensor("out", out, tuple(out.shape), checks.FLOATS, unit_last=False)
+    shape = (*out.shape[:-3], count, out.shape[-3]) if out.ndim == 4 else tuple(out.shape[:2])
+    checks.tensor("lse", lse, shape, (torch.float32,), like=("out", out), unit_last=False)
+    checks.sink(sink, count, ("out", out))
+    checks.forward_only(out=out, lse=lse, sink=sink)
+    if heads == "mine":
+        if count % size:
+            checks.fail("out", f"{count} heads", f"a multiple of {size}, the ranks, with heads='mine'")
+        if sink is not None:
+            sink = sink.chunk(size)[rank]
+    if size == 1:
+        return merge_states([out], [lse], sink)
+    if heads == "mine":
+        return merge_states(_exchange(out, -2, group, "out"), _exchange(lse, 1, group, "lse"), sink)
+    return merge_states(_gather(out, group, "out"), _gather(lse, group, "lse"), sink)
+
+
+def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
+    """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for all others.
+
+    Blocks of ``block`` rows are assigned round-robin: row r is, on rank ``r // block % size``, row
+    ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape;
+    -1 stays -1.
+    """
+    rank, size = _place(group)
+    _whole("indices", indices)
+    checks.at_least(1, "block", block)
+    mine = (indices >= 0) & (indices // block % size == rank)
+    return torch.where(mine, indices // (block * size) * block + indices % block, -1)
+
+
+def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
+    """How many of the rows 0 .. length - 1 are this rank's, sharded as by :func:`local_rows`."""
+    rank, size = _place(group)
+    _whole("lengths", lengths)
+    checks.at_least(1, "block", block)
+    rounds = lengths // (block * size)
+    return rounds * block + (lengths - rounds * (block * size) - rank * block).clamp(0, block)
+
+
+def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
+    """This rank's part of a whole tensor, cut along dim (1: the tokens of q, k, v)."""
+    length = _length(x, dim)
+    return x.index_select(dim, _positions("x", f"{length} along dim {dim}", length, order, group, x.device))
+
+
+def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
+    """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather.
+
+    Differentiable: the gradient of a rank's part is the sum over the ranks of the gradients of their whole tensors.
+    """
+    _, size = _place(group)
+    _pieces(_length(x, dim), order)
+    if not wants_gradient(x):
+        return _unshard(x, dim, order, group)
+    from dsv4.distributed import backward as distributed_backward
+
+    return distributed_backward.Unshard.apply(x, dim, order, group)
+
+
+def _unshard(x: Tensor, dim: int, order: str, group: Any) -> Tensor:
+    _, size = _place(group)
+    if size == 1:
+        return x.view_as(x)
+    parts = [part.chunk(_pieces(None, order), dim) for part in _gather(x, group)]
+    whole = {n: parts[r][p] for r in range(size) for p, n in enumerate(_numbers(r, size, order))}
+    return torch.cat([whole[n] for n in range(len(whole))], dim)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record; a tangent, which nothing here carries on, is refused."""
+    if not checks.derivatives():
+        return False
+    checks.no_tangents(**{f"input {n}": x for n, x in enumerate(tensors)})
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def positions(length: int, *, order: str = "zigzag", group: Any = None, device: Any = None) -> Tensor:
+    """The positions in the whole sequence of this rank's tokens, int64 [length / size], rising within a piece."""
+    where = None if device is None else checks.device("device", device)
+    return _positions("length", f"{length}", checks.at_least(0, "length", length), order, group, where)
+
+
+def _positions(name: str, came: str, length: int, order: str, group: Any, device: torch.device | None) -> Tensor:
+    rank, size = _place(group)
+    pieces = _pieces(None, order)
+    if length % (pieces * size):
+        checks.fail(name, came, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
+    piece = length // (pieces * size)
+    return torch.cat([torch.arange(piece, device=device) + n * piece for n in _numbers(rank, size, order)])
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    order: str = "zigzag",
+    method: str = "ring",
+    group: Any = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
+
+    All ranks have the same number of tokens, sharded in the same order (see :func:`shard`). causal and window refer to
+    the whole sequence. method="ring": keys travel around the ring while each rank computes with those it has; it holds
+    three shards of keys at a time. "gather": all keys are gathered first, and each piece of queries is one fmha call.
+    If k and v are the same tensor, it is sent once.
+
+    Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
+    all ranks. For sink, which all ranks have, it gets the part that comes from its own queries.
+    """
+    rank, size = _place(group)
+    left, right = checks.window(window, checks.flag("causal", causal))
+    checks.flag("return_lse", return_lse)
+    checks.one_of("method", method, METHODS)
+    checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
+    checks.sink(sink, q.shape[2], ("q", q))
+    _pieces(q.shape[1], order)
+    setting = Setting(left, right, softmax_scale, order, method, group, deterministic, backend)
+    if wants_gradient(q, k, v, sink):
+        from dsv4.distributed import backward as distributed_backward
+
+        out, lse = distributed_backward.Prefill.apply(q, k, v, sink, setting)
+    else:
+        out, lse = _attend(q, k, v, sink, setting)
+    return (out, lse) if return_lse else out
+
+
+class Setting(NamedTuple):
+    """What prefill was asked for, beside the tensors."""
+
+    left: int
+    right: int
+    softmax_scale: float | None
+    order: str
+    method: str
+    group: Any
+    deterministic: bool
+    backend: str
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setting) -> tuple[Tensor, Tensor]:
+    """prefill, its arguments checked -> out, lse."""
+    left, right, softmax_scale, order, method, group, deterministic, backend = setting
+    rank, size = _place(group)
+    pieces = _pieces(q.shape[1], order)
+    piece = q.shape[1] // pieces
+    options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
+    queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
+    states = [State(x, q.dtype if method == "gather" else torch.float32) for _, x in queries]
+    if method == "gather":
+        whole_k = _unshard(k, 1, order, group)
+        whole_v = whole_k if v is k else _unshard(v, 1, order, group)
+        rounds: Iterable[list[tuple[int, Tensor, Tensor]]] = [[(0, whole_k, whole_v)]]
+    else:
+        rounds = _ring(k, v, pieces, order, group)
+    for keys in rounds:
+        for (start, x), state in zip(queries, states):
+            for first, some_k, some_v in keys:
+                state.see(x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None)
+    done = [state.result(q.dtype, sink if method == "ring" else None) for state in states]
+    return torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
+
+
+def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
+    """Of t queries and s keys, query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound ->
+    as many queries and keys, from the first, as count, and fmha's window for them; None: nobody sees anything.
+
+    fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
+    reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
+    """
+    if right >= 0:
+        s = min(s, t + shift + right)
+    if left >= 0:
+        t = min(t, s - shift + left)
+    if s <= 0 or t <= 0:
+        return None
+    corner = s - t
+    return t, s, (corner - shift + left if left >= 0 else -1, shift + right - corner if right >= 0 else -1)
+
+
+class State:
+    """What a piece of queries has seen so far. dtype: fp32 where partials are merged, so that the result is rounded
+    once; q's where there is one call."""
+
+    def __init__(self, q: Tensor, dtype: torch.dtype):
+        b, t, heads, _ = q.shape
+        self.out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        self.lse = torch.full((b, heads, t), float("-inf"), dtype=torch.float32, device=q.device)
+        self.parts = 0
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
+    ) -> None:
+        """One part of the keys; see cut for what is seen of it."""
+        seen = cut(q.shape[1], k.shape[1], shift, left, right)
+        if seen is None:
+            return
+        t, s, window = seen
+        out = torch.empty(q[:, :t].shape, dtype=self.out.dtype, device=q.device)
+        lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, out=out, **options)[1]
+        if self.parts > 0:
+            out, lse = merge_states([self.out[:, :t], out], [self.lse[:, :, :t], lse])
+        self.out[:, :t], self.lse[:, :, :t] = out, lse
+        self.parts += 1
+
+    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = (self.out, self.lse) if sink is None else merge_states([self.out], [self.lse], sink)
+        return out.to(dtype), lse
+
+
+def _ring(k: Tensor, v: Tensor, pieces: int, order: str, group: Any) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    """For each rank, this one first: its pieces of keys, (position of the first, k, v). The next travel meanwhile."""
+    import torch.distributed as dist
+
+    rank, size = _place(group)
+    here = [k.contiguous()] if v is k else [k.contiguous(), v.contiguous()]
+    for name, x in zip("kv", here):
+        _alike(name, x, group)
+    # Two sets of buffers in turn; not the first keys, which are the caller's and must not be written.
+    buffers = [[torch.empty_like(x) for x in here] for _ in range(min(size - 1, 2))]
+    after, before = (_global(group, (rank + step) % size) for step in (1, -1))
+    for step in range(size):
+        moves: list[Any] = []
+        there = buffers[step % len(buffers)] if step + 1 < size else []
+        if there:
+            moves = [dist.P2POp(dist.isend, x, after, group) for x in here]
+            moves += [dist.P2POp(dist.irecv, x, before, group) for x in there]
+            moves = dist.batch_isend_irecv(moves)
+        numbers = _numbers((rank - step) % size, size, order)
+        piece = k.shape[1] // pieces
+        yield [
+            (n * piece, here[0][:, p * piece : (p + 1) * piece], here[-1][:, p * piece : (p + 1) * piece])
+            for p, n in enumerate(numbers)
+        ]
+        for move in moves:
+            move.wait()
+        here = there
+
+
+def _numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
+    """The pieces of the sequence that a rank has."""
+    return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
+
+
+def _pieces(tokens: int | None, order: str) -> int:
+    """How many pieces of the sequence a rank has, its tokens being so many."""
+    checks.one_of("order", order, ORDERS)
+    pieces = 2 if order == "zigzag" else 1
+    if tokens is not None and tokens % pieces:
+        checks.fail("order", f"'zigzag' with {tokens} tokens on a rank", "an even number of them, or 'contiguous'")
+    return pieces
+
+
+def _whole(name: str, x: Any) -> None:
+    """A tensor of whole numbers, of any shape."""
+    if not checks.is_tensor(x):
+        checks.fail(name, checks.describe(x), "an int32 or int64 tensor")
+    checks.tensor(name, x, tuple(x.shape), (torch.int32, torch.int64), unit_last=False)
+
+
+def _length(x: Any, dim: Any) -> int:
+    """The size of a tensor along dim."""
+    if not checks.is_tensor(x) or x.ndim == 0 or x.layout != torch.strided:
+        checks.fail("x", checks.describe(x), "a dense tensor with at least one dimension")
+    if checks.whole(dim) is None or not -x.ndim <= dim < x.ndim:
+        checks.fail("dim", checks.describe(dim), f"an int from {-x.ndim} to {x.ndim - 1}")
+    return x.shape[dim]
+
+
+def _alike(name: str, x: Tensor, group: Any) -> None:
+    """Every rank has a tensor of this shape and dtype; else all raise. Where values are checked (see checks): on a GPU
+    it would cost a round over the ranks."""
+    import torch.distributed as dist
+
+    if not checks.values_checked(x):
+        return
+    mine = torch.zeros(NOTED, dtype=torch.uint8)
+    noted = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}".encode()[:NOTED]
+    mine[: len(noted)] = torch.tensor(list(noted), dtype=torch.uint8)
+    mine = mine.to(x.device)
+    all_ranks = [torch.empty_like(mine) for _ in range(_place(group)[1])]
+    dist.all_gather(all_ranks, mine, group=group)
+    for rank, other in enumerate(all_ranks):
+        if not torch.equal(other, mine):
+            theirs = bytes(other.tolist()).rstrip(b"\0").decode()
+            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group {theirs}",
+                        "tensors of one shape and dtype on all ranks")  # fmt: skip
+
+
+def _gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
+    """Every rank's x."""
+    import torch.distributed as dist
+
+    _alike(name, x, group)
+    result = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(_place(group)[1])]
+    dist.all_gather(result, x.contiguous(), group=group)
+    return result
+
+
+def _exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
+    """This rank's share, along dim, of every rank's x."""
+    _alike(name, x, group)
+    return list(_swapped(x.chunk(_place(group)[1], dim), group).unbind())
+
+
+def _swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
+    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 takes no lists."""
+    import torch.distributed as dist
+
+    given = torch.stack([*parts])
+    result = torch.empty_like(given)
+    dist.all_to_all_single(result, given, group=group)
+    return result
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """(rank, size) in the group."""
+    import torch.distributed as dist
+
+    accepted = "None or a group of torch.distributed with this rank"
+    if not dist.is_available() or not dist.is_initialized():
+        checks.fail("group", "no process group", f"{accepted}, after init_process_group")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group says so to ranks outside
+        checks.fail("group", "a group that this rank is not in", accepted)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        checks.fail("group", checks.describe(group), accepted)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _global(group: Any, rank: int) -> int:
+    """Point-to-point calls name ranks of the world."""
+    import torch.distributed as dist
+
+    return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,0 +1,232 @@
+"""Filling shared memory: the load warp's K/V tiles, the query rows.
+
+A K or V tile of BN keys and D columns lies in shared memory as D/64 panels of [BN, 64] elements with the 128-byte
+swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [BOX_ROWS, 64] pieces of a panel, BOX_ROWS =
+BN, or less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
+
+A tile is read in one of four ways:
+
+=====  ====================================  ==========================================================================
+DENSE  dense tensors                         TMA, whose own bounds end the sequence
+ROWS   varlen (and dense) tensors            TMA; what belongs to the next sequence is zeroed after it landed
+PAGES  pages of 8, 16, 24, .. rows           TMA, boxes of a power of two of rows that divides a page, zeroed likewise
+CELLS  pages of any other size               cp.async, 16 bytes per lane, unseen rows filled with zeros
+=====  ====================================  ==========================================================================
+"""
+
+from dsv4.fmha.kernels.tiles import CELLS, DENSE, PAGES, ROWS
+from dsv4.kernels import cluster
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    cp_async,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
+
+__all__ = ["CELLS", "DENSE", "PAGES", "ROWS"]
+
+
+@aggregate
+class Cells:
+    """K or V as rows in global memory. Strides are in units of 8 elements."""
+
+    ptr: Value
+    pages: Value
+    page_stride: Value
+    row_stride: Value
+    head_stride: Value
+
+
+@aggregate
+class Where:
+    """Where the keys of one sequence and KV head are."""
+
+    outer: Value  # first coordinate of TMA: the sequence, 0 for varlen
+    head: Value
+    k_start: Value  # first row of the sequence
+    keys: Value
+    seen_first: Value  # first key that any query sees
+    landed_end: Value  # first key that must not come from the tensor as it is
+    table_ptr: Value
+    page_size: Value
+
+
+@gluon.jit
+def advance(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring and the phase of its barrier."""
+    slot = slot + 1
+    phase = gl.where(slot == SLOTS, phase ^ 1, phase)
+    return gl.where(slot == SLOTS, 0, slot), phase
+
+
+@gluon.jit
+def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.constexpr):
+    """Rows outside [seen_first, seen_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
+
+    One warp, 1 KB per step. tile: one ring slot; its row 0 is key first_row.
+    """
+    ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+    for group in range(0, BN // 8):
+        first = first_row + group * 8
+        if (first < seen_first) | (first + 8 > seen_end):
+            keep = (first + row >= seen_first) & (first + row < seen_end)
+            for panel in range(0, D // 64):
+                atom = atoms.index(panel * (BN // 8) + group)
+                x = gl.zeros([8, 64], tile.dtype, L)
+                if (first + 8 > seen_first) & (first < seen_end):
+                    x = gl.where(keep[:, None], atom.load(L), x)
+                atom.store(x)
+
+
+@gluon.jit
+def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, HOW: gl.constexpr):
+    """TMA of one tile: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key of a paged one read zeros."""
+    outer = where.outer
+    BOX_ROWS: gl.constexpr = desc.block_shape[1]
+    BOXES: gl.constexpr = BN // BOX_ROWS
+    BOX: gl.constexpr = desc.layout
+    boxes = reinterpret(tile, [BOXES * (D // 64), 1, BOX_ROWS, 1, 64], BOX)
+    for i in gl.static_range(BOXES):
+        row = first_row + i * BOX_ROWS
+        if HOW == PAGES:
+            page = row // where.page_size
+            # Table entries past the length are not read; page -1 is out of bounds, which TMA fills with zeros.
+            outer = gl.load(where.table_ptr + page, mask=row < where.keys, other=-1)
+            row = row - page * where.page_size
+        for panel in gl.static_range(D // 64):
+            place = [outer, where.k_start + row, where.head, column + panel * 64]
+            if gl.num_ctas() == 1:
+                tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
+            else:
+                tma_load(desc, place, ready, boxes.index(panel * BOXES + i), multicast=True)
+
+
+@gluon.jit
+def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr, D: gl.constexpr,
+         HOW: gl.constexpr):  # fmt: skip
+    """One ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` says it may be read.
+
+    Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
+    ``landed`` first, whose next phase is returned. In a dense tensor the descriptor's own bounds do this.
+    """
+    NBYTES: gl.constexpr = BN * D * 2
+    foreign: gl.constexpr = False
+    if HOW != DENSE:
+        foreign = (first_row < where.seen_first) | (first_row + BN > where.landed_end)
+    if foreign:
+        mbarrier.expect(landed, NBYTES)
+        issue(desc, tile, landed, where, first_row, column, BN, D, HOW)
+        mbarrier.wait(landed, landed_phase)
+        zero_unseen(tile, first_row, where.seen_first, where.keys, BN, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        cluster.expect(ready, NBYTES)
+        issue(desc, tile, ready, where, first_row, column, BN, D, HOW)
+    return landed_phase
+
+
+@gluon.jit
+def copy_cells(cells, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
+    """One ring slot [BN, D] by cp.async, one group; rows that nobody sees and of pages that are none are 0."""
+    ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
+    col = column + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    for group in range(0, BN // 8):
+        key = first_row + group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
+        seen = (key >= where.seen_first) & (key < where.keys)
+        page = gl.load(where.table_ptr + key // where.page_size, mask=seen, other=-1)
+        seen = seen & (page >= 0) & (page < cells.pages)
+        offset = page.to(gl.int64) * cells.page_stride + (key % where.page_size).to(gl.int64) * cells.row_stride
+        offset = offset + where.head.to(gl.int64) * cells.head_stride
+        for panel in range(0, D // 64):
+            pointers = cells.ptr + offset[:, None] * 8 + (col + panel * 64)[None, :]
+            cp_async(atoms.index(panel * (BN // 8) + group), pointers, mask=seen[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def announce(ready, PENDING: gl.constexpr):
+    """All cp.async groups of this warp but the newest PENDING have landed: ``ready`` may be passed."""
+    async_copy.wait_group(PENDING)
+    fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def fill_any(desc, cells, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr,
+             D: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """One ring slot, whichever way its keys are read; cells wait until they have landed."""
+    if HOW == CELLS:
+        copy_cells(cells, tile, where, first_row, column, BN, D)
+        announce(ready, 0)
+    else:
+        landed_phase = fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN, D, HOW)
+    return landed_phase
+
+
+@gluon.jit
+def row_offsets(row, head, group, stride_token8, stride_head8):
+    """Element offset of packed row(s): strides come in units of 8 elements, so that 16-byte accesses are provable."""
+    token = row // group
+    q_head = head * group + (row - token * group)
+    return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
+
+
+@gluon.jit
+def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
+              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign, asked=None):  # fmt: skip
+    """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
+
+    AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0
+    or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
+    issued, before they have landed.
+    """
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    for c in gl.static_range(C // AT_A_TIME):
+        col = column + c * AT_A_TIME + gl.arange(0, AT_A_TIME, layout=gl.SliceLayout(0, L))
+        if sign == 0:
+            x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
+        else:
+            x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
+        if asked is not None and c == C // AT_A_TIME - 1:
+            mbarrier.arrive(asked, count=1)
+        if sign < 0:
+            x = -x
+        smem.slice(c * AT_A_TIME, AT_A_TIME, dim=1).store(x)
+
+
+@gluon.jit
+def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr):
+    """As load_rows, but by cp.async, one group: nothing waits for it here, and no registers are held."""
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    cp_async(smem, q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def store_rows(
+    out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column, N: gl.constexpr, C: gl.constexpr
+):
+    """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
+    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
+    gl.store(out_ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows)[:, None])

@@ -1,0 +1,273 @@
+"""From a validated problem to a program: descriptors, strides, splits, the combine kernel. Shared by all architectures.
+
+A kernel gets, by name, those of the arguments made here that its parameters name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4.fmha.kernels.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels import cluster
+from dsv4.kernels.combine import clear_rest, combine, combine_short
+from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.softmax import LOG2E
+from dsv4.runtime import splits as splitting
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Null, Program, Slot
+
+MAX_GRID = 65535  # blocks in the second and third dimension of a grid
+SHORT_FROM = 3 << 20  # values of partial results; with 2 M short ones are slower by 2 us on an H200, with 4 M faster
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Compile-time choices of one launch."""
+
+    rows: int  # query rows per CTA, or per cluster of CTAs
+    keys: int  # per step
+    box: int  # rows of a TMA box at most
+    options: dict  # further compile-time arguments of the kernel
+    loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
+    dense_as_rows: bool = False  # dense and varlen problems share a variant
+    halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
+    short: bool = False  # the kernel can write short partial results (combine.py)
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.options.get("num_ctas", 1)
+
+
+def batch_reason(p: FmhaProblem) -> str | None:
+    """None, or why no kernel of this kind can run the problem."""
+    return f"batch {p.batch} is over {MAX_GRID}" if p.batch > MAX_GRID else None
+
+
+def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any, c: Tiling) -> None:
+    """The forward kernel, and the combine kernel where the keys are split. The tensors of p are slots."""
+    row_tiles = _row_tiles(p, c)
+    splits, tiles_per_split = _splits(p, target, c, row_tiles)
+    grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
+    if c.loop:
+        grid = (min(row_tiles * p.kv_heads * p.batch, target.multiprocessors // c.ctas),)
+    elif grid[1] > MAX_GRID:
+        raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
+    # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
+    # has room for is no property of a sequence; so paged ones take that way with one split too.
+    split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
+    how, box = _way(p, c)
+    sign, scale = sign_and_scale(p.softmax_scale)
+    q = p.q if is_aligned(p.q) else program.copied(p.q)
+    k = _addressable(program, p.k)
+    v = k if p.same_kv else _addressable(program, p.v)
+    if c.halves:
+        k_desc, v_desc = _half(k, c.keys, [[0, 1, 0, 0]]), _half(v, c.keys, [[0, 0, 0, 1]])
+    else:
+        k_desc = _descriptor(k, box, c.ctas)
+        v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
+    out = p.out if is_aligned(p.out) else program.room("out", p.out.shape, p.out.dtype)
+    varlen, paged = p.kind == "varlen", p.kind == "paged"
+    total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
+    part: Any = Null(torch.float32)
+    part_lse = part
+    short = split and c.short and not varlen and are_short(p, splits * total_q)
+    if split:
+        part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
+    unread = Null(torch.int32)
+    lse_strides = _lse_strides(p)
+    arguments: dict[str, Any] = dict(
+        q_ptr=q, k_desc=k_desc, v_desc=v_desc, k_ptr=k, v_ptr=v, out_ptr=Null(p.q.dtype) if is_partial(p) else out,
+        lse_ptr=p.lse if p.lse is not None else Null(torch.float32),
+        sink_ptr=p.sink if p.sink is not None else Null(torch.float32),
+        cu_q_ptr=p.cu_seqlens_q if varlen else unread, cu_k_ptr=p.cu_seqlens_k if varlen else unread,
+        lengths_ptr=p.lengths if paged else unread, table_ptr=p.block_table if paged else unread,
+        part_ptr=part, part_lse_ptr=part_lse, scale=scale, sign=sign, want_lse=int(p.lse is not None),
+        k_is_v=int(v is k), total_q=total_q, total_k=p.k.shape[0],
+        tokens=0 if varlen else p.max_seqlen_q,  # 0: a kernel may tell varlen by it
+        keys=0 if varlen else p.max_seqlen_k, kv_heads=p.kv_heads, q_heads=p.q_heads, group=p.group,
+        page_size=p.page_size if paged else 1, table_stride=p.block_table.stride(0) if paged else 0,
+        left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right,
+        num_splits=splits, tiles_per_split=tiles_per_split, last_sequence=p.batch,
+        **_named("stride_q", "bth", row_strides(q)), **_named("stride_o", "bth", row_strides(out)),
+        **_named("stride_l", "bth", lse_strides), **_named("stride_k", "prh", row_strides(k)),
+        **_named("stride_v", "prh", row_strides(v)), **_named("stride_k", "bt", row_strides(k)),
+        **_named("stride_v", "bt", row_strides(v)),
+    )  # fmt: skip
+    program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
+                   num_warps=4, **c.options)  # fmt: skip
+    if short:
+        prepare_short_merge(p, program, arguments, out, splits, total_q)
+    elif split:
+        prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
+    elif varlen:
+        program.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
+    if out is not p.out:
+        program.copy(p.out, out)
+
+
+def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {prefix + letter: stride for letter, stride in zip(letters, strides)}
+
+
+def are_short(p: Any, tokens: int) -> bool:
+    """Whether partial results are short: many of them, of so many tokens in all. Deterministic: the order of additions
+    must not depend on how many splits there are. fp16: they would be as exact as the results."""
+    # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
+    values = tokens * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
+    return values >= SHORT_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
+
+
+def prepare_short_merge(
+    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int
+) -> None:
+    """As prepare_merge, for short partial results."""
+    at_once = max(1 << (splits - 1).bit_length(), 4)
+    columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
+    rows = total_q * p.q_heads
+    program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
+                   D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
+
+
+def prepare_merge(
+    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int, *, varlen: bool = False,
+    early: bool = False,
+) -> None:  # fmt: skip
+    """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; early: the
+    forward kernel lets it be launched early."""
+    # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
+    at_a_time = 16 if p.deterministic else 4 if splits <= 4 else 8 if splits <= 8 else 16 if splits <= 16 else 64
+    columns, warps = (p.head_dim, max(1, p.head_dim // 128)) if at_a_time <= 16 else (32, 4)
+    rows = total_q * p.q_heads
+    arguments = arguments | dict(out_ptr=out, total_rows=rows, tokens=max(arguments["tokens"], 1))
+    program.launch(
+        combine, (rows, p.head_dim // columns), arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen,
+        COLUMNS=columns, EARLY=early, num_warps=warps, **dict(launch_pdl=True) if early else {},
+    )  # fmt: skip
+
+
+def _way(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
+    """(how tiles of keys are read, rows of a TMA box): see loads.py."""
+    if p.kind == "paged":
+        box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
+        return (PAGES.value, box) if box >= 8 else (CELLS.value, 8)
+    return (DENSE if p.kind == "dense" and not c.dense_as_rows else ROWS).value, c.box
+
+
+def sign_and_scale(scale: float) -> tuple[int, float]:
+    """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
+    that a scale of 0 or less would make them NaN or seen."""
+    positive = abs(scale) * LOG2E.value
+    if positive < torch.finfo(torch.float32).tiny:
+        return 0, 1.0
+    return (1 if scale > 0 else -1), positive
+
+
+def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:
+    """Whether a launch would split the keys of the problem."""
+    splits, tiles_per_split = _splits(p, target, c, _row_tiles(p, c))
+    return splits > 1 or tiles_per_split > 0 or is_partial(p)
+
+
+def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
+    """Steps of so many keys that a multiprocessor makes one after the other, with one more for each tile and split."""
+    tiles = _row_tiles(p, c)
+    splits, _ = _splits(p, target, c, tiles)
+    rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.multiprocessors)
+    return rounds * (-(-_longest(p) // (splits * c.keys)) + 1)
+
+
+def _row_tiles(p: FmhaProblem, c: Tiling) -> int:
+    return -(-p.max_seqlen_q * p.group // c.rows)
+
+
+def _longest(p: FmhaProblem) -> int:
+    """Keys that the queries of one sequence see at most."""
+    return min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
+
+
+def is_partial(p: Any) -> bool:
+    """The result is wanted in fp32: what the forward kernels write for the combine kernel, with one split too."""
+    return p.out is not None and p.out.dtype == torch.float32
+
+
+def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[int, int]:
+    """(number of splits, least tiles per split or 0 = as many as it takes to use all splits)."""
+    if c.loop:
+        return 1, 0
+    longest = _longest(p)
+    if p.deterministic:
+        # Nothing but T, which all sequences share, and a sequence's own keys may count; varlen has no such T.
+        splits, each = (0, 0) if p.kind == "varlen" else splitting.deterministic_cut(p.max_seqlen_q * p.group, longest)
+        return max(splits, 1), each // c.keys
+    if p.num_splits > 0:
+        return p.num_splits, 0
+    tiles = row_tiles * p.kv_heads * p.batch * c.ctas
+    return splitting.choose_splits(tiles, target.multiprocessors, longest), 0
+
+
+def partials(p: Any, program: Program, splits: int, rows: int, short: bool = False) -> tuple[Slot, Slot]:
+    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or short ones: the plan's, else a room."""
+    columns = splits * rows * p.head_dim // (2 if short else 1)
+    each = 4 if short else 1
+    size = columns + each * splits * rows
+    scratch = p.scratch
+    if scratch is not None and scratch.numel() < size:
+        if scratch.is_cuda and not is_partial(p):  # a plan has no room for results in fp32
+            raise ValueError(f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
+                             f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
+        scratch = None
+    if scratch is None:
+        scratch = program.room("scratch", (size,), torch.float32)
+    return scratch.view((columns,), (1,)), scratch.view((each * splits * rows,), (1,), columns)
+
+
+def is_aligned(x: Any) -> bool:
+    """16-byte accesses are possible: base, and all strides in units of 8 elements."""
+    return x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s, n in zip(x.stride()[:-1], x.shape) if n > 1)
+
+
+def row_strides(x: Any) -> tuple[int, int, int]:
+    """(sequence, token, head) strides of q or out in units of 8 elements; varlen has no sequence stride."""
+    strides = [s // 8 if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape)]
+    return (0, *strides) if x.ndim == 3 else tuple(strides)
+
+
+def _lse_strides(p: FmhaProblem) -> tuple[int, int, int]:
+    """(sequence, token, head) strides of lse."""
+    if p.lse is None:
+        return 0, 0, 0
+    if p.kind == "varlen":
+        return 0, p.lse.stride(0), p.lse.stride(1)
+    return p.lse.stride(0), p.lse.stride(2), p.lse.stride(1)
+
+
+def _addressable(program: Program, x: Slot) -> Slot:
+    """K or V as [sequence or page, row, head, column]; what neither TMA nor 16-byte copies can address is copied."""
+    if not is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
+        x = program.copied(x)
+    return x.unsqueeze(0) if x.ndim == 3 else x
+
+
+def _descriptor(x: Any, box: int, ctas: int) -> TensorDescriptor:
+    return _boxes(x, [1, box, 1, 64], cluster.alike(ctas, 4))
+
+
+def _half(x: Any, keys: int, split: list) -> TensorDescriptor:
+    """Tiles of 256 columns over a pair of CTAs."""
+    return _boxes(x, [1, keys, 1, 256], split)
+
+
+def _boxes(x: Any, block: list[int], cga_layout: list) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=cga_layout)
+    strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def inverse_of(divisor: int) -> tuple[int, int]:
+    """(m, s) such that n // divisor is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here as a signed number."""
+    shift = 31 + (divisor - 1).bit_length()
+    m = -(-(1 << shift) // divisor)
+    return m - (1 << 32) if m >> 31 else m, shift

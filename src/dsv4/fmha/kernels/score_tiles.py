@@ -1,0 +1,151 @@
+"""The tiles of P and dS that the chain of gradients writes to memory: which are needed, and how operands are loaded.
+
+Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
+"""
+
+from dsv4.fmha.kernels.loads import advance
+from dsv4.fmha.kernels.tiles import end_key, first_key, some_unseen
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+
+
+@aggregate
+class Ring:
+    """Slots for chunks of 64 columns: a of Q or dO, b of K or V."""
+
+    a: Value
+    b: Value
+    ready: Value
+    free: Value
+
+
+@aggregate
+class Rows:
+    """Of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a pair."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    all: Value
+
+
+@aggregate
+class SlabSizes:
+    """Of one pair of sequence and KV head, its rows as far as the slab has them."""
+
+    rows: Value
+    row_begin: Value  # the slab's first
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value
+    right: Value
+    row_piece: Value  # chain.py's
+    key_piece: Value
+
+
+@aggregate
+class Tiles:
+    """Of the slab: of a pair's rows, of its keys, of all pairs."""
+
+    of_rows: Value
+    of_keys: Value
+    count: Value
+
+
+@aggregate
+class ScoreScales:
+    """What S is multiplied by before 2^S is taken; P and dS (at ds_ptr) before they are rounded, fp16 only."""
+
+    s: Value
+    p: Value
+    ds_ptr: Value
+
+
+@gluon.jit
+def needed(row, key, sizes):
+    """(whether the tile's products are wanted, whether it is read at all).
+
+    chain.py multiplies pieces: `row_piece` rows with the keys that some of them see, `key_piece` keys with the rows
+    that see some of them.
+    """
+    row_begin, tokens, keys, group = sizes.row_begin, sizes.tokens, sizes.keys, sizes.group
+    left, right, row_piece, key_piece = sizes.left, sizes.right, sizes.row_piece, sizes.key_piece
+    token = (row_begin + row) // group
+    token_last = gl.minimum((row_begin + row + 127) // group, tokens - 1)
+    first = first_key(token, tokens, keys, left)
+    end = end_key(token_last, tokens, keys, right)
+    some = (key < end) & (key + 128 > first)
+    piece = (row_begin + row // row_piece * row_piece) // group
+    piece_last = gl.minimum((row_begin + row // row_piece * row_piece + row_piece - 1) // group, tokens - 1)
+    in_row_piece = (key < end_key(piece_last, tokens, keys, right)) & (key + 128 > first_key(piece, tokens, keys, left))
+    key_first = key // key_piece * key_piece
+    key_last = gl.minimum(key_first + key_piece, keys) - 1
+    in_key_piece = (key_last >= first) & (key_first < end)
+    return some, some | in_row_piece | in_key_piece
+
+
+@gluon.jit
+def locate(item, tiles):
+    """(pair of sequence and KV head, first row, first key) of an item."""
+    line = item // tiles.of_keys
+    pair = line // tiles.of_rows
+    # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
+    return pair, (line - pair * tiles.of_rows) * 128, (item + 5 * line) % tiles.of_keys * 128
+
+
+@gluon.jit
+def tiles_of(rows, keys, pairs):
+    row_tiles = (rows + 127) // 128
+    key_tiles = (keys + 127) // 128
+    return Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+
+
+@gluon.jit
+def row_terms(terms, pair, row, sizes):
+    """(lse2, delta) of rows of a pair; +inf and 0 past the slab's end."""
+    at = pair.to(gl.int64) * terms.all + sizes.row_begin + row
+    lse2 = gl.load(terms.lse2_ptr + at, mask=row < sizes.rows, other=float("inf"))
+    return lse2, gl.load(terms.delta_ptr + at, mask=row < sizes.rows, other=0.0)
+
+
+@gluon.jit
+def visible(p, row, key, sizes):
+    """P of rows of the slab from `row` and of keys from `key` on, with 0 where the row does not see the key."""
+    L: gl.constexpr = p.type.layout
+    ROWS: gl.constexpr = p.shape[0]
+    KEYS: gl.constexpr = p.shape[1]
+    token = (sizes.row_begin + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))) // sizes.group
+    if some_unseen(sizes.row_begin + row, key, sizes, ROWS, KEYS):
+        column = key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, L))[None, :]
+        seen = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
+            column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
+        )
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
+def load_role(operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    BOX: gl.constexpr = operands.q_desc.layout
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, row, key = locate(item, tiles)
+        some, read = needed(row, key, sizes)
+        batch = (pair_begin + pair) // kv_heads
+        head = (pair_begin + pair) % kv_heads
+        row = sizes.row_begin + row
+        if some:
+            for chunk in range(0, 2 * CHUNKS):
+                mbarrier.wait(ring.free.index(slot), phase)
+                ready = ring.ready.index(slot)
+                mbarrier.expect(ready, 2 * 128 * 64 * 2)
+                rows_here = reinterpret(ring.a.index(slot), [1, 1, 128, 64], BOX)
+                keys_here = reinterpret(ring.b.index(slot), [1, 1, 128, 64], BOX)
+                if chunk < CHUNKS:
+                    tma_load(operands.q_desc, [batch, head, row, chunk * 64], ready, rows_here)
+                    tma_load(operands.k_desc, [batch, head, key, chunk * 64], ready, keys_here)
+                else:
+                    column = (chunk - CHUNKS) * 64
+                    tma_load(operands.dout_desc, [batch, head, row, column], ready, rows_here)
+                    tma_load(operands.v_desc, [batch, head, key, column], ready, keys_here)
+                slot, phase = advance(slot, phase, SLOTS)

@@ -1,0 +1,458 @@
+"""Gradients of FMHA on sm_100a, head dims 64 and 128: two launches of one kernel, no atomics, the same bits every run.
+
+A CTA owns 128 rows of X and streams tiles of 128 rows of Y past them. Who is who::
+
+    launch    X0, X1    Y0, Y1    S = X0 Y0^T   dP = X1 Y1^T        accumulated in tensor memory
+    KEYS      K, V      Q, dO     S^T           dP^T                dV += P^T dO,  dK += dS^T Q
+    queries   Q, dO     K, V      S             dP                  dQ += dS K
+
+    P = 2^(S scale - lse2) where seen     dS = P (dP - delta)
+
+P^T and dS^T are the left operands as they lie in tensor memory; nothing is transposed. Seven products of the size of
+the scores where a kernel that adds dQ by atomics needs five: no fp32 workspace, no second pass over it, one order of
+summation. Query heads of one KV head are packed rows (tiles.py), so that dK and dV are summed over them in the loop.
+Role chart (KEYS)::
+
+    load      1 warp   | X0 X1 | Y0 Y1 of tile 0 | of tile 1 | ...
+    mma       1 warp   | S0 dP0 |      | dV(P0) S1 |       | dK(dS0) dP1 | dV(P1) S2 | ...
+    left      4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 0-63 of every tile
+    right     4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 64-127
+
+While the two take the exponentials of one tile the tensor core has dS of the one before, and the other way round.
+
+tensor memory   columns        holds                                       head dim 64     128
+s               128            S, fp32 [128, 128]; P takes the place       128             128
+dp              128            dP; dS takes the place                      128             128
+acc             2 x D          dK and dV; D with one: dQ                   128             256
+                                                                           = 384           = 512
+
+P and dS of columns 0-63, as 16-bit numbers, lie in the first half of the columns where S had them, and those of 64-127
+in the first half of theirs: left and right touch different columns, and the left operand is two tiles of K = 64.
+
+shared memory   bytes               holds
+x               2 x 256 D           [128, D] each: X0, X1
+y               2 x 2 x 256 D       [128, D] each: Y0 and Y1 of tile j at 2 (j % 2) and the next (all: 192 KiB at 128)
+barriers        8 each
+
+barrier         arrives             count       waits              means
+x_ready         TMA bytes           1           mma                X is there
+y_ready[i]      TMA bytes           1           mma                slot i is filled
+y_free[i]       commit of mma       1           load               the products that read slot i are complete
+landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
+s_ready         commit of mma       1           left, right        S is complete
+p_ready         left, right         2           mma                S is read; KEYS: P is stored
+dp_ready        commit of mma       1           left, right        dP is complete
+ds_ready        left, right         2           mma                dS is stored, dP is read
+done            commit of mma       1           left, right        the accumulators are complete
+
+S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
+the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
+product; lse2 of rows past the end is +inf, which makes P 0. VARLEN: one batch of all sequences, whose ends TMA does not
+know; load zeroes what is not the sequence's.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.fmha.kernels.backward_arguments import Sizes
+from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import zero_unseen
+from dsv4.fmha.kernels.tiles import end_key, first_key, some_unseen
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.opaque import zero
+
+
+@aggregate
+class Memory:
+    x: Value
+    y: Value
+    s: Value
+    dp: Value
+    acc: Value
+
+
+@aggregate
+class Barriers:
+    x_ready: Value
+    y_ready: Value
+    y_free: Value
+    landed: Value
+    s_ready: Value
+    p_ready: Value
+    dp_ready: Value
+    ds_ready: Value
+    done: Value
+
+
+@aggregate
+class Share:
+    """What one CTA has to do: of X the rows from `own` on, of Y `tiles` tiles from row `first` on."""
+
+    batch: Value
+    head: Value  # KV head
+    own: Value
+    first: Value
+    tiles: Value
+    x_begin: Value  # first row of the sequence in X, in Y: 0 in a dense batch
+    y_begin: Value
+
+
+@aggregate
+class Numbers:
+    """Of the rows of this (sequence, KV head): the exponent to subtract, delta. The scales of S (base 2), P and dS."""
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    scale: Value
+    p_scale: Value
+    ds_scale: Value
+
+
+@aggregate
+class Result:
+    """Gradients of this (sequence, KV head): KEYS: dk and dv, else dq; how far their rows are apart, in elements."""
+
+    ptr0: Value
+    ptr1: Value
+    stride0: Value
+    stride1: Value
+    factor0: Value
+    factor1: Value
+
+
+@gluon.jit
+def rows_of(desc, tile, ready, share, row, D: gl.constexpr):
+    """[128, D] of packed rows from `row` on, in panels of 64 columns."""
+    BOX: gl.constexpr = desc.layout
+    panels = reinterpret(tile, [D // 64, 1, 1, 128, 64], BOX)
+    for panel in gl.static_range(D // 64):
+        tma_load(desc, [share.batch, share.head, row, panel * 64], ready, panels.index(panel))
+
+
+@gluon.jit
+def load_x(x0_desc, x1_desc, memory, ready, share, D: gl.constexpr):
+    mbarrier.expect(ready, 2 * 128 * D * 2)
+    rows_of(x0_desc, memory.x.index(0), ready, share, share.x_begin + share.own, D)
+    rows_of(x1_desc, memory.x.index(1), ready, share, share.x_begin + share.own, D)
+
+
+@gluon.jit
+def load_y(desc, tile, ready, barriers, landed_phase, share, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
+    """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (row < begin) | (row + 128 > end)
+    if foreign:
+        mbarrier.expect(barriers.landed, 128 * D * 2)
+        rows_of(desc, tile, barriers.landed, share, share.y_begin + row, D)
+        mbarrier.wait(barriers.landed, landed_phase)
+        zero_unseen(tile, row, begin, end, 128, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        mbarrier.expect(ready, 128 * D * 2)
+        rows_of(desc, tile, ready, share, share.y_begin + row, D)
+    return landed_phase
+
+
+@gluon.jit
+def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D: gl.constexpr, KEYS: gl.constexpr,
+              VARLEN: gl.constexpr):  # fmt: skip
+    landed_phase = gl.to_tensor(0)
+    # Of X and of Y: the rows of the sequence that meet any of the other.
+    x_seen = first_seen(sizes) if KEYS else 0
+    x_end = sizes.keys if KEYS else sizes.rows
+    y_seen = 0 if KEYS else first_seen(sizes)
+    y_end = sizes.rows if KEYS else sizes.keys
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (share.own < x_seen) | (share.own + 128 > x_end)
+    if foreign:
+        load_x(x0_desc, x1_desc, memory, barriers.landed, share, D)
+        mbarrier.wait(barriers.landed, landed_phase)
+        zero_unseen(memory.x.index(0), share.own, x_seen, x_end, 128, D)
+        zero_unseen(memory.x.index(1), share.own, x_seen, x_end, 128, D)
+        fence_async_shared()
+        mbarrier.arrive(barriers.x_ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_x(x0_desc, x1_desc, memory, barriers.x_ready, share, D)
+    for j in range(0, share.tiles):
+        phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
+        slot = 2 * (j % 2)
+        row = share.first + j * 128
+        mbarrier.wait(barriers.y_free.index(slot), phase)
+        landed_phase = load_y(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), barriers, landed_phase,
+                              share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
+        mbarrier.wait(barriers.y_free.index(slot + 1), phase)
+        landed_phase = load_y(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), barriers,
+                              landed_phase, share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
+
+
+@gluon.jit
+def operand(tile, H: gl.constexpr, DTYPE: gl.constexpr):
+    """Where the 16-bit numbers [128, 64] of half H lie: the first half of the columns of its fp32 numbers."""
+    half = tile.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
+    return half.reinterpret(DTYPE, [128, 128], TensorMemoryLayout([128, 128], col_stride=1)).slice(0, 64)
+
+
+@gluon.jit
+def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
+    """acc += P or dS [128, 128], by halves, times y [128, D]; first: overwrite."""
+    for h in gl.static_range(2):
+        tcgen05_mma(operand(tile, h, DTYPE), y.slice(h * 64, 64, dim=0), acc, use_acc=(h > 0) | (first == 0))
+
+
+@gluon.jit
+def mma_role(memory, barriers, share, KEYS: gl.constexpr):
+    x, y, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
+    DTYPE: gl.constexpr = x.dtype
+    n = share.tiles
+    mbarrier.wait(barriers.x_ready, 0)
+    if n > 0:
+        mbarrier.wait(barriers.y_ready.index(0), 0)
+        tcgen05_mma(x.index(0), y.index(0).permute((1, 0)), s, use_acc=False)
+        tcgen05_commit(barriers.s_ready)
+        mbarrier.wait(barriers.y_ready.index(1), 0)
+        tcgen05_mma(x.index(1), y.index(1).permute((1, 0)), dp, use_acc=False)
+        tcgen05_commit(barriers.dp_ready)
+        if not KEYS:
+            tcgen05_commit(barriers.y_free.index(1))
+        for j in range(0, n):
+            at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
+            slot = 2 * (j % 2)
+            more = j + 1 < n
+            next_slot = 2 - slot
+            next_phase = ((j + 1) // 2) % 2
+            begins = (j == 0).to(gl.int32)
+            mbarrier.wait(barriers.p_ready, j % 2)
+            if KEYS:
+                accumulate(acc.index(1), s, y.index(slot + 1), begins, DTYPE)
+                tcgen05_commit(barriers.y_free.index(slot + 1))
+            if more:
+                mbarrier.wait(barriers.y_ready.index(next_slot), next_phase)
+                tcgen05_mma(x.index(at), y.index(next_slot).permute((1, 0)), s, use_acc=False)
+                tcgen05_commit(barriers.s_ready)
+            mbarrier.wait(barriers.ds_ready, j % 2)
+            accumulate(acc.index(0), dp, y.index(slot), begins, DTYPE)
+            tcgen05_commit(barriers.y_free.index(slot))
+            if more:
+                mbarrier.wait(barriers.y_ready.index(next_slot + 1), next_phase)
+                tcgen05_mma(x.index(at + 1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
+                tcgen05_commit(barriers.dp_ready)
+                if not KEYS:
+                    tcgen05_commit(barriers.y_free.index(next_slot + 1))
+        tcgen05_commit(barriers.done)
+
+
+@gluon.jit
+def row_number(ptr, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr, OTHER: gl.constexpr):
+    """lse2 or delta for scores [128, 32]: of rows from `own` on, one per thread; KEYS: of rows from `at` on, one
+    per column, all of them in every thread."""
+    if KEYS:
+        row = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
+    else:
+        row = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
+    return gl.load(ptr + row, mask=row < sizes.rows, other=OTHER)
+
+
+@gluon.jit
+def seen(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
+    """p [128, 32], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
+    x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
+    y = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
+    if KEYS:
+        token = y // sizes.group
+        key = x
+    else:
+        token = x // sizes.group
+        key = y
+    first = first_key(token, sizes.tokens, sizes.keys, sizes.left)
+    end = end_key(token, sizes.tokens, sizes.keys, sizes.right)
+    return gl.where((key >= first) & (key < end), p, 0.0)
+
+
+@gluon.jit
+def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
+    """P of 32 columns from S, in fp32; KEYS: also to p16, as the left operand of dV."""
+    L: gl.constexpr = s.get_reg_layout()
+    lse2 = row_number(numbers.lse2_ptr, own, at, sizes, L, KEYS, float("inf"))
+    p = gl.exp2(s.load() * numbers.scale - lse2)
+    if masked:
+        p = seen(p, own, at, sizes, L, KEYS)
+    if KEYS:
+        if SCALED:
+            p16.store((p * numbers.p_scale).to(p16.dtype))
+        else:
+            p16.store(p.to(p16.dtype))
+    return p
+
+
+@gluon.jit
+def store_ds(p, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
+    """dS of 32 columns, from P and dP."""
+    delta = row_number(numbers.delta_ptr, own, at, sizes, dp.get_reg_layout(), KEYS, 0.0)
+    ds = p * (dp.load() - delta)
+    if SCALED:
+        ds = ds * numbers.ds_scale
+    ds16.store(ds.to(ds16.dtype))
+
+
+@gluon.jit
+def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+               SCALED: gl.constexpr):  # fmt: skip
+    """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
+    QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
+    s = memory.s.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
+    dp = memory.dp.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
+    p16 = operand(memory.s, H, memory.x.dtype)
+    ds16 = operand(memory.dp, H, memory.x.dtype)
+    own = share.own
+    for j in range(0, share.tiles):
+        first = share.first + j * 128
+        at = first + H * 64  # in Y
+        row = first if KEYS else own
+        key = own if KEYS else first
+        masked = some_unseen(row, key, sizes, 128, 128)
+        mbarrier.wait(barriers.s_ready, j % 2)
+        # P of the first 32 columns lies where their S was.
+        p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
+        p1 = probabilities(s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED)
+        mbarrier.arrive(barriers.p_ready, count=1)
+        mbarrier.wait(barriers.dp_ready, j % 2)
+        store_ds(p0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
+        store_ds(p1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
+        mbarrier.arrive(barriers.ds_ready, count=1)
+    if share.tiles > 0:
+        mbarrier.wait(barriers.done, 0)
+    if KEYS:
+        if H == 0:
+            finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.keys, 0, D)
+        else:
+            finish(memory.acc.index(1), result.ptr1, result.stride1, result.factor1, share, sizes.keys, 0, D)
+    else:
+        finish(
+            memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.rows, H * (D // 2), D // 2
+        )
+
+
+@gluon.jit
+def finish(acc, ptr, stride, factor, share, rows, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns BEGIN .. of an accumulator [128, D] times factor -> rows of the gradient; 0 where nothing was added."""
+    L: gl.constexpr = acc.slice(0, 32).get_reg_layout()
+    row = share.own + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+    offset = row.to(gl.int64) * stride
+    for c in gl.static_range(WIDTH // 32):
+        column = BEGIN + c * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        x = gl.zeros([128, 32], gl.float32, L)
+        if share.tiles > 0:
+            x = acc.slice(BEGIN + c * 32, 32).load() * factor
+        gl.store(ptr + offset[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@gluon.jit
+def streamed(own, sizes, KEYS: gl.constexpr):
+    """(first row, end) of Y that some of the 128 rows of X from `own` on meet."""
+    offset = sizes.keys - sizes.tokens
+    if KEYS:
+        last = gl.minimum(own + 127, sizes.keys - 1)
+        first = gl.minimum(gl.maximum(own - sizes.right - offset, 0), sizes.tokens)
+        end = gl.maximum(gl.minimum(last + sizes.left - offset + 1, sizes.tokens), 0)
+        return first * sizes.group, end * sizes.group
+    token = own // sizes.group
+    token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
+    return first_key(token, sizes.tokens, sizes.keys, sizes.left), end_key(
+        token_last, sizes.tokens, sizes.keys, sizes.right
+    )
+
+
+@gluon.jit(do_not_specialize=[
+    "scale", "factor", "p_scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "batch0", "head0",
+    "stride0", "batch1", "head1", "stride1", "sequences",
+])  # fmt: skip
+def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, cu_q_ptr, cu_k_ptr, x0_desc, x1_desc, y0_desc,
+                   y1_desc, scale, factor, p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0,
+                   stride0, batch1, head1, stride1, sequences, D: gl.constexpr, KEYS: gl.constexpr,
+                   SCALED: gl.constexpr, VARLEN: gl.constexpr, SCORE_REGS: gl.constexpr,
+                   WARP_REGS: gl.constexpr):  # fmt: skip
+    """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). factor: what
+    dQ and dK are multiplied by; SCALED (fp16): P was multiplied by p_scale and dS by the number at ds_scale_ptr.
+    VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say."""
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    OUTPUTS: gl.constexpr = 2 if KEYS else 1
+    x = gl.allocate_shared_memory(x0_desc.dtype, [2, 128, D], MATRIX)
+    y = gl.allocate_shared_memory(x0_desc.dtype, [4, 128, D], MATRIX)
+    s = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
+    dp = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
+    acc = allocate_tensor_memory(gl.float32, [OUTPUTS, 128, D], TensorMemoryLayout([128, D], col_stride=1))
+    y_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    y_free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    x_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    landed = x_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(y_ready.index(i), count=1)
+        mbarrier.init(y_free.index(i), count=1)
+    mbarrier.init(x_ready, count=1)
+    mbarrier.init(s_ready, count=1)
+    mbarrier.init(p_ready, count=2)
+    mbarrier.init(dp_ready, count=1)
+    mbarrier.init(ds_ready, count=2)
+    mbarrier.init(done, count=1)
+
+    pair = gl.program_id(1)
+    batch = pair // kv_heads
+    head = pair - batch * kv_heads
+    own = gl.program_id(0) * 128
+    sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    ptr0 += batch.to(gl.int64) * batch0 + head.to(gl.int64) * head0
+    ptr1 += batch.to(gl.int64) * batch1 + head.to(gl.int64) * head1
+    x_begin = 0
+    y_begin = 0
+    if VARLEN:
+        if KEYS:
+            seq, own = tile_of(gl.program_id(0), cu_k_ptr, sequences, 1)
+            y_begin, x_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, True)
+            lse2_ptr += y_begin
+            delta_ptr += y_begin
+        else:
+            seq, own = tile_of(gl.program_id(0), cu_q_ptr, sequences, group)
+            x_begin, y_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, False)
+            lse2_ptr += x_begin
+            delta_ptr += x_begin
+        ptr0 += x_begin.to(gl.int64) * stride0
+        ptr1 += x_begin.to(gl.int64) * stride1
+    first, end = streamed(own, sizes, KEYS)
+    share = Share(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
+    ds_scale = 1.0
+    factor0 = factor
+    factor1 = 1.0
+    if SCALED:
+        ds_scale = gl.load(ds_scale_ptr)
+        factor0 = factor / ds_scale
+        factor1 = 1.0 / p_scale
+    numbers = Numbers(lse2_ptr, delta_ptr, scale, p_scale, ds_scale)
+    result = Result(ptr0, ptr1, stride0, stride1, factor0, factor1)
+    memory = Memory(x, y, s, dp, acc)
+    barriers = Barriers(x_ready, y_ready, y_free, landed, s_ready, p_ready, dp_ready, ds_ready, done)
+    gl.warp_specialize([
+        (score_role, (memory, barriers, share, sizes, numbers, result, 0, D, KEYS, SCALED)),
+        (score_role, (memory, barriers, share, sizes, numbers, result, 1, D, KEYS, SCALED)),
+        (mma_role, (memory, barriers, share, KEYS)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D, KEYS, VARLEN)),
+    ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,76 @@
+"""FMHA forward on sm_100a: from a validated problem to a program. The kernels are in forward.py and forward_pair.py."""
+
+from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split, rounds_of_steps, splits_keys
+from dsv4.fmha.kernels.sm100.forward import fmha_forward, s_buffers
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
+
+MAX_SHARED = 232_448  # bytes per CTA
+MAX_COLUMNS = 512  # of tensor memory
+PAIR = Tiling(128, 128, 128, dict(num_ctas=2, LOAD_REGS=104, STORE_REGS=96, WARP_REGS=88), loop=True, halves=True)
+OTHER_SHARED = 3072  # bytes at most for row statistics, barriers and the compiler's own
+
+
+def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
+    """Tile sizes of one head dim. p_tmem: P through tensor memory (the default where it fits) or shared memory."""
+    if p_tmem is None:
+        p_tmem = head_dim < 512
+    if p_tmem and head_dim == 512:
+        raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
+    # rows, keys, tiles, ring slots; registers of a softmax thread, and of the load and mma warps
+    rows, keys, tiles, slots, softmax, warp = {
+        64: (128, 128, 2, 4, 224, 56),
+        128: (128, 128, 2, 4, 224, 56) if p_tmem else (128, 128, 2, 3, 224, 56),
+        256: (128, 64, 1, 4, 176, 96),
+        512: (64, 64, 1, 4, 208, 128),
+    }[head_dim]
+    check_budget(head_dim, rows, keys, tiles, slots, p_tmem)
+    options = dict(
+        D=head_dim, BM=rows, BN=keys, TILES=tiles, SLOTS=slots, P_TMEM=p_tmem, SOFTMAX_REGS=softmax, WARP_REGS=warp
+    )
+    return Tiling(rows * tiles, keys, keys, options, dense_as_rows=True)
+
+
+def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
+    """What the compiler does not check: an over-budget kernel compiles to an empty body."""
+    p_columns = tiles * keys // 2 if p_tmem and tiles == 2 else 0  # else in the place of S, or in shared memory
+    columns = s_buffers(head_dim, p_tmem) * keys + p_columns + tiles * head_dim * rows // 128
+    shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
+    if columns > MAX_COLUMNS or shared + OTHER_SHARED > MAX_SHARED:
+        raise ValueError(
+            f"head dim {head_dim} with {tiles} x {rows} rows, {keys} keys, {slots} slots: {columns} of {MAX_COLUMNS} "
+            f"columns of tensor memory, {shared} + up to {OTHER_SHARED} of {MAX_SHARED} bytes of shared memory"
+        )
+
+
+def supports(p: FmhaProblem) -> str | None:
+    """None, or why this kernel cannot run the problem."""
+    return batch_reason(p)
+
+
+def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | None = None) -> None:
+    if p_tmem is None and pairs(p, target):
+        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        from dsv4.fmha.kernels.sm100.forward_pair import fmha_pair
+
+        prepare_split(p, target, program, fmha_pair, PAIR)
+    else:
+        prepare_split(p, target, program, fmha_forward, tiling(p.head_dim, p_tmem))
+
+
+def pairs(p: FmhaProblem, target: Target) -> bool:
+    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys that are better not
+    split, and every key seen by some query: what lies before may be NaN, and a pair loads its tiles as they are."""
+    if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
+        return False
+    if 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q:
+        return False
+    alone = tiling(512)
+    if not splits_keys(p, target, alone):
+        return True
+    if p.deterministic or is_partial(p):
+        return False
+    # A step takes one CTA, with 64 rows and 64 keys, as long as a pair with 128 and 128. A plan has room for splits; it
+    # does not ask for them.
+    return rounds_of_steps(p, target, PAIR) <= rounds_of_steps(p, target, alone)

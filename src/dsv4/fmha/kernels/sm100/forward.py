@@ -1,0 +1,223 @@
+"""FMHA forward on sm_100a, head dims 64 to 512.
+
+One CTA takes TILES tiles of BM packed query rows of one (sequence, KV head) and walks its keys in tiles of BN. The
+product for the next keys is issued before P V of these: with two tiles (two_tiles.py) the softmax of one runs under the
+products of the other, with one (one_tile.py) S has two stages. Role chart (two tiles; S0 = scores of tile 0)::
+
+    load        | K0 | K1   V0   K2   V1   ...
+    mma         | S0 . S1 . | S0' PV0 | S1' PV1 | S0" PV0' | ...            one warp, all tensor-core work
+    softmax 0   | load Q | read S0, P0 ..... | read S0', P0' ... | O / l -> out, lse     4 warps, a row per thread
+    softmax 1   | load Q |     read S1, P1 ..... | read S1', P1' ...                     4 warps (two tiles only)
+    correction  | O *= alpha | ... | O / l -> out, lse                      4 warps (one tile only)
+
+head dim   BM x TILES   BN    tensor memory (columns)                       shared memory (KiB), P in shared memory
+64         128 x 2      128   S 128, P 2x64, O 2x64        = 384            Q 32  ring 4 x 16   P 64
+128        128 x 2      128   S 128, P 2x64, O 2x128       = 512            Q 64  ring 3 x 32   P 64  (4 without P)
+256        128 x 1      64    S 2x64, O 256                = 384            Q 64  ring 4 x 32   P 32
+512        64  x 1      64    S 2x64, O 256 (*)            = 384            Q 64  ring 4 x 32   P 16
+(*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
+
+P goes through tensor memory (P_TMEM) or shared memory. With one tile it takes the place of S. With two it has its own,
+and S is free as soon as the softmax has it in registers: the tiles take turns at one (each has its own where P goes
+through shared memory). At 512 the A operand of 64 rows cannot come from tensor memory, so P goes through shared memory.
+A ring slot holds BN keys of min(D, 256) columns: at 512 a K or V tile is two slots. With one query tile and k the same
+tensor as v (latents), a tile is loaded once and stays in its slots for both products.
+
+barrier          arrives                    waits            means
+q_ready[i]       softmax                    mma, load        Q of tile i is in shared memory, visible to the tensor core
+slot_ready[r]    TMA bytes, or load warp    mma              K or V is in ring slot r
+slot_free[r]     commit of mma              load             the products that read slot r are complete (k is v: both)
+s_ready[s]       commit of mma              softmax          S is complete; one tile: also every product issued before
+                                                             it, so P's buffer of the same stage may be overwritten
+s_read[i]        softmax                    mma              two tiles: S of tile i is in registers
+p_ready[s]       softmax                    mma              P is stored, S is read, and two tiles: O is rescaled
+pv_done[i]       commit of mma              softmax,         P V is complete: O of tile i may be touched; two tiles: P
+                                            correction       may be overwritten
+stat_ready       softmax                    correction       one tile: alpha (in the end maximum and sum) is in stat
+stat_free        correction                 softmax          one tile: stat is read
+o_rescaled       correction                 mma              one tile: O is rescaled for the next P V
+landed           TMA bytes                  load             a tile with foreign rows is there, to be zeroed in part
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import Problem, Share, Sizes, Source, Strides, Tensors, Tiles
+from dsv4.fmha.kernels.sm100 import one_tile, two_tiles
+from dsv4.fmha.kernels.sm100.load_role import load_role
+from dsv4.fmha.kernels.tiles import Pages, first_key, key_tiles, sequence
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    ring: Value
+    p: Value
+    stat: Value  # one tile: alpha of its rows, in the end maxima and sums
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    slot_ready: Value
+    slot_free: Value
+    s_ready: Value
+    s_read: Value
+    p_ready: Value
+    stat_ready: Value
+    stat_free: Value
+    o_rescaled: Value
+    pv_done: Value
+    landed: Value
+
+
+@gluon.constexpr_function
+def s_buffers(d, p_tmem):
+    """Places for S. One for two tiles: head dim 128 has room for no more, and at 64 it keeps the groups from computing
+    their exponentials at the same time. Where S is read twice (P in shared memory) each tile has its own."""
+    return 1 if d <= 128 and p_tmem else 2
+
+
+@gluon.jit
+def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
+                SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
+    DS: gl.constexpr = min(D, 256)
+    STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
+    P_ROWS: gl.constexpr = 8 if P_TMEM else BM
+    QL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, DS], DTYPE)
+    KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DS], DTYPE)
+    PL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P_ROWS, BN], DTYPE)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [TILES * (D // DS), BM, DS], QL)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
+    stat = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
+    COLUMNS: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
+    s = allocate_tensor_memory(gl.float32, [s_buffers(D, P_TMEM), BM, BN], COLUMNS)
+    if TILES == 2 and P_TMEM:
+        p = allocate_tensor_memory(DTYPE, [TILES, BM, BN], COLUMNS)
+    else:
+        p = gl.allocate_shared_memory(DTYPE, [STAGES, P_ROWS, BN], PL)
+    o = allocate_tensor_memory(gl.float32, [TILES, BM, D], TensorMemoryLayout([BM, DS], col_stride=1))
+    return Memory(s, o, q, ring, p, stat)
+
+
+@gluon.jit
+def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
+    STAGES: gl.constexpr = 2
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    s_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    stat_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    stat_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    o_rescaled = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    pv_done = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
+    landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(landed, count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(slot_ready.index(i), count=1)
+        mbarrier.init(slot_free.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(s_read.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+    for i in gl.static_range(TILES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+    mbarrier.init(stat_ready, count=1)
+    mbarrier.init(stat_free, count=1)
+    mbarrier.init(o_rescaled, count=1)
+    mbarrier.arrive(stat_free, count=1)  # nothing to read yet
+    return Barriers(
+        q_ready, slot_ready, slot_free, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled, pv_done, landed
+    )
+
+
+# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
+@gluon.jit(
+    do_not_specialize=[
+        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
+        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
+        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
+        "stride_vb", "stride_vt", "stride_vh", "k_is_v", "sign",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
+    ],
+)  # fmt: skip
+def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
+                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys,
+                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
+                 stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, k_is_v, sign,
+                 D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
+                 WARP_REGS: gl.constexpr):  # fmt: skip
+    seq = gl.program_id(2)
+    head = gl.program_id(1) % kv_heads
+    split = gl.program_id(1) // kv_heads
+    varlen = tokens == 0  # as the host says it
+    q_start, tokens, k_start, keys = sequence(
+        seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW
+    )
+    rows = tokens * group
+    tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
+    if tile_row < rows:
+        sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                      num_splits, tiles_per_split)  # fmt: skip
+        first, tile_begin, tile_end = key_tiles(
+            tile_row, tokens, keys, split, sizes, k_desc.block_shape[1], BM * TILES, BN, HOW
+        )
+        n = tile_end - tile_begin
+
+        memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
+        barriers = make_barriers(TILES, SLOTS)
+
+        # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
+        q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
+        out_ptr += (seq.to(gl.int64) * stride_ob + q_start.to(gl.int64) * stride_ot) * 8
+        lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
+        table_ptr += seq.to(gl.int64) * table_stride
+        # Row of the partial results: split-major, then as the rows of q (token, head).
+        part_row = split.to(gl.int64) * total_q + gl.where(varlen, q_start, seq * tokens)
+        is_split = (part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: none are wanted
+        outer = gl.where(varlen, 0, seq)
+        # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
+        landed_end = keys
+        if HOW == loads.ROWS:
+            landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
+        strides = Strides(
+            stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb
+        )
+        problem = Problem(head, group, kv_heads * group, rows, tokens, keys, left, right, scale, want_lse)
+        tiles = Tiles(first, tile_begin, tile_end, part_row)
+        share = Share(Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), strides, problem, tiles,
+                      Pages(table_ptr, page_size, total_k))  # fmt: skip
+        where = loads.Where(
+            outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size
+        )
+        source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh),
+                        loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh), where)  # fmt: skip
+        # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
+        if TILES == 2 or HOW == loads.CELLS:
+            k_is_v = 0
+        if TILES == 2:
+            gl.warp_specialize([
+                (two_tiles.softmax_role, (memory, barriers, share, tile_row, sign, is_split, 0, D, P_TMEM, HOW)),
+                (two_tiles.softmax_role, (memory, barriers, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, HOW)),
+                (two_tiles.mma_role, (memory, barriers, n)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
+            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (one_tile.correction_role, (memory, barriers, share, tile_row, n, is_split, D)),
+                (one_tile.softmax_role, (memory, barriers, share, tile_row, sign, D, P_TMEM, HOW)),
+                (one_tile.mma_role, (memory, barriers, n, k_is_v, D, P_TMEM)),
+                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
+            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,231 @@
+"""FMHA forward at head dim 512 on sm_100a by pairs of CTAs: 128 packed query rows, 64 of them in each CTA.
+
+Role chart, memory maps and barriers are those of pair_roles.py. An item is 128 rows of one (sequence, KV head), and K
+and V of a block are 128 keys in a row, which TMA brings, K split by rows and V by columns over the pair. Dense tensors
+only, where TMA's own bounds end a sequence.
+"""
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.sm100.pair_roles import (
+    KEYS,
+    PIECE,
+    SLOT_BYTES,
+    Target,
+    begin,
+    by_halves,
+    hand_over,
+    last_scores,
+    last_slots,
+    last_values,
+    make_barriers,
+    make_memory,
+    place_of_k,
+    place_of_v,
+    scores_role,
+    softmax_block,
+    take_over,
+    tell,
+    values_role,
+    write,
+)
+from dsv4.fmha.kernels.tiles import end_key, first_key
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+
+ROWS = gl.constexpr(128)
+
+
+@aggregate
+class Sizes:
+    tokens: Value
+    keys: Value
+    kv_heads: Value
+    group: Value
+    left: Value  # of the window
+    right: Value
+
+
+@aggregate
+class Output:
+    """Strides of out are in units of 8 elements."""
+
+    out_ptr: Value
+    lse_ptr: Value
+    sink_ptr: Value
+    stride_ob: Value
+    stride_ot: Value
+    stride_oh: Value
+    stride_lb: Value
+    stride_lt: Value
+    stride_lh: Value
+    want_lse: Value
+
+
+@aggregate
+class Input:
+    """Strides of q are in units of 8 elements."""
+
+    q_ptr: Value
+    k_desc: Value
+    v_desc: Value
+    stride_qb: Value
+    stride_qt: Value
+    stride_qh: Value
+
+
+@gluon.jit
+def item_of(item, sizes):
+    """(sequence, KV head, first row, first key, number of blocks) of an item. The tiles of a head are neighbours: one
+    finds in L2 what another read; those with the most keys come first."""
+    tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
+    tiles = (tokens * group + ROWS - 1) // ROWS
+    rest = item // tiles
+    seq = rest // kv_heads
+    row = (tiles - 1 - (item - rest * tiles)) * ROWS
+    token_last = gl.minimum((row + ROWS - 1) // group, tokens - 1)
+    first = first_key(row // group, tokens, keys, sizes.left)
+    end = end_key(token_last, tokens, keys, sizes.right)
+    return seq, rest - seq * kv_heads, row, first, (gl.maximum(end - first, 0) + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def load_role(source, memory, barriers, items, sizes):
+    """The items of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
+    kv, k_ready, v_ready, free = memory.kv, barriers.k_ready, barriers.v_ready, barriers.free
+    k_desc, v_desc, group = source.k_desc, source.v_desc, sizes.group
+    at = 0  # blocks so far
+    full = 0  # items so far that have blocks
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        seq, head, row, first, n = item_of(item, sizes)
+        tell((n,), turn, memory, barriers)
+        if n > 0:
+            mbarrier.wait(barriers.q_free, (full + 1) % 2)
+            for h in gl.static_range(2):
+                loads.load_rows(source.q_ptr + seq.to(gl.int64) * source.stride_qb * 8, memory.q.index(h), row,
+                                sizes.tokens * group, head, group, source.stride_qt, source.stride_qh, h * 256, ROWS,
+                                256, 64, 1)  # fmt: skip
+            fence_async_shared()  # generic stores -> tensor-core reads
+            mbarrier.arrive(barriers.q_ready, count=1)
+            full += 1
+        for i in range(0, gl.where(n > 0, n + 1, 0)):
+            if i < n:
+                place, use = place_of_k(i)
+                for h in gl.static_range(2):
+                    slot = 2 * place + h
+                    mbarrier.wait(free.index(slot), (at + use + 1) % 2)
+                    mbarrier.expect(k_ready.index(slot), SLOT_BYTES)
+                    tma_load(k_desc, [seq, first + i * KEYS, head, h * 256], k_ready.index(slot),
+                             reinterpret(kv.index(slot), [1, KEYS, 1, 256], k_desc.layout))  # fmt: skip
+            if i > 0:
+                place, use = place_of_v(i - 1, n)
+                for h in gl.static_range(2):
+                    slot = 2 * place + h
+                    mbarrier.wait(free.index(slot), (at + use + 1) % 2)
+                    mbarrier.expect(v_ready.index(slot), SLOT_BYTES)
+                    tma_load(v_desc, [seq, first + (i - 1) * KEYS, head, h * 256], v_ready.index(slot),
+                             reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout))  # fmt: skip
+        at += n
+        turn += 1
+    last_scores(full, barriers)
+    last_slots(at, barriers)
+
+
+@gluon.jit
+def softmax_role(memory, barriers, items, sizes, scale):
+    """P = exp2(S - m) block by block."""
+    s = memory.s
+    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
+    LS: gl.constexpr = s.index(0).get_reg_layout()
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
+    at = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _seq, _head, first_row, first, _n = item_of(item, sizes)
+        n = begin(turn, memory, barriers)
+        row = first_row + gl.arange(0, ROWS, layout=RS)
+        token = row // group
+        row_first = first_key(token, tokens, keys, left)
+        row_end = end_key(token, tokens, keys, right)
+        # Keys that all rows see; inside them no mask is needed.
+        token_last = gl.minimum((first_row + ROWS - 1) // group, tokens - 1)
+        full_first = first_key(token_last, tokens, keys, left)
+        full_end = end_key(first_row // group, tokens, keys, right)
+        m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
+        l = gl.full([ROWS, 2], 0.0, gl.float32, HALF)
+        for j in range(at, at + n):
+            column = first + (j - at) * KEYS
+            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            x = s.index(j % 2).load() * scale
+            if (column < full_first) | (column + KEYS > full_end):
+                x = softmax.see(x, column, row_first, row_end, LS)
+            m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
+        hand_over(m, l, turn, memory, barriers)
+        at += n
+        turn += 1
+    last_values(at, barriers)
+
+
+@gluon.jit
+def store_role(memory, barriers, output, items, sizes):
+    """O / l -> out, lse of item after item."""
+    LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    tokens, group = sizes.tokens, sizes.group
+    at = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        seq, head, first_row, _first, _n = item_of(item, sizes)
+        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
+        token = row // group
+        here = row < tokens * group
+        q_head = head * group + row - token * group
+        sink = softmax.sink_of(output.sink_ptr, q_head, here)
+        n = begin(turn, memory, barriers)
+        m, l = take_over(turn, memory, barriers)
+        factor, lse = softmax.finish(m, l, sink)
+        lse_row = seq.to(gl.int64) * output.stride_lb + token.to(gl.int64) * output.stride_lt
+        lse_row = lse_row + q_head.to(gl.int64) * output.stride_lh
+        gl.store(output.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (output.want_lse != 0))
+        at += n
+        turn += 1
+        if n > 0:
+            mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+        offset = loads.row_offsets(row, head, group, output.stride_ot, output.stride_oh)
+        out = Target(output.out_ptr + seq.to(gl.int64) * output.stride_ob * 8, offset, here)
+        nowhere = Target(output.lse_ptr, row, row < 0)
+        write(factor, n, out, nowhere, memory, barriers, (output.lse_ptr, 0), 0, False)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
+        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
+        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
+        "stride_vb", "stride_vt", "stride_vh", "sign",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
+    ],
+)  # fmt: skip
+def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
+              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
+              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob,
+              stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh, stride_vb,
+              stride_vt, stride_vh, sign, LOAD_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
+              WARP_REGS: gl.constexpr):  # fmt: skip
+    source = Input(q_ptr, k_desc, v_desc, stride_qb, stride_qt, stride_qh)
+    sizes = Sizes(tokens, keys, kv_heads, group, left, right)
+    output = Output(
+        out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, want_lse
+    )
+    items = (tokens * group + ROWS - 1) // ROWS * kv_heads * (total_q // gl.maximum(tokens, 1))
+    memory = make_memory(k_desc.dtype, 1)
+    barriers = make_barriers(4)
+    gl.warp_specialize([
+        (softmax_role, (memory, barriers, items, sizes, scale * sign.to(gl.float32))),
+        (load_role, (source, memory, barriers, items, sizes)),
+        (store_role, (memory, barriers, output, items, sizes)),
+        (scores_role, (memory, barriers, items)),
+        (values_role, (memory, barriers, items)),
+    ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,393 @@
+"""Pairs of CTAs on sm_100a: memory, barriers and roles that V4 attention and FMHA share.
+
+The tensor cores of a pair work on one product of 128 rows: each CTA has 64 rows in all of its 128 lanes, which is the
+full rate, where 64 rows of one CTA alone have half of it. A product takes its right operand in halves: of K the rows
+are split (each CTA holds 64 of 128 keys, all columns), of V the columns (each CTA holds all 128 keys, half of the
+columns). Role chart of one item of three blocks, the same in both CTAs; products are issued by the first::
+
+    load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next item, as Q is free
+    scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next item
+    values   1 warp   |      |               |         | O = P0 V0 | O += P1 V1 | O += P2 V2
+    softmax  4 warps  |      |               | P0      | P1        | P2         | P0 of the next item ...
+    store    4 warps  |      |               |         |           |            |            | O / l -> out
+
+Load, softmax and store are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a
+place, which takes K or V of a block. An item of n blocks fills the two places in this order::
+
+    place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next item
+    place 1        | K1    | K2    | ... K(n-1)        | V(n-1)     |
+
+so that V of its last block and K of the next item's first are there at once.
+
+tensor memory   columns     holds
+s               2 x 64      S of two blocks, fp32 [128, 128]: the second half of the keys in the lanes from 64 on
+o               2 x 128     O, fp32 [128, 256] each: of each half, the second 128 columns in the lanes from 64 on
+
+shared memory   bytes       holds, in each CTA
+q               2 x 32768   [64 rows, 256] each: columns 0-255 and 256-511 of Q
+kv              4 x 32768   slots: K [64 keys, 256] or V [128 keys, 128]
+p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2
+stat            128         of the two halves of 64 rows, whether the reference has to move
+rows            2 x 256     references and sums of the 64 rows of an item whose scores are done
+job             4           the number of blocks of the item (V4: and three words more)
+barriers        8 each
+
+A barrier of the pair is the first CTA's: both arrive there, and it alone waits. The others are each CTA's own.
+
+barrier        arrives            count   waits             means
+job_ready      load (V4: plan)    1       all others        the number of blocks of the next item is in job
+job_free       all others         4 or 5  load, plan        job has been read
+q_ready        bytes or load,     1       scores            Q of the item is in q
+               of the pair
+q_free         commit of scores   1       load, plan        the item's scores are complete
+k_ready[i]     bytes or load,     1       scores            slot i holds K
+               of the pair
+v_ready[i]     the same           1       values            slot i holds V
+free[i]        commit of scores   1       load              the product has used slot i
+               or values
+s_ready[s]     commit of scores   1       softmax           S is complete
+p_ready[s]     softmax, of the    1       values, scores    P is stored, S is read, O is rescaled for this P V
+               pair
+pv_done[s]     commit of values   1       softmax, store    P V is complete: P may be overwritten, O touched
+rows_ready     softmax            1       store             references and sums of an item's rows are in rows
+rows_free      store              1       softmax           rows has been read
+o_free[h]      store, of the      1       values            half h of the columns of an item's O has been read
+               pair
+
+A commit arrives in both CTAs. No wait lags two phases behind, K and V having barriers of their own: a slot is filled
+with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] comes again after softmax has waited
+for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. Store waits for the last
+pv_done of an item after softmax has waited for the phase before; the phase after is of a product behind the next item's
+first, which overwrites O and waits for o_free.
+
+What a thread of softmax holds of a row is half of its scores. Its warps exchange no maxima, only whether some row has
+to move (`softmax_block`): loads from shared memory come after those of products, and every exchange costs two barriers.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret
+
+KEYS = gl.constexpr(128)
+# Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
+SLOT_K = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
+SLOT_V = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[0, 1]]))
+SLOT_BYTES = gl.constexpr(128 * 256)  # of one CTA
+# Triton 3.6 and 3.7 have no such layout and never compile these kernels, but launch their cubins (DSV4_AOT).
+PIECE = gl.constexpr(
+    TensorMemoryLayout([64, 64], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    if "cga_layout" in TensorMemoryLayout.__dataclass_fields__
+    else None
+)
+PANEL = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
+OWN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[0]]))  # each CTA has its own values
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1]]))  # each CTA has half of the values
+FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1, 0]]))  # each CTA has half of the rows
+ALL = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0], cga_layout=[[0]]))  # every warp has all 128 values
+GAP = gl.constexpr(96)  # a piece of O is 32 columns and, as many columns further, 32 more
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    kv: Value
+    p: Value
+    stat: Value
+    rows: Value
+    job: Value
+
+
+@aggregate
+class Barriers:
+    job_ready: Value
+    job_free: Value
+    q_ready: Value
+    q_free: Value
+    k_ready: Value
+    v_ready: Value
+    free: Value
+    s_ready: Value
+    p_ready: Value
+    pv_done: Value
+    rows_ready: Value
+    rows_free: Value
+    o_free: Value
+
+
+@aggregate
+class Target:
+    """Rows in global memory: pointer, offset of each row and whether it is there."""
+
+    ptr: Value
+    row: Value
+    here: Value
+
+
+@gluon.jit
+def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr):
+    S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+    q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 128, 256], SLOT_K)
+    p = gl.allocate_shared_memory(DTYPE, [2, 128, 128], PANEL)
+    stat = gl.allocate_shared_memory(gl.int8, [128, 2], FLAGS)
+    rows = gl.allocate_shared_memory(gl.float32, [2, 128], HALVES)
+    job = gl.allocate_shared_memory(gl.int32, [WORDS, 1], OWN)
+    s = allocate_tensor_memory(gl.float32, [2, 128, 128], S)
+    o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
+    return Memory(s, o, q, kv, p, stat, rows, job)
+
+
+@gluon.jit
+def make_barriers(READERS: gl.constexpr):
+    job_ready = mbarrier.allocate_mbarrier()
+    job_free = mbarrier.allocate_mbarrier()
+    q_ready = mbarrier.allocate_mbarrier(two_ctas=True)
+    q_free = mbarrier.allocate_mbarrier()
+    k_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
+    v_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
+    free = mbarrier.allocate_mbarrier(batch=4)
+    s_ready = mbarrier.allocate_mbarrier(batch=2)
+    p_ready = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
+    pv_done = mbarrier.allocate_mbarrier(batch=2)
+    rows_ready = mbarrier.allocate_mbarrier()
+    rows_free = mbarrier.allocate_mbarrier()
+    o_free = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
+    mbarrier.init(job_ready, count=1)
+    mbarrier.init(job_free, count=READERS)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+        mbarrier.init(o_free.index(i), count=1)
+    mbarrier.init(rows_ready, count=1)
+    mbarrier.init(rows_free, count=1)
+    return Barriers(job_ready, job_free, q_ready, q_free, k_ready, v_ready, free, s_ready, p_ready, pv_done, rows_ready,
+                    rows_free, o_free)  # fmt: skip
+
+
+@gluon.jit
+def place_of_k(i):
+    """(place, how often the item has filled it before) of K of its block i."""
+    return gl.minimum(i, 1), gl.maximum(i - 1, 0)
+
+
+@gluon.jit
+def place_of_v(i, n):
+    return gl.where(i == n - 1, 1, 0), gl.minimum(i + 1, n - 1)
+
+
+@gluon.jit
+def tell(words, turn, memory, barriers):
+    """The number of blocks of the next item, and what else is known of it."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
+    mbarrier.wait(barriers.job_free, (turn + 1) % 2)
+    for i in gl.static_range(len(words)):
+        memory.job.index(i).store(gl.full([1], words[i], gl.int32, L))
+    mbarrier.arrive(barriers.job_ready, count=1)
+
+
+@gluon.jit
+def job_of(turn, WORDS: gl.constexpr, memory, barriers):
+    """What was told of the next item."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
+    mbarrier.wait(barriers.job_ready, turn % 2)
+    words = ()
+    for i in gl.static_range(WORDS):
+        words = words + (gl.max(memory.job.index(i).load(L), 0),)
+    mbarrier.arrive(barriers.job_free, count=1)
+    return words
+
+
+@gluon.jit
+def begin(turn, memory, barriers):
+    """The number of blocks of the next item."""
+    return job_of(turn, 1, memory, barriers)[0]
+
+
+@gluon.jit
+def last_scores(full, barriers):
+    """The last commits arrive in both CTAs: neither may be gone before. At the end of the warp that loads Q."""
+    if full > 0:
+        mbarrier.wait(barriers.q_free, (full - 1) % 2)
+
+
+@gluon.jit
+def last_slots(at, barriers):
+    """The same at the end of the warps that load K and V."""
+    if at > 0:
+        for slot in gl.static_range(4):
+            mbarrier.wait(barriers.free.index(slot), (at - 1) % 2)
+
+
+@gluon.jit
+def last_values(at, barriers):
+    """The same for a commit that softmax had no need to wait for."""
+    if at > 1:
+        mbarrier.wait(barriers.pv_done.index(at % 2), (at // 2 - 1) % 2)
+
+
+@gluon.jit
+def scores_role(memory, barriers, items):
+    """S = Q K^T of block after block."""
+    at = 0  # blocks so far
+    full = 0  # items so far that have blocks
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(turn, memory, barriers)
+        if n > 0:
+            mbarrier.wait(barriers.q_ready, full % 2)
+        for i in range(0, n):
+            stage = (at + i) % 2
+            if at + i >= 2:
+                mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2 - 1) % 2)
+            place, _use = place_of_k(i)
+            # Place 0 has had K once per item, place 1 all the others.
+            phase = gl.where(i == 0, full, at - full + i - 1) % 2
+            for h in gl.static_range(2):
+                slot = 2 * place + h
+                mbarrier.wait(barriers.k_ready.index(slot), phase)
+                k = memory.kv.index(slot).permute((1, 0))
+                tcgen05_mma(memory.q.index(h), k, memory.s.index(stage), use_acc=h > 0)
+                tcgen05_commit(barriers.free.index(slot))
+            tcgen05_commit(barriers.s_ready.index(stage))
+            tcgen05_commit(barriers.q_free, pred=i == n - 1)
+        at += n
+        full += gl.minimum(n, 1)
+        turn += 1
+
+
+@gluon.jit
+def values_role(memory, barriers, items):
+    """O += P V of block after block."""
+    at = 0
+    full = 0
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(turn, memory, barriers)
+        for i in range(0, n):
+            stage = (at + i) % 2
+            mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2) % 2)
+            place, _use = place_of_v(i, n)
+            # Place 1 has had V once per item, place 0 all the others.
+            phase = gl.where(i == n - 1, full, at - full + i) % 2
+            for h in gl.static_range(2):
+                slot = 2 * place + h
+                mbarrier.wait(barriers.v_ready.index(slot), phase)
+                if i == 0:
+                    mbarrier.wait(barriers.o_free.index(h), (full + 1) % 2)
+                v = reinterpret(memory.kv.index(slot), [128, 256], SLOT_V)
+                tcgen05_mma(memory.p.index(stage), v, memory.o.index(h), use_acc=i > 0)
+                tcgen05_commit(barriers.free.index(slot))
+            tcgen05_commit(barriers.pv_done.index(stage))
+        at += n
+        full += gl.minimum(n, 1)
+        turn += 1
+    if full > 0:  # both CTAs arrive at the first one's barrier, which may not be gone before
+        for h in gl.static_range(2):
+            mbarrier.wait(barriers.o_free.index(h), (full - 1) % 2)
+
+
+@gluon.jit
+def by_halves(x):
+    """Scores [rows, keys] as [rows, 2, keys / 2]: what a thread holds of a row is its first half or its second."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2])
+
+
+@gluon.jit
+def softmax_block(x, m, l, at, first, memory, barriers):
+    """P of block `at` from its scores in base 2 (by halves) -> (reference of each row, sum of each half).
+
+    The warps ask each other only whether some row has to move: what a thread holds says whether its half does. Then the
+    halves exchange their maxima, and O is rescaled.
+    """
+    p, o, stat, pv_done = memory.p, memory.o, memory.stat, barriers.pv_done
+    LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    stage = at % 2
+    grown = gl.max(x, 2)
+    stat.store((grown - m[:, None] > softmax.RESCALE_ABOVE).to(gl.int8))  # -inf - -inf is NaN, not above anything
+    if gl.max(reinterpret(stat, [128], OWN).load(ALL).to(gl.int32), 0) > 0:
+        top = gl.max(grown, 1)
+        moves = top - m > softmax.RESCALE_ABOVE
+        alpha = gl.where(moves, gl.exp2(m - top), 1.0)
+        m = gl.where(moves, top, m)
+        l *= alpha[:, None]
+        if at > first:
+            mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
+            factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
+            for h in gl.static_range(2):
+                pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
+                for c in range(0, 4):
+                    pieces.index(c).store(pieces.index(c).load() * factor)
+    y = gl.exp2(x - gl.where(m == -float("inf"), 0.0, m)[:, None, None])
+    if at >= 2:
+        mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
+    p.index(stage).store(y.to(p.dtype).reshape([128, 128]))
+    fence_async_shared()  # P is read by the tensor core
+    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    return m, l + gl.sum(y, 2)
+
+
+@gluon.jit
+def hand_over(m, l, turn, memory, barriers):
+    """References and sums of an item's rows, from softmax to store."""
+    mbarrier.wait(barriers.rows_free, (turn + 1) % 2)
+    memory.rows.index(0).store(m)
+    memory.rows.index(1).store(gl.sum(l, 1))
+    mbarrier.arrive(barriers.rows_ready, count=1)
+
+
+@gluon.jit
+def take_over(turn, memory, barriers):
+    """-> (reference, sum) of each row, as O comes from tensor memory."""
+    L: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    mbarrier.wait(barriers.rows_ready, turn % 2)
+    m = memory.rows.index(0).load(gl.SliceLayout(1, L))
+    l = memory.rows.index(1).load(gl.SliceLayout(1, L))
+    mbarrier.arrive(barriers.rows_free, count=1)
+    return m, l
+
+
+@gluon.jit
+def write(factor, there, out, part, memory, barriers, rope, split, TURN: gl.constexpr = True):
+    """O times a factor per row -> out, or fp32 -> part; zeros where nobody wrote O (`there` is 0). A thread has 32
+    columns of a row and stores them as they are: shared memory has no room to turn them in.
+
+    Rows of all are as O comes from tensor memory.
+    """
+    o, o_free = memory.o, barriers.o_free
+    LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
+    column += column // 32 * GAP
+    offset = out.row[:, None] + column[None, :]
+    part_offset = part.row[:, None] + column[None, :]
+    for h in gl.static_range(2):
+        pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
+        for c in range(0, 4):
+            first = h * 256 + c * 32
+            y = gl.zeros([128, 64], gl.float32, LO)
+            if there > 0:
+                y = pieces.index(c).load()
+                if c == 3:
+                    mbarrier.arrive(o_free.index(h), count=1)
+                if TURN:
+                    y = softmax.turn_back(y, rope, first, 512, GAP)
+                y = y * factor[:, None]
+            if split != 0:
+                gl.store(part.ptr + part_offset + first, y, mask=part.here[:, None])
+            else:
+                gl.store(out.ptr + offset + first, y.to(memory.p.dtype), mask=out.here[:, None])

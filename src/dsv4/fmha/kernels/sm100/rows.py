@@ -1,0 +1,96 @@
+"""What the roles of forward.py share: the queries, the scores that a row sees, P, and the finished rows."""
+
+from triton.language import PropagateNan
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.tiles import see_pages_by_bits
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
+
+KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.jit
+def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
+    """Rows of one tile -> shared memory."""
+    q, problem, strides = memory.q, share.problem, share.strides
+    BM: gl.constexpr = q.shape[1]
+    DS: gl.constexpr = q.shape[2]
+    PARTS: gl.constexpr = D // DS
+    for part in gl.static_range(PARTS):
+        loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
+                        problem.group, strides.qt, strides.qh, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
+    fence_async_shared()  # generic stores -> tensor-core reads
+    mbarrier.arrive(barriers.q_ready.index(TILE), count=1)
+
+
+@gluon.jit
+def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
+    """Some columns of S from tensor memory; those that a row does not see are -inf."""
+    x = s.load()
+    if masked:
+        x = softmax.see(x, first_column, seen.row_first, seen.row_end, L)
+        if HOW >= loads.PAGES:
+            if seen.bad:
+                x = see_pages_by_bits(x, first_column, seen.keys, seen.pages, L)
+    return x
+
+
+@gluon.jit
+def exp2_by_fma(x):
+    """2^x for x up to 127, with a relative error of 1.1e-4, by plain arithmetic: the unit for exponentials makes 16 a
+    cycle in a multiprocessor. Below -126 it is 2^-126.
+
+    2^23 + 2^22 added and taken away leaves the nearest integer, whose low bits are then those of the sum; 2^f of the
+    rest, from -1/2 to 1/2, is a polynomial with the least greatest relative error.
+    """
+    x = gl.maximum(x, -126.0, propagate_nan=KEEP_NAN)
+    rounded = x + 12582912.0
+    f = x - (rounded - 12582912.0)
+    y = ((0.05500895 * f + 0.24221101) * f + 0.69328293) * f + 1.0
+    return (y.to(gl.int32, bitcast=True) + (rounded.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def store_p(x, scale, m, p):
+    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
+    y = gl.exp2(x * scale - m[:, None])
+    p.store(y.to(p.dtype))
+    return y
+
+
+@gluon.jit
+def store_rows(share, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: gl.constexpr):
+    """O of one tile, normalised, and its LSE -> memory, C columns at a time. n: tiles of keys, all in O at pv_done."""
+    tensors, strides, problem = share.tensors, share.strides, share.problem
+    group, head = problem.group, problem.head
+    BM: gl.constexpr = o.shape[0]
+    LO: gl.constexpr = o.slice(0, C).get_reg_layout()
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    m = gl.convert_layout(m, RO)
+    l = gl.convert_layout(l, RO)
+    row = tile_row + gl.arange(0, BM, layout=RO)
+    token = row // group
+    q_head = head * group + row % group
+    here = row < problem.rows
+    part = (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
+    target = loads.row_offsets(row, head, group, strides.ot, strides.oh)
+    sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
+    factor, lse = softmax.finish(m, l, sink)
+    if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+        gl.store(tensors.part_lse_ptr + part, lse, mask=here)
+    else:
+        gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
+                 lse * softmax.LN2, mask=here & (problem.want_lse != 0))  # fmt: skip
+    if n > 0:
+        mbarrier.wait(pv_done, (n - 1) % 2)
+    for c in gl.static_range(D // C):
+        column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
+        x = gl.zeros([BM, C], gl.float32, LO)
+        if n > 0:  # else nobody ever wrote O
+            x = o.slice(c * C, C).load() * factor[:, None]
+        if split != 0:
+            gl.store(tensors.part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])
+        else:
+            y = x.to(tensors.out_ptr.dtype.element_ty)
+            gl.store(tensors.out_ptr + target[:, None] + column[None, :], y, mask=here[:, None])

@@ -1,0 +1,201 @@
+"""The roles of forward.py with two query tiles in flight: head dims 64 and 128.
+
+A tile's scores stay in tensor memory only until its softmax group has them in registers, and P has a place of its own.
+So the products for the next keys are issued before P V of these, and nothing in the chain of a group but its own work
+is waited for. The tiles take one S in turn, each while the other is in its exponentials.
+
+    mma         | S0 .. S1 .. | S0' PV0 | S1' PV1 | S0" PV0' | ...
+    softmax 0   |  read S0, P0 ............ | read S0', P0' ...
+    softmax 1   |        read S1, P1 ............ | read S1', P1' ...
+
+A row keeps its reference until its maximum has grown by 2^8; where one moves, the group itself rescales O, so that the
+tensor core waits for nobody else. Whether one moves is asked before the wait for P V of the keys before, and a quarter
+of the exponentials is computed without the unit that the groups share (`rows.exp2_by_fma`): between two products P V
+of a tile there is little else than exponentials.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit, tcgen05_mma
+
+from dsv4.fmha.kernels.sm100.load_role import advance
+from dsv4.fmha.kernels.sm100.rows import exp2_by_fma, load_queries, scores, store_p, store_rows
+from dsv4.fmha.kernels.tiles import sight
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+
+AT_A_TIME = gl.constexpr(32)  # columns of O, and of S where P goes through shared memory
+VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
+ANY = gl.constexpr("""{
+    .reg .pred mine, some;
+    setp.ne.b32 mine, $1, 0;
+    bar.red.or.pred some, $2, 128, mine;
+    selp.b32 $0, 1, 0, some;
+}""")
+
+
+@gluon.jit
+def multiply_scores(memory, barriers, TILE: gl.constexpr, slot):
+    """S of a tile for the keys in a ring slot."""
+    s = memory.s.index(TILE % memory.s.shape[0])
+    tcgen05_mma(memory.q.index(TILE), memory.ring.index(slot).permute((1, 0)), s, use_acc=False)
+    tcgen05_commit(barriers.s_ready.index(TILE))
+
+
+@gluon.jit
+def mma_role(memory, barriers, n):
+    ring, slot_ready, slot_free, s_read = memory.ring, barriers.slot_ready, barriers.slot_free, barriers.s_read
+    SLOTS: gl.constexpr = ring.shape[0]
+    SHARED: gl.constexpr = memory.s.shape[0] == 1  # the tiles take turns at S
+    if n > 0:
+        mbarrier.wait(slot_ready.index(0), 0)
+        mbarrier.wait(barriers.q_ready.index(0), 0)
+        multiply_scores(memory, barriers, 0, 0)
+        mbarrier.wait(barriers.q_ready.index(1), 0)
+        if SHARED:
+            mbarrier.wait(s_read.index(0), 0)
+        multiply_scores(memory, barriers, 1, 0)
+        tcgen05_commit(slot_free.index(0))
+        slot, phase = advance(gl.to_tensor(0), gl.to_tensor(0), SLOTS)
+        for j in range(0, n):
+            k_slot = slot
+            if j + 1 < n:
+                mbarrier.wait(slot_ready.index(k_slot), phase)
+                slot, phase = advance(slot, phase, SLOTS)
+            for i in gl.static_range(2):
+                if j + 1 < n:
+                    if SHARED:  # who had S before: the other tile
+                        mbarrier.wait(s_read.index(1 - i), (j + i) % 2)
+                    else:
+                        mbarrier.wait(s_read.index(i), j % 2)
+                    multiply_scores(memory, barriers, i, k_slot)
+                    if i == 1:
+                        tcgen05_commit(slot_free.index(k_slot))
+                if i == 0:
+                    mbarrier.wait(slot_ready.index(slot), phase)
+                mbarrier.wait(barriers.p_ready.index(i), j % 2)
+                tcgen05_mma(memory.p.index(i), ring.index(slot), memory.o.index(i), use_acc=j > 0)
+                tcgen05_commit(barriers.pv_done.index(i))
+            tcgen05_commit(slot_free.index(slot))
+            slot, phase = advance(slot, phase, SLOTS)
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """O *= alpha, row by row, a few columns at a time: the scores stay in registers."""
+    BM: gl.constexpr = o.shape[0]
+    N: gl.constexpr = o.shape[1] // 16
+    parts = o.reinterpret(gl.float32, [N, BM, 16], TensorMemoryLayout([BM, 16], col_stride=1))
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, parts.index(0).get_reg_layout()))
+    for c in range(0, N):
+        parts.index(c).store(parts.index(c).load() * alpha[:, None])
+
+
+@gluon.jit
+def some_row(x, TILE: gl.constexpr):
+    """Whether x holds for some row of the tile. A maximum over rows would pass through shared memory, whose loads come
+    after those of products."""
+    return gl.inline_asm(ANY, "=r,r,n", [x.to(gl.int32), VOTES + TILE], gl.int32, False) > 0
+
+
+@gluon.jit
+def shifted(x, scale, m):
+    return x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def halves(x):
+    """The first columns and the last ones."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_some(y, p, FIRST: gl.constexpr):
+    """Columns of P from FIRST on -> tensor memory. Returns the sum of each row."""
+    part = p.slice(FIRST, y.shape[1])
+    part.store(gl.convert_layout(y.to(p.dtype), part.get_reg_layout()))
+    return gl.sum(y, 1)
+
+
+@gluon.jit
+def step(
+    memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr
+):
+    """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
+    s, p = memory.s.index(TILE % memory.s.shape[0]), memory.p.index(TILE)
+    BM: gl.constexpr = memory.q.shape[1]
+    BN: gl.constexpr = memory.ring.shape[1]
+    C: gl.constexpr = BN if P_TMEM else AT_A_TIME
+    LS: gl.constexpr = s.slice(0, C).get_reg_layout()
+    parts = s.reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
+    if P_TMEM:
+        x = scores(s, column, masked, seen, LS, HOW)
+        mbarrier.arrive(barriers.s_read.index(TILE), count=1)
+        top = gl.max(x, 1)
+    else:
+        top = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, LS))
+        for c in range(0, BN // C):
+            top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, seen, LS, HOW), 1))
+    top = top * scale
+    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
+    some = some_row(moves, TILE)
+    if j > 0:
+        mbarrier.wait(barriers.pv_done.index(TILE), (j - 1) % 2)  # O and P of the keys before are not in use any more
+    if some:
+        alpha = gl.where(moves, gl.exp2(m - top), 1.0)
+        m = gl.where(moves, top, m)
+        l *= alpha
+        if j > 0:
+            rescale(memory.o.index(TILE), alpha)
+    safe = gl.where(m == -float("inf"), 0.0, m)
+    if P_TMEM:
+        a, b = halves(x)
+        b, c = halves(b)
+        a = gl.exp2(shifted(a, scale, safe))
+        b = gl.exp2(shifted(b, scale, safe))
+        if masked:  # of -inf
+            c = gl.exp2(shifted(c, scale, safe))
+        else:
+            c = exp2_by_fma(shifted(c, scale, safe))
+        a = store_some(a, p, 0)
+        b = store_some(b, p, BN // 2)
+        c = store_some(c, p, BN // 4 * 3)
+        mbarrier.arrive(barriers.p_ready.index(TILE), count=1)
+        l += gl.convert_layout(a, l.type.layout)
+        l += gl.convert_layout(b, l.type.layout) + gl.convert_layout(c, l.type.layout)
+    else:
+        panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], p.dtype))
+        for c in range(0, BN // 64):
+            for i in gl.static_range(64 // C):
+                x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
+                l += gl.sum(store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1)), 1)
+        mbarrier.arrive(barriers.s_read.index(TILE), count=1)
+        fence_async_shared()  # P is read by the tensor core
+        mbarrier.arrive(barriers.p_ready.index(TILE), count=1)
+    return m, l
+
+
+@gluon.jit
+def softmax_role(memory, barriers, share, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
+                 P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+    """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
+    tiles, scale, pv_done = share.tiles, share.problem.scale, barriers.pv_done.index(TILE)
+    BM: gl.constexpr = memory.q.shape[1]
+    BN: gl.constexpr = memory.ring.shape[1]
+    LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    load_queries(memory, barriers, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
+    seen = sight(tile_row, share, BM, BN, HOW, RS)
+    m = gl.full([BM], -float("inf"), gl.float32, RS)
+    l = gl.full([BM], 0.0, gl.float32, RS)
+    n = tiles.end - tiles.begin
+    for j in range(0, n):
+        mbarrier.wait(barriers.s_ready.index(TILE), j % 2)
+        column = tiles.first + (tiles.begin + j) * BN
+        masked = seen.bad | (column < seen.full_first) | (column + BN > seen.full_end)
+        if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
+            if masked:
+                m, l = step(memory, barriers, seen, m, l, j, column, scale, True, TILE, P_TMEM, HOW)
+            else:
+                m, l = step(memory, barriers, seen, m, l, j, column, scale, False, TILE, P_TMEM, HOW)
+        else:
+            m, l = step(memory, barriers, seen, m, l, j, column, scale, masked, TILE, P_TMEM, HOW)
+    store_rows(share, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)

@@ -1,0 +1,183 @@
+"""dQ of attention on sm_90a by itself, head dims 64 and 128: a CTA owns 128 rows and goes through the keys.
+
+    S = Q K^T    P = 2^(S scale - lse2) where seen    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
+
+dK and dV are backward_keys.py's: seven products in all instead of five, and no atomics. Role chart::
+
+    load    1 warp  | Q, dO | K, V of the next keys ...
+    left    4 warps | rows 0-63:  S | dP, P under it | dS | dQ and the next S
+    right   4 warps | rows 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
+
+shared memory   bytes                holds
+q, dout         2 x 64 x D x 2       [2, 64, D] each: rows of left and right; q in the end dQ
+k, v            SLOTS x 128 x D x 2  [SLOTS, 128, D] each
+barriers        8 each
+
+barrier         arrives            count       waits          means
+own_ready       load: TMA bytes    1 + bytes   left, right    Q and dO are there
+ready[slot]     load: TMA bytes    1 + bytes   left, right    K and V are in the slot
+free[slot]      left, right        2           load           both have used it
+landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+"""
+
+from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import advance
+from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
+from dsv4.fmha.kernels.tiles import end_key, first_key
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.opaque import zero
+
+
+@aggregate
+class Memory:
+    q: Value
+    dout: Value
+    k: Value
+    v: Value
+
+
+@gluon.jit
+def keys_of(row, sizes):
+    """[first, end) of the tiles of 128 keys that some of 128 packed rows see."""
+    tokens, keys = sizes.tokens, sizes.keys
+    first = first_key(row // sizes.group, tokens, keys, sizes.left)
+    end = end_key(gl.minimum((row + 127) // sizes.group, tokens - 1), tokens, keys, sizes.right)
+    return first // 128 * 128, end
+
+
+@gluon.jit
+def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr):
+    past: gl.constexpr = False
+    if VARLEN:
+        past = share.own + 128 > sizes.rows
+    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, barriers, past, share,
+                            share.first_row, 0, sizes.rows, D)  # fmt: skip
+    first, end = keys_of(share.own, sizes)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    for key in range(first, end, 128):
+        mbarrier.wait(barriers.free.index(slot), phase)
+        k, v, ready = memory.k.index(slot), memory.v.index(slot), barriers.ready.index(slot)
+        place = share.first_key + key
+        foreign: gl.constexpr = False
+        if VARLEN:
+            foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
+        landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, barriers.landed, landed_phase, foreign,
+                                 share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
+        slot, phase = advance(slot, phase, SLOTS)
+
+
+@gluon.jit
+def visible(p, row, key, sizes, LS: gl.constexpr):
+    """P [64 rows, 128 keys], 0 where the row does not see the key."""
+    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
+    last = gl.minimum((row + 63) // group, tokens - 1)
+    if (key < first_key(last, tokens, keys, left)) | (key + 128 > end_key(row // group, tokens, keys, right)):
+        token = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))) // group
+        number = key + gl.arange(0, 128, layout=gl.SliceLayout(0, LS))
+        apart = number[None, :] - (token + (keys - tokens))[:, None]
+        p = gl.where((apart >= -left) & (apart <= right) & (number < keys)[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, sizes, scales, ds_scale,
+         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
+    """128 keys, S of which is under way -> S of the next 128 with MORE."""
+    q, dout, k, v = memory.q, memory.dout, memory.k, memory.v
+    LS: gl.constexpr = accumulator(128)
+    LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    dp = scores(dout.index(opaque + W), v.index(slot))
+    p = gl.exp2(s * scales.s - lse2[:, None])
+    p = visible(p, row, key, sizes, LS)
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+    d = p * (dp - delta[:, None])
+    if SCALED:
+        d = d * ds_scale
+    dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), k.index(slot), dq, is_async=True)
+    after, after_phase = advance(slot, phase, SLOTS)
+    if MORE:
+        mbarrier.wait(barriers.ready.index(after), after_phase)
+        s = scores(q.index(opaque + W), k.index(after))
+        dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
+    else:
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+    mbarrier.arrive(barriers.free.index(slot), count=1)
+    return s, dq, after, after_phase
+
+
+@gluon.jit
+def dq_role(memory, barriers, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+            SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+    """dQ of 64 packed rows."""
+    LS: gl.constexpr = accumulator(128)
+    row = share.own + 64 * W
+    number = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))
+    lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
+    delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
+    ds_scale = 1.0
+    if SCALED:
+        ds_scale = gl.load(scales.ds_ptr)
+    dq = gl.zeros([64, D], gl.float32, accumulator(D))
+    first, end = keys_of(share.own, sizes)
+    mbarrier.wait(barriers.own_ready, 0)
+    if first < end:
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        mbarrier.wait(barriers.ready.index(0), 0)
+        s = scores(memory.q.index(W), memory.k.index(0))
+        steps = (end - first + 127) // 128
+        for turn in range(0, steps - 1):
+            s, dq, slot, phase = step(s, dq, memory, barriers, row, first + turn * 128, slot, phase, turn, lse2, delta,
+                                      sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
+        _, dq, _, _ = step(s, dq, memory, barriers, row, first + (steps - 1) * 128, slot, phase, steps - 1, lse2, delta,
+                           sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+    scale = scales.gradient
+    if SCALED:
+        scale = scale / ds_scale
+    finish(dq * scale, memory.q.index(W), result, share, share.first_row, row, sizes.rows, D, VARLEN)
+
+
+@gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads",
+                              "sequences", "dq_head", "dq_row"])  # fmt: skip
+def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dq_ptr, cu_q_ptr,
+                cu_k_ptr, scale2, scale, rows, tokens, keys, group, left, right, kv_heads, sequences, dq_head, dq_row,
+                D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
+                DQ_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
+    """One program: 128 packed rows of a pair of sequence and KV head. lse2, delta [pairs, rows]; dq [batch, KV head,
+    packed row, column] like q. VARLEN, cu_q, cu_k and strides as in backward_keys."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
+    k = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
+    v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
+    barriers = make_barriers(SLOTS, VARLEN)
+    tiles = (rows + 127) // 128
+    if VARLEN:
+        tiles = rows // 128 + sequences
+    pair = gl.program_id(0) // tiles
+    row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
+    share = Share(pair // kv_heads, pair % kv_heads, row, 0, 0)
+    sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    if VARLEN:
+        seq, row = tile_of(row // 128, cu_q_ptr, sequences, group)
+        first_row, first_key, sizes = sizes_of(seq, row, sizes, cu_q_ptr, cu_k_ptr, False)
+        share = Share(0, pair, row, first_row, first_key)
+        lse2_ptr += first_row
+        delta_ptr += first_row
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    memory = Memory(q, dout, k, v)
+    terms = Terms(lse2_ptr, delta_ptr)
+    result = Result(dq_desc, dq_ptr, dq_head, dq_row)
+    scales = Scales(scale2, 1.0, scale, ds_scale_ptr)
+    gl.warp_specialize([
+        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
+        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
+        (load_role, (operands, memory, barriers, share, sizes, D, SLOTS, VARLEN)),
+    ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip

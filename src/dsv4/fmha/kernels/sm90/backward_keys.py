@@ -1,0 +1,368 @@
+"""dK and dV of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the rows. No atomics.
+
+    S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+    dV += P^T dO   dK += dS^T Q
+
+dQ is backward_dq.py's: seven products in all instead of five. Role chart of a step, 64 packed rows::
+
+    load    1 warp  | Q, dO, lse2, delta of the next rows
+    left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK, and S of the next rows
+    right   4 warps | keys 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
+
+shared memory   bytes               holds
+k, v            2 x 128 x D x 2     [2, 64, D] each: the keys of left and right; v in the end dV, then dK
+q, dout         SLOTS x 64 x D x 2  [SLOTS, 64, D] each
+stat            SLOTS x 512         [SLOTS x 2, 64]: lse2 and delta of the rows, fp32
+barriers        8 each
+
+barrier       arrives            count       waits          means
+own_ready     load: TMA bytes    1 + bytes   left, right    K and V are there
+ready[slot]   load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
+free[slot]    left, right        2           load           both have used it
+landed        TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+
+Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
+P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, whose ends TMA does not know; load
+zeroes what is not the sequence's, and the last tile of a sequence is stored row by row.
+"""
+
+from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import advance, zero_unseen
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    store_wait,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.opaque import zero
+
+AT_ONCE = gl.constexpr(4)
+ALL = gl.constexpr(1 << 30)  # past every row
+
+
+@aggregate
+class Memory:
+    k: Value
+    v: Value
+    q: Value
+    dout: Value
+    stat: Value
+
+
+@aggregate
+class Barriers:
+    own_ready: Value
+    ready: Value
+    free: Value
+    landed: Value
+
+
+@gluon.jit
+def make_barriers(SLOTS: gl.constexpr, VARLEN: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    own_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    landed = own_ready
+    if VARLEN:
+        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(landed, count=1)
+    mbarrier.init(own_ready, count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return Barriers(own_ready, ready, free, landed)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """[64, columns] of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def rows_of(key, sizes):
+    """[first, end) of the tiles of 64 packed rows that see some of 128 keys."""
+    offset = sizes.keys - sizes.tokens
+    first = gl.maximum(key - offset - sizes.right, 0)
+    end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
+    return first * sizes.group // 64 * 64, end * sizes.group
+
+
+@gluon.jit
+def load_pair(x_desc, y_desc, x, y, ready, share, row, D: gl.constexpr):
+    """Rows from `row` on into tiles x and y, of 64 rows or of 128."""
+    BOX: gl.constexpr = x_desc.layout
+    ROWS: gl.constexpr = x.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
+    x_panels = reinterpret(x, [D // 64, 1, 1, ROWS, 64], BOX)
+    y_panels = reinterpret(y, [D // 64, 1, 1, ROWS, 64], BOX)
+    for panel in gl.static_range(D // 64):
+        tma_load(x_desc, [share.batch, share.head, row, panel * 64], ready, x_panels.index(panel))
+        tma_load(y_desc, [share.batch, share.head, row, panel * 64], ready, y_panels.index(panel))
+
+
+@gluon.jit
+def load_halves(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
+    mbarrier.expect(ready, 2 * 128 * D * 2)
+    for half in gl.static_range(2):
+        load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, share, first + share.own + half * 64, D)
+
+
+@gluon.jit
+def load_own(x_desc, y_desc, x, y, barriers, foreign, share, first, begin, end, D: gl.constexpr):
+    """The 128 rows from `own` on of the sequence that begins at `first`, by halves; if some are foreign, 0 in rows
+    outside of [begin, end) of it -> next phase of landed."""
+    landed_phase = gl.to_tensor(0)
+    if foreign:
+        load_halves(x_desc, y_desc, x, y, barriers.landed, share, first, D)
+        mbarrier.wait(barriers.landed, 0)
+        for half in gl.static_range(2):
+            zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
+            zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(barriers.own_ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_halves(x_desc, y_desc, x, y, barriers.own_ready, share, first, D)
+    return landed_phase
+
+
+@gluon.jit
+def load_next(
+    x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share, place, row, begin, end, D: gl.constexpr
+):
+    """Rows from `row` of the sequence on, which are those from `place` on of the tensors; otherwise as load_own."""
+    ROWS: gl.constexpr = x.shape[0]
+    if foreign:
+        mbarrier.expect(landed, 2 * ROWS * D * 2)
+        load_pair(x_desc, y_desc, x, y, landed, share, place, D)
+        mbarrier.wait(landed, landed_phase)
+        zero_unseen(x, row, begin, end, ROWS, D)
+        zero_unseen(y, row, begin, end, ROWS, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(ready, count=1)
+        landed_phase = landed_phase ^ 1
+    else:
+        mbarrier.expect(ready, 2 * ROWS * D * 2)
+        load_pair(x_desc, y_desc, x, y, ready, share, place, D)
+    return landed_phase
+
+
+@gluon.jit
+def load_role(
+    operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr
+):
+    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (share.own < first_seen(sizes)) | (share.own + 128 > sizes.keys)
+    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, barriers, foreign, share,
+                            share.first_key, first_seen(sizes), sizes.keys, D)  # fmt: skip
+    first, end = rows_of(share.own, sizes)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    for row in range(first, end, 64):
+        number = row + gl.arange(0, 64, layout=ROW)
+        lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
+        delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
+        mbarrier.wait(barriers.free.index(slot), phase)
+        memory.stat.index(slot * 2).store(lse2)
+        memory.stat.index(slot * 2 + 1).store(delta)
+        q, dout, ready = memory.q.index(slot), memory.dout.index(slot), barriers.ready.index(slot)
+        place = share.first_row + row
+        past: gl.constexpr = False
+        if VARLEN:
+            past = row + 64 > sizes.rows
+        landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, barriers.landed, landed_phase,
+                                 past, share, place, row, 0, sizes.rows, D)  # fmt: skip
+        slot, phase = advance(slot, phase, SLOTS)
+
+
+@gluon.jit
+def scores(x, y):
+    """x [64, D] times y [rows, D], transposed; under way."""
+    ROWS: gl.constexpr = y.shape[0]
+    s = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
+    return warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def rows_that_see(key, sizes):
+    """[first, end) of the packed rows that see a key (a number or a tensor of them)."""
+    offset = sizes.keys - sizes.tokens
+    first = gl.minimum(gl.maximum(key - offset - sizes.right, 0), sizes.tokens)
+    end = gl.minimum(gl.maximum(key - offset + sizes.left + 1, 0), sizes.tokens)
+    # Rows past the last one need no mask: their P is 0 because of lse2.
+    return gl.where(key < sizes.keys, first * sizes.group, ALL), gl.where(end < sizes.tokens, end * sizes.group, ALL)
+
+
+@gluon.jit
+def visible(p, row, key, whole, sizes, LS: gl.constexpr):
+    """P^T [64 keys, 64 rows], 0 where the row does not see the key. whole: [first, end) of the rows that see all of
+    them; found once, because finding the token of a row takes a division."""
+    if (row < whole[0]) | (row + 64 > whole[1]):
+        number = row + gl.arange(0, 64, layout=gl.SliceLayout(0, LS))[None, :]
+        first, end = rows_that_see(key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS)), sizes)
+        p = gl.where((number >= first[:, None]) & (number < end[:, None]), p, 0.0)
+    return p
+
+
+@gluon.jit
+def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, whole, sizes, scales, ds_scale,
+         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
+    """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
+    k, v, q, dout, stat = memory.k, memory.v, memory.q, memory.dout, memory.stat
+    LS: gl.constexpr = accumulator(64)
+    LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
+    dp = scores(v.index(opaque + W), dout.index(slot))
+    p = gl.exp2(s * scales.s - lse2[None, :])
+    p = visible(p, row, key, whole, sizes, LS)
+    if SCALED:
+        p16 = (p * scales.p).to(q.dtype)
+    else:
+        p16 = p.to(q.dtype)
+    dv = warpgroup_mma(gl.convert_layout(p16, LA), dout.index(slot), dv, is_async=True)
+    dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+    delta = stat.index(slot * 2 + 1).load(gl.SliceLayout(0, LS))
+    d = p * (dp - delta[None, :])
+    if SCALED:
+        d = d * ds_scale
+    d16 = d.to(q.dtype)
+    dk = warpgroup_mma(gl.convert_layout(d16, LA), q.index(slot), dk, is_async=True)
+    dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
+    after, after_phase = advance(slot, phase, SLOTS)
+    if MORE:
+        mbarrier.wait(barriers.ready.index(after), after_phase)
+        s = scores(k.index(opaque + W), q.index(after))
+    NEWER: gl.constexpr = 1 if MORE else 0
+    dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
+    mbarrier.arrive(barriers.free.index(slot), count=1)
+    return s, dk, dv, after, after_phase
+
+
+@gluon.jit
+def finish(x, tile, result, share, first, row, end, D: gl.constexpr, VARLEN: gl.constexpr):
+    """x [64, D] to rows from `row` on of a sequence that begins at `first` and has `end` rows."""
+    last: gl.constexpr = False
+    if VARLEN:
+        last = row + 64 > end
+    if last:
+        L: gl.constexpr = accumulator(D)
+        here = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+        offset = share.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row
+        place = result.ptr + offset[:, None] + column[None, :]
+        gl.store(place, x.to(tile.dtype), mask=(here < end)[:, None])
+    else:
+        send(x, tile, result.desc, share, first + row, D)
+
+
+@gluon.jit
+def send(x, tile, desc, share, row, D: gl.constexpr):
+    """x [64, D] to rows from `row` on, by way of the tile."""
+    tile.store(x.to(tile.dtype))
+    fence_async_shared()
+    BOX: gl.constexpr = desc.layout
+    panels = reinterpret(tile, [D // 64, 1, 1, 64, 64], BOX)
+    for panel in gl.static_range(D // 64):
+        tma_store(desc, [share.batch, share.head, row, panel * 64], panels.index(panel))
+    store_wait(0)
+
+
+@gluon.jit
+def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+                  SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys."""
+    dk = gl.zeros([64, D], gl.float32, accumulator(D))
+    dv = gl.zeros([64, D], gl.float32, accumulator(D))
+    ds_scale = 1.0
+    if SCALED:
+        ds_scale = gl.load(scales.ds_ptr)
+    first, end = rows_of(share.own, sizes)
+    mine = share.own + 64 * W
+    mbarrier.wait(barriers.own_ready, 0)
+    if first < end:
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        mbarrier.wait(barriers.ready.index(0), 0)
+        s = scores(memory.k.index(W), memory.q.index(0))
+        steps = (end - first + 63) // 64
+        whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
+        for turn in range(0, steps - 1):
+            s, dk, dv, slot, phase = step(s, dk, dv, memory, barriers, first + turn * 64, mine, slot, phase, turn,
+                                          whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
+        _, dk, dv, _, _ = step(s, dk, dv, memory, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
+                               whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+    scale = scales.gradient
+    if SCALED:
+        dv = dv / scales.p
+        scale = scale / ds_scale
+    tile = memory.v.index(W)
+    finish(dv, tile, dv_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
+    finish(dk * scale, tile, dk_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
+
+
+@gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
+                              "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row"])  # fmt: skip
+def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dk_ptr,
+                  dv_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group, left, right, kv_heads,
+                  sequences, dk_head, dk_row, dv_head, dv_row,
+                  D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
+                  GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
+    """One program: 128 keys of a pair of sequence and KV head. lse2, delta [pairs, rows]. p_scale, ds_scale: what P and
+    dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say.
+    dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
+    v = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
+    q = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
+    stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, 64], FLAT)
+    barriers = make_barriers(SLOTS, VARLEN)
+    tiles = (keys + 127) // 128
+    if VARLEN:
+        tiles = keys // 128 + sequences
+    pairs = gl.num_programs(0) // tiles
+    # Pairs go AT_ONCE together, the longest tiles of all of them first: a pair by itself would begin its longest ones
+    # when others end. More at once would have more rows in use than the L2 holds.
+    begun = gl.program_id(0) // (tiles * AT_ONCE) * AT_ONCE
+    width = gl.minimum(pairs - begun, AT_ONCE)
+    place = gl.program_id(0) - begun * tiles
+    tile = place // width
+    pair = begun + (place - tile * width)
+    key = tile * 128
+    share = Share(pair // kv_heads, pair % kv_heads, key, 0, 0)
+    sizes = Sizes(rows, tokens, keys, group, left, right)
+    lse2_ptr += pair.to(gl.int64) * rows
+    delta_ptr += pair.to(gl.int64) * rows
+    if VARLEN:
+        seq, key = tile_of(tile, cu_k_ptr, sequences, 1)
+        first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
+        share = Share(0, pair, key, first_row, first_key)
+        lse2_ptr += first_row
+        delta_ptr += first_row
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    memory = Memory(k, v, q, dout, stat)
+    terms = Terms(lse2_ptr, delta_ptr)
+    dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
+    dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
+    scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
+    gl.warp_specialize([
+        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
+        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
+        (load_role, (operands, memory, barriers, terms, share, sizes, D, SLOTS, VARLEN)),
+    ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

@@ -1,0 +1,153 @@
+"""P and dS of attention on sm_90a, to memory: tiles of 128 query rows times 128 keys. backward.py multiplies the rest.
+
+    S = Q K^T     P = 2^(S scale - lse2) where seen     dP = dO V^T     dS = P (dP - delta)
+
+One CTA per multiprocessor loops over tiles. Role chart::
+
+    load    1 warp   | chunks of Q, K ... dO, V of tile a    | of tile b ...
+    left    4 warps  | S of rows 0-63, all chunks | dP chunks 0, 1 | P, stored | dP, other chunks | dS, stored
+    right   4 warps  | the same of rows 64-127; while one takes the exponential the other keeps the tensor cores busy
+
+shared memory   bytes              holds
+a               SLOTS x 16384      [128, 64]: a chunk of 64 columns of Q or dO
+b               SLOTS x 16384      [128, 64]: the same columns of K or V
+tile            2 x 16384          [64, 128] of left and right: P, then dS, on their way out
+barriers        8 each
+
+barrier         arrives            count       waits          means
+ready[slot]     load: TMA bytes    1 + bytes   left, right    a chunk is in the slot
+free[slot]      left, right        2           load           both have used it
+
+Tensors are [batch, KV head, packed row, column]: row r is token r // group of query head r % group of the KV head. TMA
+fills what lies past the end of a tensor with zeros, so nothing foreign enters a product; lse2 of such rows is +inf.
+A tile that nobody sees is skipped, or written as zeros where a product of backward.py will read it: needed() says.
+"""
+
+from dsv4.fmha.kernels.backward_arguments import Operands
+from dsv4.fmha.kernels.loads import advance
+from dsv4.fmha.kernels.score_tiles import (
+    Ring,
+    Rows,
+    ScoreScales,
+    SlabSizes,
+    load_role,
+    locate,
+    needed,
+    row_terms,
+    tiles_of,
+    visible,
+)
+from dsv4.kernels.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    store_wait,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def chunks(acc, ring, slot, phase, last, begin, end, W: gl.constexpr, SLOTS: gl.constexpr):
+    """acc [64, 128] += chunks begin .. end. The newest product is under way, its slot, `last`, not free; -1: none."""
+    for chunk in range(begin, end):
+        mbarrier.wait(ring.ready.index(slot), phase)
+        acc = warpgroup_mma(ring.a.index(slot).slice(64 * W, 64, dim=0), ring.b.index(slot).permute((1, 0)), acc,
+                            use_acc=chunk > 0, is_async=True)  # fmt: skip
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(ring.free.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
+        last = slot
+        slot, phase = advance(slot, phase, SLOTS)
+    return acc, slot, phase, last
+
+
+@gluon.jit
+def send(x, tile, desc, pair, row, key):
+    """x [64, 128] to memory by way of the warpgroup's tile, when what was there before has left."""
+    BOX: gl.constexpr = desc.layout
+    store_wait(0)
+    tile.store(x)
+    fence_async_shared()
+    panels = reinterpret(tile, [2, 1, 64, 64], BOX)
+    tma_store(desc, [pair, row, key], panels.index(0))
+    tma_store(desc, [pair, row, key + 64], panels.index(1))
+
+
+@gluon.jit
+def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
+               SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+    """Rows 64 W .. 64 W + 63 of every tile."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
+    ds_scale = 1.0
+    if SCALED:
+        ds_scale = gl.load(scales.ds_ptr)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, tile_row, key = locate(item, tiles)
+        some, read = needed(tile_row, key, sizes)
+        first_row = tile_row + 64 * W
+        if some:
+            row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            lse2, delta = row_terms(terms, pair, row, sizes)
+            s = gl.zeros([64, 128], gl.float32, L)
+            s, slot, phase, last = chunks(s, ring, slot, phase, gl.to_tensor(-1), 0, CHUNKS, W, SLOTS)
+            dp = gl.zeros([64, 128], gl.float32, L)
+            dp, slot, phase, last = chunks(dp, ring, slot, phase, last, 0, EARLY, W, SLOTS)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
+            p = visible(gl.exp2(s * scales.s - lse2[:, None]), first_row, key, sizes)
+            if SCALED:
+                send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
+            else:
+                send(p.to(tile.dtype), tile, p_desc, pair, first_row, key)
+            dp, slot, phase, last = chunks(dp, ring, slot, phase, last, EARLY, CHUNKS, W, SLOTS)
+            dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+            mbarrier.arrive(ring.free.index(last), count=1)
+            ds = p * (dp - delta[:, None])
+            if SCALED:
+                ds = ds * ds_scale
+            send(ds.to(tile.dtype), tile, ds_desc, pair, first_row, key)
+        elif read:
+            nothing = gl.zeros([64, 128], tile.dtype, L)
+            send(nothing, tile, p_desc, pair, first_row, key)
+            send(nothing, tile, ds_desc, pair, first_row, key)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=[
+    "all_rows", "rows", "row_begin", "tokens", "keys", "group", "left", "right", "row_piece", "key_piece", "pairs",
+    "pair_begin", "kv_heads", "scale", "p_scale",
+])  # fmt: skip
+def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, scale,
+                    p_scale, all_rows, rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece, pairs,
+                    pair_begin, kv_heads,
+                    D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, SCORE_REGS: gl.constexpr,
+                    LOAD_REGS: gl.constexpr):  # fmt: skip
+    """rows: of the slab, `row_begin` its first; lse2 and delta [pairs of the slab, all_rows]."""
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    CHUNKS: gl.constexpr = D // 64
+    a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
+    b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
+    left_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
+    right_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    tiles = tiles_of(rows, keys, pairs)
+    sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    ring = Ring(a, b, ready, free)
+    terms = Rows(lse2_ptr, delta_ptr, all_rows)
+    scales = ScoreScales(scale, p_scale, ds_scale_ptr)
+    gl.warp_specialize([
+        (score_role, (ring, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SLOTS, SCALED)),
+        (score_role, (ring, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SLOTS, SCALED)),
+        (load_role, (operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
+    ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip

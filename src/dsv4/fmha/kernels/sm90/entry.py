@@ -1,0 +1,85 @@
+"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; shared/fmha/prepare.py does the rest.
+
+=========  ==========================================  ===================
+head dim   problems                                    kernel
+=========  ==========================================  ===================
+64 - 256   all but the next                            rows.py
+64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
+512        all but the next                            wide.py, wide_kv.py
+512        with DSV4_PAIR=1: dense, k is not v, more   pair.py
+           than 64 rows
+=========  ==========================================  ===================
+
+pair.py halves what crosses the L2, but that is not the limit on an H200, where wide_kv.py is the faster one
+(benchmarks/NOTES.md, version 7). So it is taken only where the environment asks for it.
+"""
+
+from dataclasses import replace
+
+from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split
+from dsv4.fmha.kernels.sm90.pair import fmha_pair
+from dsv4.fmha.kernels.sm90.rows import fmha_rows
+from dsv4.fmha.kernels.sm90.rows_loop import fmha_rows_loop
+from dsv4.fmha.kernels.sm90.wide import fmha_wide
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.compat import TRITON_VERSION
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
+
+
+def tiling(p: FmhaProblem, target: Target) -> Tiling:
+    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling."""
+    rows = p.max_seqlen_q * p.group  # of the longest sequence
+    if p.head_dim == 512:
+        # What the load warp leaves is for left, which holds more where v is a tensor of its own.
+        producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
+        one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), short=True)
+        if target.pair and pairs(p):
+            # Right keeps the addresses of the leader's barriers too: with 232 registers it loses 2 to 5 %.
+            return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2), short=False)
+        return one
+    tiles = -(-rows // 128) * p.kv_heads * p.batch
+    many = p.kind == "dense" and tiles >= 4 * target.multiprocessors
+    large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
+    even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
+    if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
+        # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
+        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=even), loop=True)
+    if large:
+        # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
+        keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[
+            p.head_dim
+        ]
+        early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
+        even = even and early
+        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
+    few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
+    if few or p.head_dim == 64:
+        # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
+        keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
+            p.head_dim
+        ]
+        return _rows_tiling(p.head_dim, keys, stages, 1, 0, producer, maxnreg=maxnreg)
+    return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
+
+
+def pairs(p: FmhaProblem) -> bool:
+    """Whether pair.py serves the problem."""
+    return p.head_dim == 512 and p.kind == "dense" and not p.same_kv and p.max_seqlen_q * p.group > 64
+
+
+def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:
+    return Tiling(64 * consumers, keys, keys, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=consumers,
+                                                   CONSUMER_REGS=regs, PRODUCER_REGS=producer, **options))  # fmt: skip
+
+
+def supports(p: FmhaProblem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    return batch_reason(p)
+
+
+def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
+    c = tiling(p, target)
+    wide = fmha_pair if c.ctas == 2 else fmha_wide
+    kernel = wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
+    prepare_split(p, target, program, kernel, c)

@@ -1,0 +1,165 @@
+"""FMHA forward for head dim 512 on sm_90a: 64 packed query rows per CTA, O [64, 512] shared by two warpgroups.
+
+O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys come in
+blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they hand each other P,
+the running maximum and the rescaling factor through shared memory. Role chart where k is v (MQA latents), and a block
+is loaded once and read as K and as V; wide_kv.py has the roles for a v of its own::
+
+    load   1 warp   | blocks of the next step ...
+    left   4 warps  | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
+    right  4 warps  | S1 = Q K1^T |        wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
+
+While one softmaxes, the other keeps the tensor cores busy.
+
+shared memory   bytes               holds
+q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
+kv              4 x 32768           [64, 256] each: block b, half h at 2b + h
+p               2 x 8192            [64, 64] each: P of block 0 and 1
+stat            6 x 256             fp32 per row: maximum after block 0, after block 1; factor 0, 1; sums of left, right
+barriers        8 each
+
+barrier         arrives                      count       waits          means
+q_asked         left, right                  2           load           the loads of Q are on their way
+q_ready         left, right                  2           left, right    both halves of Q are in q
+ready[2b + h]   load: TMA bytes, or itself   1 + bytes   left, right    half h of block b is in kv
+free[2b + h]    owner of half h              1           load           O half h has used block b: refill its half h
+p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
+sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
+landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
+
+The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner has
+computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1]
+says so through ready[1]. P1 is overwritten after p_ready[0] of the next step, before which left has waited for
+O_L += P1 V1_L.
+"""
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import Lists, Sizes, Strides, Tensors
+from dsv4.fmha.kernels.sm90 import wide_kv, work
+from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, make_room, nothing_yet, publish, published, scores
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
+    landed_phase = 0
+    phase = 1  # the first wait on an untouched barrier passes
+    mbarrier.wait(q_asked, 0)  # Q would come last if it stood behind a whole ring of K
+    for step in range(tiles.begin, tiles.end):
+        for slot in gl.static_range(4):
+            mbarrier.wait(ring.free.index(slot), phase)
+            row = tiles.first + step * 128 + slot // 2 * 64
+            landed_phase = loads.fill_any(source.k_desc, source.k_cells, ring.kv.index(slot), ring.ready.index(slot),
+                                          landed, landed_phase, source.where, row, slot % 2 * 256, 64, 256,
+                                          HOW)  # fmt: skip
+        phase = phase ^ 1
+
+
+@gluon.jit
+def left_step(o, m, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+    """Softmax of block 0, then O[:, :256] with both blocks."""
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(room, ring, 0, phase, step)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    s = work.mask(s, share.tiles.first + step * 128, seen, HOW)
+    p, m0, a0 = softmax.step(s, m, share.problem.scale)
+    l = l * a0 + gl.sum(p, 1)
+    pb = p.to(room.q.dtype)
+    publish(pb, m0, a0, room, 0)
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(0), o, is_async=True)
+    # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(0), count=1)
+    m, a1 = published(room, phase, 1, RS)
+    l = l * a1
+    mbarrier.wait(ring.ready.index(2), phase)
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(room.p.index(1), ring.kv.index(2), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(2), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    RS: gl.constexpr = l.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(room, ring, 2, phase, step)
+    # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
+    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+    m0, a0 = published(room, phase, 0, RS)
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    mbarrier.wait(ring.ready.index(1), phase)
+    o = warpgroup_mma(room.p.index(0), ring.kv.index(1), o, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    s = work.mask(s, share.tiles.first + step * 128 + 64, seen, HOW)
+    p, m, a1 = softmax.step(s, m0, share.problem.scale)
+    l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
+    pb = p.to(room.q.dtype)
+    publish(pb, m, a1, room, 1)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(1), count=1)
+    o = o * gl.convert_layout(a1, RO)[:, None]
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(3), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(ring.free.index(3), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def half_role(
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+):
+    """Left (HALF 0) or right (1)."""
+    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    o, m, l = nothing_yet(room.q.shape[1])
+    phase = 0
+    for step in range(share.tiles.begin, share.tiles.end):
+        if HALF == 0:
+            o, m, l = left_step(o, m, l, room, ring, seen, share, phase, step, HOW)
+        else:
+            o, m, l = right_step(o, l, room, ring, seen, share, phase, step, HOW)
+        phase = phase ^ 1
+    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
+
+
+@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
+def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
+              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
+              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
+              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
+              stride_vp, stride_vr, stride_vh,
+              HOW: gl.constexpr, SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
+              RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
+    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
+    lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
+    sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
+                  num_splits, tiles_per_split)  # fmt: skip
+    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
+    k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
+    v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
+    place = work.place_of(lists, sizes, k_desc.block_shape[1], 64, 128, HOW)
+    tile_row = place.tile_row
+    if tile_row < place.rows:
+        room, ring, landed = make_room(k_desc.dtype, HOW)
+        share, source = work.share_of(
+            place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW
+        )
+        if SAME_KV:
+            gl.warp_specialize([
+                (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
+                (half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
+                (load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
+            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (wide_kv.half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
+                (wide_kv.half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
+            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

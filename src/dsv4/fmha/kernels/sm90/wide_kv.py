@@ -1,0 +1,181 @@
+"""FMHA forward for head dim 512 on sm_90a where k is not v: 64 packed query rows per CTA.
+
+As wide.py: left and right own one half of the columns of O each, keys come in blocks of 64, two per step, left computes
+the scores of block 0 and right those of block 1. Beside Q there is room for two blocks [64, 512] of K or V, and the
+order in which they come decides. Role chart, K0' and V0' being those of the next step::
+
+    load   1 warp   | K1 | K0' | V1 | V0' ...
+    left   4 warps  | O_L += P0 V0_L | S0' = Q K0'^T | O_L += P1 V1_L, softmax 0' -> P0'
+    right  4 warps  | O_R += P0 V0_R | S1 = Q K1^T | softmax 1 -> P1 | O_R += P1 V1_R
+
+A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
+Each softmax runs under a product: that of left under O += P1 V1, that of right under S0'. After the last step left
+computes an S0' of what lies in its place, and drops it.
+
+shared memory   bytes               holds
+q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
+kv              4 x 32768           [64, 256] each: halves 0, 1 of the first K0, then K1, V1, K1, V1, ...;
+                                    2, 3 of the first V0, then K0', V0', K0', V0', ...
+p               2 x 8192            [64, 64] each: P of block 0 and 1
+stat            6 x 256             fp32 per row: maximum after block 0, after block 1; factor 0, 1; sums of left, right
+barriers        8 each
+
+barrier         arrives                      count       waits          means
+q_asked         left, right                  2           load           the loads of Q are on their way
+q_ready         left, right                  2           left, right    both halves of Q are in q
+ready[i]        load: TMA bytes, or itself   1 + bytes   its users      half slot i of kv is filled
+free[i]         who used it: K0, K0' left,   1           load           half slot i may be filled with the next
+                K1 right, V the half's owner
+p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
+sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
+landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
+
+Each half slot has two fillings per step, so the phase of a wait is that of what is waited for: V 0, K 1 (but the first
+K0). Nobody may wait for a filling before the one between has come: for V1, left has p_ready[1], which says that K1 had
+come; right has p_ready[0] for V0 and K1; left waits for right's half of V0 before that of K0'. P0 and its maximum and
+factor are overwritten after p_ready[1], before which right waited for O_R += P0 V0_R; P1 and its own after p_ready[0],
+before which left waited for O_L += P1 V1_L.
+"""
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.sm90 import work
+from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, nothing_yet, publish, published, scores
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def fill_block(
+    desc, cells, ring, landed, landed_phase, where, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr
+):
+    """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
+    for h in range(2):
+        mbarrier.wait(ring.free.index(SLOT + h), PHASE)
+        landed_phase = loads.fill_any(desc, cells, ring.kv.index(SLOT + h), ring.ready.index(SLOT + h), landed,
+                                      landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
+    return landed_phase
+
+
+@gluon.jit
+def fill_k(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
+    return fill_block(source.k_desc, source.k_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
+
+
+@gluon.jit
+def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
+    return fill_block(source.v_desc, source.v_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
+
+
+@gluon.jit
+def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
+    phase = 0  # of landed
+    row = tiles.first + tiles.begin * 128
+    mbarrier.wait(q_asked, 0)  # as in wide.py
+    if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
+        phase = fill_k(source, ring, landed, phase, row, 0, 1, HOW)
+        phase = fill_v(source, ring, landed, phase, row, 2, 1, HOW)
+    for step in range(tiles.begin, tiles.end):
+        row = tiles.first + step * 128 + 64
+        phase = fill_k(source, ring, landed, phase, row, 0, 0, HOW)
+        if step + 1 < tiles.end:
+            phase = fill_k(source, ring, landed, phase, row + 64, 2, 0, HOW)
+        phase = fill_v(source, ring, landed, phase, row, 0, 1, HOW)
+        if step + 1 < tiles.end:
+            phase = fill_v(source, ring, landed, phase, row + 64, 2, 1, HOW)
+
+
+@gluon.jit
+def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
+    """Block 0 of each step and O[:, :256]."""
+    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    if tiles.begin < tiles.end:
+        s = scores(room, ring, 0, 0, tiles.begin)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        mbarrier.arrive(free.index(0), count=1)
+        mbarrier.arrive(free.index(1), count=1)
+        s = work.mask(s, tiles.first + tiles.begin * 128, seen, HOW)
+        p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
+        sums = gl.sum(p, 1)
+        pb = p.to(room.q.dtype)
+        publish(pb, m0, a0, room, 0)
+        pa = gl.convert_layout(pb, LA)
+        phase = 0
+        for step in range(tiles.begin, tiles.end):
+            more = step + 1 < tiles.end
+            l = l * a0 + sums
+            o = softmax.rescale(o, a0)
+            mbarrier.wait(ready.index(2), 0)
+            o = warpgroup_mma(pa, kv.index(2), o, is_async=True)
+            # Right's half of V0. Not after the arrival: then K0' could have come to its place, and this wait not end.
+            mbarrier.wait(ready.index(3), 0)
+            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+            mbarrier.arrive(free.index(2), count=1)
+            s = scores(room, ring, 2, 1, step, more)
+            m, a1 = published(room, phase, 1, RS)
+            l = l * a1
+            o = o * gl.convert_layout(a1, RO)[:, None]  # no jump over it: S is under way
+            mbarrier.wait(ready.index(0), 0)
+            o = warpgroup_mma(room.p.index(1), kv.index(0), o, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+            mbarrier.arrive(free.index(2), count=1, pred=more)
+            mbarrier.arrive(free.index(3), count=1, pred=more)
+            s = work.mask(s, tiles.first + step * 128 + 128, seen, HOW)
+            p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
+            sums = softmax.pin(gl.sum(p, 1))
+            pb = p.to(room.q.dtype)
+            o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+            mbarrier.arrive(free.index(0), count=1)
+            if more:
+                publish(pb, m0, a0, room, 0)
+            pa = gl.convert_layout(pb, LA)
+            phase = phase ^ 1
+    return o, m, l
+
+
+@gluon.jit
+def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
+    """Block 1 of each step and O[:, 256:]."""
+    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    RS: gl.constexpr = m.type.layout
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    phase = 0
+    for step in range(tiles.begin, tiles.end):
+        m0, a0 = published(room, phase, 0, RS)
+        o = softmax.rescale(o, a0)
+        mbarrier.wait(ready.index(3), 0)
+        o = warpgroup_mma(room.p.index(0), kv.index(3), o, is_async=True)
+        s = scores(room, ring, 0, 1, step)
+        o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+        mbarrier.arrive(free.index(3), count=1)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        mbarrier.arrive(free.index(0), count=1)
+        mbarrier.arrive(free.index(1), count=1)
+        s = work.mask(s, tiles.first + step * 128 + 64, seen, HOW)
+        p, m, a1 = softmax.step(s, m0, share.problem.scale, softmax.RESCALE_ABOVE)
+        l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
+        pb = p.to(room.q.dtype)
+        publish(pb, m, a1, room, 1)
+        mbarrier.wait(ready.index(1), 0)
+        o = softmax.rescale(o, a1)
+        o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(1), o, is_async=True)
+        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        mbarrier.arrive(free.index(1), count=1)
+        phase = phase ^ 1
+    return o, m, l
+
+
+@gluon.jit
+def half_role(
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+):
+    """Left (HALF 0) or right (1)."""
+    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    o, m, l = nothing_yet(room.q.shape[1])
+    if HALF == 0:
+        o, m, l = left_steps(o, m, l, room, ring, seen, share, HOW)
+    else:
+        o, m, l = right_steps(o, m, l, room, ring, seen, share, HOW)
+    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)

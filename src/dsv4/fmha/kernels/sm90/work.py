@@ -1,0 +1,249 @@
+"""What the kernels of this folder share: a CTA's share of the problem, masks, and what becomes of a finished row.
+
+A kernel groups its arguments (shared/fmha/arguments.py), asks `place_of` for its rows and tiles of keys, and
+`share_of` for what its roles need: Share for those who compute, Source for those who load.
+"""
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import Problem, Share, Source, Tensors, Tiles
+from dsv4.fmha.kernels.loads import Where
+from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, see_pages, sequence
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
+
+# Arguments of the kernels whose values must not make Triton compile again.
+NOT_SPECIALIZED = [
+    "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "left",
+    "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
+    "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kp", "stride_kr", "stride_kh", "stride_vp", "stride_vr",
+    "stride_vh",
+]  # fmt: skip
+
+# SPLIT of a kernel: False, True, or that it writes short partial results
+SHORT = gl.constexpr(2)
+
+
+@aggregate
+class Place:
+    """Rows and tiles of keys of a CTA."""
+
+    tile_row: Value  # its first row
+    rows: Value  # of the sequence and KV head
+    seq: Value
+    head: Value
+    split: Value
+    q_start: Value
+    tokens: Value
+    k_start: Value
+    keys: Value
+    first: Value  # key of tile 0
+    begin: Value  # its tiles [begin, end)
+    end: Value
+
+
+@gluon.jit
+def place_of(lists, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):
+    """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
+    VARLEN: gl.constexpr = HOW == ROWS
+    seq = gl.program_id(2)
+    head = gl.program_id(1) % sizes.kv_heads
+    split = gl.program_id(1) // sizes.kv_heads
+    q_start, tokens, k_start, keys = sequence(seq, VARLEN, sizes.tokens, sizes.keys, sizes.total_q, sizes.total_k,
+                                              lists.cu_q_ptr, lists.cu_k_ptr, lists.lengths_ptr, HOW)  # fmt: skip
+    rows = tokens * sizes.group
+    tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
+    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, BOX_ROWS, M, BN, HOW)
+    return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
+
+
+@gluon.jit
+def share_of(
+    place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW: gl.constexpr
+):
+    """-> Share, Source"""
+    seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
+    # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
+    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.qb + place.q_start.to(gl.int64) * strides.qt) * 8
+    out_ptr = tensors.out_ptr + (seq.to(gl.int64) * strides.ob + place.q_start.to(gl.int64) * strides.ot) * 8
+    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lb + place.q_start.to(gl.int64) * strides.lt)
+    table_ptr = lists.table_ptr + seq.to(gl.int64) * sizes.table_stride
+    # Row of the partial results: split-major, then as the rows of q (token, head).
+    part_row = place.split.to(gl.int64) * sizes.total_q + place.q_start
+    outer = 0
+    if HOW != ROWS:
+        part_row += seq.to(gl.int64) * tokens
+        outer = seq
+    here = Tensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
+    problem = Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, sizes.left,
+                      sizes.right, scale, want_lse)  # fmt: skip
+    tiles = Tiles(place.first, place.begin, place.end, part_row)
+    pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
+    where = Where(
+        outer, head, place.k_start, keys, first_key(0, tokens, keys, sizes.left), keys, table_ptr, sizes.page_size
+    )
+    return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_cells, v_cells, where)
+
+
+@gluon.jit
+def mask(s, column, seen, HOW: gl.constexpr, APART: gl.constexpr = False):
+    """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
+    L: gl.constexpr = s.type.layout
+    if (column < seen.full_first) | (column + s.shape[1] > seen.full_end):
+        if APART:
+            s = softmax.see_apart(s, column, seen.row_first, seen.row_end, L)
+        else:
+            s = softmax.see(s, column, seen.row_first, seen.row_end, L)
+    if HOW >= PAGES:
+        if seen.bad:
+            s = see_pages(s, column, seen.keys, seen.pages, L)
+    return s
+
+
+@gluon.jit
+def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
+    """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
+    tensors, strides, tiles = share.tensors, share.strides, share.tiles
+    head, group, rows = share.problem.head, share.problem.group, share.problem.rows
+    RS: gl.constexpr = m.type.layout
+    LO: gl.constexpr = o.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    M: gl.constexpr = o.shape[0]
+    C: gl.constexpr = o.shape[1]
+    row = tile_row + gl.arange(0, M, layout=RS)
+    q_head = head * group + row % group
+    token = row // group
+    if SPLIT == SHORT:
+        write_short(o, m, l, tile_row, share, COLUMN, D)
+    elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+        factor, lse = softmax.finish(m, l, gl.full([M], -float("inf"), gl.float32, RS))
+        part = (tiles.part_row + token.to(gl.int64)) * share.problem.q_heads + q_head
+        if COLUMN == 0:
+            gl.store(tensors.part_lse_ptr + part, lse, mask=row < rows)
+        if tiles.begin < tiles.end:
+            o = o * gl.convert_layout(factor, RO)[:, None]
+            column = COLUMN + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
+            gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
+                     mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
+    else:
+        sink = softmax.sink_of(tensors.sink_ptr, q_head, row < rows)
+        factor, lse = softmax.finish(m, l, sink)
+        if COLUMN == 0:
+            gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
+                     lse * softmax.LN2, mask=(row < rows) & (share.problem.want_lse != 0))  # fmt: skip
+        o = o * gl.convert_layout(factor, RO)[:, None]
+        smem.store(o.to(smem.dtype))
+        loads.store_rows(tensors.out_ptr, smem, tile_row, rows, head, group, strides.ot, strides.oh, COLUMN, M, C)
+
+
+def _transposition() -> str:
+    """PTX: words $8 + 2 j + r of four lanes, j = 0 .. 3, become $2 j + r, lane and j changed for each other."""
+    lines = [".reg .pred odd, upper", ".reg .b32 lane, give, got, a0, a1, a2, a3", "mov.u32 lane, %laneid",
+             "and.b32 got, lane, 1", "setp.ne.u32 odd, got, 0", "and.b32 got, lane, 2",
+             "setp.ne.u32 upper, got, 0"]  # fmt: skip
+
+    def change(first: str, second: str, mask: int, which: str) -> None:
+        lines.extend([f"selp.b32 give, {first}, {second}, {which}",
+                      f"shfl.sync.bfly.b32 got, give, {mask}, 0x1f, 0xffffffff",
+                      f"selp.b32 {first}, got, {first}, {which}",
+                      f"selp.b32 {second}, {second}, got, {which}"])  # fmt: skip
+
+    for row in range(2):
+        lines.extend(f"mov.b32 a{j}, ${8 + 2 * j + row}" for j in range(4))
+        for first, second, mask, which in ((0, 1, 1, "odd"), (2, 3, 1, "odd"), (0, 2, 2, "upper"), (1, 3, 2, "upper")):
+            change(f"a{first}", f"a{second}", mask, which)
+        lines.extend(f"mov.b32 ${2 * j + row}, a{j}" for j in range(4))
+    return "{ " + "; ".join(lines) + "; }"
+
+
+TRANSPOSITION = gl.constexpr(_transposition())
+WORDS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+
+
+@gluon.constexpr_function
+def pieces(columns):
+    """Register layout of [64, columns] 16-bit values that in_pieces makes."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], *([0, 1 << bit] for bit in range(5, columns.bit_length() - 1)), [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def in_pieces(x):
+    """16-bit x [64, D], an accumulator's: the same values where a thread has 16 bytes of a row, four lanes 64.
+
+    Gluon would go by way of shared memory, for which there may be no room. A thread's 16 values in a row of registers
+    are two rows, of which it has two columns of each eight: with j the eight among 32 and t the lane among four, column
+    8 j + 2 t + e. The exchange puts column 8 t + 2 j + e there, and the names of the dimensions follow.
+    """
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    x = gl.inline_asm_elementwise(TRANSPOSITION, WORDS, [x], dtype=x.dtype, is_pure=True, pack=16)
+    x = x.reshape([M, D // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, D])
+    return gl.convert_layout(x, pieces(D))
+
+
+@gluon.jit
+def write_at_once(o, m, l, tile_row, share, D: gl.constexpr):
+    """Normalise O [64, D] and write it and the LSE, from registers and without a barrier."""
+    tensors, strides, problem = share.tensors, share.strides, share.problem
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    row = tile_row + gl.arange(0, 64, layout=RS)
+    token = row // problem.group
+    q_head = problem.head * problem.group + row - token * problem.group
+    sink = softmax.sink_of(tensors.sink_ptr, q_head, row < problem.rows)
+    factor, lse = softmax.finish(m, l, sink)
+    gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh, lse * softmax.LN2,
+             mask=(row < problem.rows) & (problem.want_lse != 0))  # fmt: skip
+    o = o * gl.convert_layout(factor, RO)[:, None]
+    x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
+    LW: gl.constexpr = x.type.layout
+    row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+    offset = loads.row_offsets(row, problem.head, problem.group, strides.ot, strides.oh)
+    col = gl.arange(0, D, layout=gl.SliceLayout(0, LW))
+    gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=(row < problem.rows)[:, None])
+
+
+@gluon.jit
+def part_rows(tile_row, share, R: gl.constexpr):
+    """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
+    problem = share.problem
+    row = tile_row + gl.arange(0, 64, layout=R)
+    token = row // problem.group
+    q_head = problem.head * problem.group + row - token * problem.group
+    return (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head, row < problem.rows
+
+
+@gluon.jit
+def short_half(o, norm):
+    """Half of the columns, O [64, D / 2], times norm, as a short partial result: see combine.py -> (values in pieces,
+    what undoes the factor of each row)."""
+    # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
+    exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
+    up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    return in_pieces((o * (norm * up)[:, None]).to(gl.float16)), ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr):
+    """Half of the columns, O [64, D / 2], normalised, as a short partial result."""
+    tensors, tiles = share.tensors, share.tiles
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    part, there = part_rows(tile_row, share, RS)
+    factor, lse = softmax.finish(m, l, gl.full([64], -float("inf"), gl.float32, RS))
+    if COLUMN == 0:
+        gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
+    if tiles.begin < tiles.end:
+        x, down = short_half(o, gl.convert_layout(factor, RO))
+        down = gl.convert_layout(down, RS)
+        gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
+        LW: gl.constexpr = x.type.layout
+        to, written = part_rows(tile_row, share, gl.SliceLayout(1, LW))
+        column = COLUMN + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LW))
+        values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        gl.store(values_ptr + to[:, None] * D + column[None, :], x, mask=written[:, None])

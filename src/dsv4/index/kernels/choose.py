@@ -1,0 +1,372 @@
+"""The topk best of a query's scores, exactly, by the greatest score of every GROUP of neighbouring rows.
+
+If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it: the best ones are among them. The
+cut need not be exact, a few rows more are no matter. So one CTA per query, or, for few queries, each of SHARES CTAs
+
+    cut       reads the maxima, one for GROUP rows, and looks for a cut with topk groups or up to an eighth more above
+    rows      reads the scores of these groups and keeps what is not below the cut: little more than topk, unless scores
+              are equal or rows are few, and then it cuts again
+    sorts     these, and writes the first topk as the list; a share counts for some of them how many are greater, and
+              writes each to its place
+
+and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists.
+Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
+
+Loads have no masks, so that all of them are under way at once: a predicate each would be more than there are. What is
+not there is read from a place that is.
+"""
+
+from dsv4.index.kernels.ranking import (
+    ABSENT,
+    best_of,
+    between,
+    ends_of,
+    falling,
+    items_layout,
+    key_of,
+    next_cuts,
+    ordered_of,
+    places_of,
+    so_far,
+    sorting_layout,
+    value_of,
+    wider,
+    write_list,
+    write_nothing,
+    write_rows,
+)
+from dsv4.index.kernels.scores import FOREVER, GROUP, owner, rows_seen
+from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
+from dsv4.kernels.dependent import wait_for_grid_before
+
+
+@gluon.jit
+def ones_in(bits):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sum_and_greatest(total, greatest, more, other):
+    return total + more, gl.maximum(greatest, other)
+
+
+@gluon.constexpr_function
+def groups_layout(warps):
+    """[HIGH, groups, GROUP]: 16 bytes per thread, four threads for a group."""
+    return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, warps, 1], [2, 1, 0])
+
+
+@aggregate
+class Rows:
+    """Rows of the groups that are looked into: the first ones, or those in a list. In pieces of HIGH lines; they are
+    read anew for every pass, from the L1, so they take few registers and little code."""
+
+    scores_ptr: Value
+    groups_ptr: Value
+    held: Value  # groups
+    seen: Value
+    LISTED: gl.constexpr
+    HIGH: gl.constexpr
+
+    @gluon.jit
+    def pieces(self):
+        each: gl.constexpr = self.HIGH * gl.num_warps() * 8
+        return (self.held + each - 1) // each
+
+    @gluon.jit
+    def piece(self, number):
+        """(scores, row numbers, which are there) [HIGH, 4 * THREADS]; of groups past the last one the first is read."""
+        L: gl.constexpr = groups_layout(gl.num_warps())
+        WIDE: gl.constexpr = gl.num_warps() * 8
+        SHAPE: gl.constexpr = [self.HIGH, WIDE * GROUP]
+        ITEMS: gl.constexpr = items_layout(gl.num_warps(), 4)
+        line = number * self.HIGH + gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        at = line[:, None] * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+        there = at < self.held
+        group = gl.where(there, at, 0)
+        if self.LISTED:
+            group = gl.load(self.groups_ptr + group)
+        place = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        row = group[:, :, None] * GROUP + place[None, None, :]
+        x = gl.load(self.scores_ptr + row)
+        there = there[:, :, None] & (place[None, None, :] >= 0)
+        x, row, there = gl.reshape(x, SHAPE), gl.reshape(row, SHAPE), gl.reshape(there, SHAPE)
+        return gl.convert_layout(x, ITEMS), gl.convert_layout(row, ITEMS), gl.convert_layout(there, ITEMS)
+
+    @gluon.jit
+    def scores(self, number):
+        """As `piece`, the scores alone; of groups past the last one the last is read, and `there` leaves them out: a
+        predicate for each line would be more than there are."""
+        L: gl.constexpr = groups_layout(gl.num_warps())
+        WIDE: gl.constexpr = gl.num_warps() * 8
+        line = number * self.HIGH + gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        at = line[:, None] * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+        group = gl.minimum(at, gl.maximum(self.held - 1, 0))
+        if self.LISTED:
+            group = gl.load(self.groups_ptr + group)
+        place = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        x = gl.load(self.scores_ptr + group[:, :, None] * GROUP + place[None, None, :])
+        return gl.convert_layout(gl.reshape(x, [self.HIGH, WIDE * GROUP]), items_layout(gl.num_warps(), 4))
+
+    @gluon.jit
+    def there(self, number, thread):
+        """Four bits for every line of a piece whose group there is; a thread has a quarter of it."""
+        WIDE: gl.constexpr = gl.num_warps() * 8
+        lines = (self.held - number * self.HIGH * WIDE - thread // 4 + WIDE - 1) // WIDE
+        lines = gl.minimum(gl.maximum(lines, 0), self.HIGH)
+        return gl.where(lines == 8, -1, (1 << (lines * 4 & 31)) - 1)
+
+    @gluon.jit
+    def ordered_piece(self, number):
+        x, row, there = self.piece(number)
+        return gl.where(there & (row < self.seen), ordered_of(x), ABSENT), row
+
+    @gluon.jit
+    def columns(self, value):
+        return gl.full([gl.num_warps() * 128], value, gl.int32, gl.SliceLayout(0, items_layout(gl.num_warps(), 4)))
+
+    @gluon.jit
+    def taken(self, number, cut, highest, TIES: gl.constexpr):
+        """What is not below a cut, with ties, those equal to it only up to a row; else of all lines, there or not."""
+        if TIES:
+            ordered, row = self.ordered_piece(number)
+            return (ordered > cut) | ((ordered == cut) & (row <= highest))
+        # Rows that are not seen are -inf: behind all others, if they are taken at all.
+        return self.scores(number) >= gl.where(cut == ABSENT + 1, -float("inf"), value_of(cut))
+
+    @gluon.jit
+    def above(self, cut, highest):
+        """int32 [4 * THREADS]: how many rows of a column are taken, with ties."""
+        total = self.columns(0)
+        for i in range(self.pieces()):
+            total += gl.sum(self.taken(i, cut, highest, True).to(gl.int32), 0)
+        return total
+
+    @gluon.jit
+    def counts(self, first, second):
+        """Rows from the first cut on, and 2^16 times those from the second on."""
+        total = self.columns(0)
+        for i in range(self.pieces()):
+            ordered, row = self.ordered_piece(i)
+            total += gl.sum((ordered >= first).to(gl.int32) + ((ordered >= second).to(gl.int32) << 16), 0)
+        return gl.sum(total, 0)
+
+    @gluon.jit
+    def ends(self, low, high):
+        """(the least score from low on, the greatest one below high, and 1 more)"""
+        least, greatest = self.columns(FOREVER), self.columns(ABSENT)
+        for i in range(self.pieces()):
+            ordered, row = self.ordered_piece(i)
+            least = gl.minimum(least, gl.min(gl.where(ordered >= low, ordered, FOREVER), 0))
+            greatest = gl.maximum(greatest, gl.max(gl.where(ordered < high, ordered, ABSENT), 0))
+        return gl.min(least, 0), gl.max(greatest, 0) + 1
+
+    @gluon.jit
+    def cut(self, wanted, most, low):
+        """(a cut, the highest row of those equal to it): `wanted` to `most` rows are taken. More than `most` are not
+        below low."""
+        low, high = self.ends(low, FOREVER)
+        at_least = most + 1
+        step = 0
+        while (at_least > most) & (low + 1 != high):
+            if step % 8 == 7:
+                low, high = self.ends(low, high)
+            first, second = next_cuts(low, high, step)
+            low, high, at_least = between(self.counts(first, second), wanted, low, high, first, second, at_least)
+            step += 1
+        highest = gl.to_tensor(FOREVER)
+        if at_least > most:
+            highest = self.seen
+            lowest = -1
+            while lowest + 1 < highest:
+                middle = lowest + (highest - lowest) // 2
+                enough = gl.sum(self.above(low, middle), 0) >= wanted
+                highest = gl.where(enough, middle, highest)
+                lowest = gl.where(enough, lowest, middle)
+        return low, highest
+
+    @gluon.jit
+    def keep(self, keep_ptr, most, cut, highest, TIES: gl.constexpr):
+        """Store the numbers of the rows that are taken, or their keys, the first `most` of them -> how many there are.
+        What a thread takes of a piece is bits of a number, and threads store one row at a time: they take few."""
+        KEYS: gl.constexpr = keep_ptr.dtype.element_ty == gl.int64
+        L: gl.constexpr = items_layout(gl.num_warps(), 4)
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        THREADS: gl.constexpr = gl.num_warps() * 32
+        line = gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, L))[:, None]
+        bit = gl.full([self.HIGH, 4 * THREADS], 1, gl.int32, L)
+        bit = bit << (line * 4 + gl.arange(0, 4 * THREADS, layout=gl.SliceLayout(0, L))[None, :] % 4)
+        thread = gl.arange(0, THREADS, layout=LINE)
+        found = gl.to_tensor(0)
+        for i in range(self.pieces()):
+            taken = self.taken(i, cut, highest, TIES)
+            bits = gl.reshape(gl.sum(gl.where(taken, bit, 0), 0), [THREADS, 4])
+            bits = gl.convert_layout(gl.sum(bits, 1), LINE)
+            if not TIES:
+                bits = bits & self.there(i, thread)
+            mine = ones_in(bits)
+            place = found + so_far(mine) - mine
+            count, rounds = gl.reduce((mine, mine), 0, sum_and_greatest)
+            found += count
+            for _ in range(rounds):
+                first = ones_in(~bits & (bits - 1))  # zeros before the first one
+                group = (i * self.HIGH + first // 4) * (THREADS // 4) + thread // 4
+                group = gl.where(bits == 0, 0, group)
+                if self.LISTED:
+                    group = gl.load(self.groups_ptr + group)
+                number = group * GROUP + thread % 4 * 4 + first % 4
+                if KEYS:
+                    number = key_of(ordered_of(gl.load(self.scores_ptr + number)), number)
+                gl.store(keep_ptr + place, number, mask=(bits != 0) & (place < most))
+                place += 1
+                bits = bits & (bits - 1)
+        return found
+
+
+@gluon.constexpr_function
+def pairs_layout(mine, warps):
+    """[mine, all]: four warps on each side, so that few keys are read often; 16 bytes per thread of `all`."""
+    return gl.BlockedLayout([max(mine // 4, 1), 2], [1, 32], [4, warps // 4], [1, 0])
+
+
+@gluon.jit
+def ranked_share(keep_ptr, KEPT: gl.constexpr, SHARES: gl.constexpr):
+    """(keys of this CTA's share of the rows in the list, how many keys of the list are greater)"""
+    MINE: gl.constexpr = KEPT // SHARES
+    L: gl.constexpr = pairs_layout(MINE, gl.num_warps())
+    place = gl.arange(0, KEPT, layout=gl.SliceLayout(0, L))
+    key = gl.load(keep_ptr + place)
+    mine = gl.load(keep_ptr + gl.program_id(1) * MINE + gl.arange(0, MINE, layout=gl.SliceLayout(1, L)))
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rank = gl.sum((key[None, :] > mine[:, None]).to(gl.int32), 1)
+    return gl.convert_layout(mine, LINE), gl.convert_layout(rank, LINE)
+
+
+@gluon.jit
+def keys_at(place, keep_ptr, line_ptr, found):
+    """64-bit keys of rows in the list; below all past its end."""
+    row = gl.load(keep_ptr + gl.where(place < found, place, 0))
+    row = gl.where(place < found, row, 0)
+    return gl.where(place < found, key_of(ordered_of(gl.load(line_ptr + row)), row), -(2**63))
+
+
+@gluon.jit
+def bits_of(x):
+    """How many bits a number has, seen as one without a sign."""
+    zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+    return 32 - zeros
+
+
+@gluon.jit
+def not_falling(key, place, KEPT: gl.constexpr):
+    return gl.sum((key < gl.gather(key, gl.minimum(place + 1, KEPT - 1), 0)).to(gl.int32), 0)
+
+
+@gluon.jit
+def neighbours(key, place, partner):
+    """Of two neighbours the first gets the greater key."""
+    other = gl.gather(key, partner, 0)
+    return gl.where(partner > place, gl.maximum(key, other), gl.minimum(key, other))
+
+
+@gluon.jit
+def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
+    """The keys of the rows in the list, the greatest first.
+
+    They are sorted by 32 bits: how far a score is above the least one, as many bits of it as fit beside its place in
+    the list. Where that is not enough, neighbours change places; where that takes long, all 64 bits are sorted.
+    """
+    place = gl.arange(0, KEPT, layout=sorting_layout(KEPT, gl.num_warps()))
+    ordered = (keys_at(place, keep_ptr, line_ptr, found) >> 32).to(gl.int32)
+    least, most = gl.reduce((gl.where(place < found, ordered, FOREVER), ordered), 0, wider)
+    shift = gl.maximum(bits_of(most - least) - bits_of(gl.to_tensor(FOREVER // KEPT)), 0)
+    above = (ordered - least).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)
+    short = above.to(gl.int32, bitcast=True) * KEPT + (KEPT - 1 - place)
+    short = falling(gl.where(place < found, short, -1), kept_size, KEPT)
+    key = keys_at(gl.where(place < found, KEPT - 1 - (short & (KEPT - 1)), place), keep_ptr, line_ptr, found)
+    wrong = not_falling(key, place, KEPT)
+    step = 0
+    while (wrong > 0) & (step < 4):
+        key = neighbours(key, place, place ^ 1)
+        key = neighbours(key, place, gl.minimum(gl.maximum(((place + 1) ^ 1) - 1, 0), KEPT - 1))
+        wrong = not_falling(key, place, KEPT)
+        step += 1
+    if wrong > 0:
+        key = falling(key, kept_size, KEPT)
+    return key
+
+
+@gluon.jit(do_not_specialize=[
+    "first_query", "topk", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "table_line",
+    "source_line", "out_line", "scores_line", "want_scores", "kept_size",
+])  # fmt: skip
+def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_ptr, scores_ptr, table_ptr, starts_ptr,
+                 first_query, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line, source_line,
+                 out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
+                 GROUPS: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr, HIGH: gl.constexpr,
+                 SHARES: gl.constexpr):  # fmt: skip
+    """One program: the list of query first_query + n.
+
+    source   fp32 scores [queries, 64 * source_line], maxima [queries, 4 * source_line]
+    groups   int32 [queries, SHARES, KEPT], kept alike, or int64: room for the numbers of what is found, or their keys
+    SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
+             comparing them with all; a sort takes one CTA three times as long
+    GROUPS   a power of two that is not less than the groups of a query
+    KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
+    HIGH     a thread reads so many times 16 bytes at once
+    """
+    THREADS: gl.constexpr = gl.num_warps() * 32
+    LISTED: gl.constexpr = GROUPS > KEPT
+    n = gl.program_id(0)
+    query = first_query + n
+    sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
+    seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
+    wanted = gl.minimum(seen, topk)
+    wait_for_grid_before()  # for the scores
+    own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
+    keep_ptr = kept_ptr + own
+    groups_ptr = groups_ptr + own
+    low = gl.to_tensor(ABSENT + 1)
+    high = gl.to_tensor(FOREVER)
+    held = (seen + GROUP - 1) // GROUP
+    if 2 * GROUPS > KEPT:  # there may be as many groups as rows are wanted
+        EACH: gl.constexpr = min(max(GROUPS // THREADS, 1), 4)
+        L: gl.constexpr = items_layout(gl.num_warps(), EACH)
+        WIDE: gl.constexpr = EACH * THREADS
+        group = gl.arange(0, max(GROUPS // WIDE, 1), layout=gl.SliceLayout(1, L))[:, None] * WIDE
+        group = group + gl.arange(0, WIDE, layout=gl.SliceLayout(0, L))[None, :]
+        # Fours lie within the line of a query.
+        four = gl.where(group // 4 < source_line, group // 4, 0) * 4 + group % 4
+        four = gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
+        ordered = ordered_of(gl.load(maxima_ptr + n.to(gl.int64) * source_line * 4 + four))
+        ordered = gl.where(group * GROUP < seen, ordered, ABSENT)
+        if held >= wanted:
+            low, high = ends_of(ordered)
+        taken, count, low = best_of(ordered, group, wanted, wanted + wanted // 8, low, high, held)
+        if LISTED:
+            held = count
+            gl.store(groups_ptr + places_of(taken, EACH), group, mask=taken)
+            barrier()  # the same CTA reads what it wrote
+    line_ptr = source_ptr + n.to(gl.int64) * source_line * 64
+    rows = Rows(line_ptr, groups_ptr, held, seen, LISTED, HIGH)
+    found = rows.keep(keep_ptr, KEPT, low, FOREVER, False)
+    if found > KEPT:
+        low, highest = rows.cut(wanted, KEPT, low)
+        found = rows.keep(keep_ptr, KEPT, low, highest, True)
+    if SHARES > 1:  # what is below all, so that the whole list can be read without asking
+        place = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        gl.store(keep_ptr + place, gl.full([KEPT], -(2**63), gl.int64, place.type.layout), mask=place >= found)
+    barrier()
+    if SHARES > 1:
+        key, place = ranked_share(keep_ptr, KEPT, SHARES)
+        write_rows(place, key, place < wanted, place < wanted, query, sequence, out_ptr, out_line, scores_ptr,
+                   scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
+        if (gl.program_id(1) == 0) & (wanted < topk):
+            rest = gl.arange(0, WIDTH, layout=place.type.layout)
+            write_nothing(
+                rest, (rest >= wanted) & (rest < topk), query, out_ptr, out_line, scores_ptr, scores_line, want_scores
+            )
+    else:
+        key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
+        write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
+                   table_ptr, table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip

@@ -1,0 +1,242 @@
+"""index_topk from a validated problem to a program. Shared by all architectures."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
+from dsv4.index.kernels.choose import index_choose
+from dsv4.index.kernels.scores import BATCH, ONE, OWN, STARTS
+from dsv4.index.kernels.select import index_select
+from dsv4.index.problem import IndexProblem
+from dsv4.index.sizes import (
+    GROUP,
+    INDEX_PIECE,
+    LINE_UNIT,
+    MAX_TOPK,
+    MAX_TOPK_BY_GROUPS,
+    index_block,
+    index_groups,
+    index_kept,
+    index_line,
+    index_share_words,
+    index_shares,
+    index_words,
+    power_of_two,
+)
+from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Null, Program, Slot
+from dsv4.runtime.splits import choose_splits
+
+
+def supports(p: IndexProblem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    if p.fp8:
+        if p.k.stride(0) % 16 and p.k.shape[0] > 1 or p.k.data_ptr() % 16:
+            return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels take pages at multiples of 16 bytes"
+    elif p.q.dtype not in (torch.bfloat16, torch.float16) or p.k.dtype != p.q.dtype:
+        return f"q {p.q.dtype} and k {p.k.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
+    if p.head_dim > 256 or p.head_dim % 8:
+        return f"head dim {p.head_dim}; the GPU kernels take multiples of 8 up to 256"
+    if not 0 < p.q_heads <= 128:
+        return f"{p.q_heads} heads; the GPU kernels take up to 128"
+    if p.topk > MAX_TOPK:
+        return f"topk {p.topk}; the GPU kernels take up to {MAX_TOPK}"
+    if max(p.max_seqlen_k, p.k.numel() // p.k.shape[-1]) > 2**31 - 1 - INDEX_PIECE:
+        return f"{p.max_seqlen_k} rows; row numbers have 32 bits"
+    return None
+
+
+# (queries of a sequence, heads, dims) -> (queries of one program, programs on a multiprocessor at a time, options)
+Tiling = Callable[[int, int, int], tuple[int, int, dict]]
+
+
+def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling) -> None:
+    """Scores, then the choice, of as many queries at a time as there is room for. The tensors of p are slots."""
+    out, scores = p.out, p.scores
+    p = _in_lines(p, program)
+    words = index_words(p.max_seqlen_k, p.topk)
+    scratch: Any = p.scratch
+    if scratch is None or scratch.numel() < words:
+        room = index_block(p.batch, p.max_seqlen_k, p.topk) * words
+        shares = index_shares(p.batch, target.multiprocessors)
+        room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
+        scratch = program.room("scratch", (room,), torch.float32)
+    step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
+    how, names = _how(p, program)
+    q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
+    for first in range(0, p.batch, step):
+        count = min(step, p.batch - first)
+        _score(p, target, program, kernel, tiling, how, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
+        groups = index_line(p.max_seqlen_k) // GROUP
+        if "maxima_ptr" in kernel.arg_names and p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
+            _choose(p, target, program, how, names, scratch, first, count)
+        else:
+            _select(p, program, how, names, scratch, first, count)
+    for given, written in ((out, p.out), (scores, p.scores)):
+        if written is not None and written.index != given.index:
+            program.copy(given, written)
+
+
+def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
+    """Queries of a batch one after the other; k [sequences or pages, rows, D]."""
+    changes: dict[str, Any] = {} if p.k.ndim == 3 else {"k": p.k.unsqueeze(0)}
+    if p.q.ndim == 4:
+        # What has to be copied is copied before its dimensions become one: a copy is one of a whole tensor.
+        q, counts = _rows_of_cells(program, p.q), p.counts if p.counts.is_contiguous() else program.copied(p.counts)
+        changes |= {"q": program.flattened(q), "weights": program.flattened(p.weights)}
+        changes |= {"counts": program.flattened(counts)}
+        for name in ("out", "scores"):
+            x = getattr(p, name)
+            if x is not None:
+                whole = x.shape[0] <= 1 or x.shape[1] <= 1 or x.stride(0) == x.shape[1] * x.stride(1)
+                changes[name] = program.flattened(x if whole else program.room(name, x.shape, x.dtype))
+    return replace(p, **changes)
+
+
+def _how(p: IndexProblem, program: Program) -> tuple[int, dict]:
+    """Whose keys a query reads, and the arguments that say so."""
+
+    def contiguous(x: Any) -> Any:
+        return x if x.is_contiguous() else program.copied(x)
+
+    table: Any = Null(torch.int32)
+    starts: Any = table
+    if p.block_table is None:
+        how = ONE if p.k.shape[0] == 1 else BATCH
+    else:
+        how, table = (OWN if p.request_starts is None else STARTS), p.block_table
+        if p.request_starts is not None:
+            starts = contiguous(p.request_starts)
+    return how.value, dict(
+        table_ptr=table, starts_ptr=starts, count_ptr=contiguous(p.counts), capacity=p.max_seqlen_k, ratio=p.ratio,
+        tokens=max(p.tokens, 1), requests=p.sequences, pages=p.k.shape[0], page_rows=p.k.shape[1],
+        table_line=0 if p.block_table is None else p.block_table.stride(0),
+    )  # fmt: skip
+
+
+def _score(
+    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, how: int, names: dict,
+    scratch: Slot, first: int, count: int,
+) -> None:  # fmt: skip
+    q, k = names["q_ptr"], names["k_ptr"]
+    # Queries of one sequence share the keys that a program reads.
+    each = 1 if how == OWN.value else p.batch // max(p.sequences, 1)
+    heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
+    together, residents, options = tiling(each, heads, dims)
+    blocks = -(-count // together)
+    places = residents * target.multiprocessors
+    splits = choose_splits(blocks, places, p.max_seqlen_k, merged=False)
+    if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
+        splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
+    inverse, shift = inverse_of(p.k.shape[1])
+    arguments = names | dict(
+        weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
+        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0),
+        row_stride=8 if p.fp8 else _cells(k, 1),
+        page_inverse=inverse, page_shift=shift, stride_qn=_cells(q, 0), stride_qh=_cells(q, 1),
+        stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=index_line(p.max_seqlen_k),
+        maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
+    )  # fmt: skip
+    if "keys_desc" in kernel.arg_names:
+        arguments["keys_desc"] = _boxes(k, p.fp8)
+    program.launch(
+        kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
+        WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, **options,
+    )  # fmt: skip
+
+
+def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
+    """Pages as TMA sees them: boxes of 64 keys."""
+    pages, rows, _ = k.shape
+    if fp8:
+        strides = [k.stride(0) if pages > 1 else rows * 132 // 16 * 16, 128, 1]
+    else:
+        row = k.stride(1) if rows > 1 else 128
+        strides = [k.stride(0) if pages > 1 else max(rows, 1) * row, row, 1]
+    layout = gl.NVMMASharedLayout(128, 8 * k.element_size(), rank=3)
+    return TensorDescriptor(k, [pages, rows, 128], strides, [1, 64, 128], layout)
+
+
+def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
+    """Behind the scores."""
+    line = index_line(p.max_seqlen_k)
+    return scratch.words(count * line, count * line // GROUP, torch.float32)
+
+
+def _choose(
+    p: IndexProblem, target: Target, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int
+) -> None:
+    """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
+    assert p.out is not None
+    line = index_line(p.max_seqlen_k)
+    kept = index_kept(p.max_seqlen_k, p.topk)
+    at = count * (line + line // GROUP)
+    shares = index_shares(count, target.multiprocessors)
+    if at + count * shares * index_share_words(p.max_seqlen_k, p.topk) > scratch.numel():  # a plan for others
+        shares = 1
+    size = count * shares * kept
+    if shares > 1:
+        keys, groups_at = scratch.words(at, size, torch.int64), at + 2 * size
+    else:
+        keys, groups_at = scratch.words(at, size, torch.int32), at + size
+    # Few queries: the time of one counts. Many: more of them on a multiprocessor.
+    warps, high = (16, 8) if count < 4 * target.multiprocessors else (8, 4)
+    arguments = names | dict(
+        source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line // LINE_UNIT,
+        kept_ptr=keys, groups_ptr=scratch.words(groups_at, size, torch.int32),
+        out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
+        topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
+        want_scores=int(p.scores is not None), kept_size=kept,
+    )  # fmt: skip
+    # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
+    program.launch(
+        index_choose, (count, shares), arguments, HOW=how, POOL=not p.request_rows, SHARES=shares,
+        GROUPS=index_groups(p.max_seqlen_k), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
+        num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
+    )  # fmt: skip
+
+
+def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+    """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
+    assert p.out is not None
+    items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
+    source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
+    kept = power_of_two(min(p.topk, items))
+    while True:
+        size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
+        pieces = -(-items // size)
+        last = pieces == 1
+        warps = min(max(size // 2048, 4), 8)
+        room = count * pieces * kept
+        chosen, chosen_numbers = (scratch.words(at + n * room, room, torch.int32) for n in (0, 1))
+        at += 2 * room
+        arguments = names | dict(
+            source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers,
+            out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
+            items=items, topk=p.topk, source_line=line, out_line=p.out.stride(0),
+            scores_line=0 if p.scores is None else p.scores.stride(0), want_scores=int(p.scores is not None),
+            kept_size=kept,
+        )  # fmt: skip
+        program.launch(
+            index_select, (count, pieces), arguments, HOW=how, POOL=not p.request_rows, FIRST=source is scratch,
+            LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), num_warps=warps,
+        )  # fmt: skip
+        if last:
+            return
+        items = line = pieces * kept
+        source, numbers = chosen, chosen_numbers
+
+
+def _rows_of_cells(program: Program, x: Slot) -> Slot:
+    """Rows that 16-byte loads can read."""
+    fit = is_aligned(x) and x.stride(-1) == 1 and all(s >= 0 for s in x.stride())
+    return x if fit else program.copied(x)
+
+
+def _cells(x: Slot, dim: int) -> int:
+    """A stride in units of 16 bytes."""
+    return x.stride(dim) * x.element_size() // 16 if x.shape[dim] > 1 else 0

@@ -1,0 +1,159 @@
+"""Index scores in Triton itself, for every architecture; and what all kernels of the indexer share.
+
+    score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, scores_line]
+
+Keys are bf16 or fp16, without scales, or e4m3 in the pages of caches/index_keys.py. And, with the scores, the greatest
+one of every GROUP of neighbouring rows, for choose.py.
+
+In the product, keys are the rows and heads the columns: the sum over heads stays within few lanes of a warp.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4.index import sizes
+
+# Whose keys a query reads: there is one sequence; a batch of sequences with so many tokens each; pages by block table,
+# with a line for every query; pages by block table, with a line for every request (starts).
+ONE, BATCH, OWN, STARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+FOREVER = tl.constexpr(2**31 - 1)
+GROUP = tl.constexpr(sizes.GROUP)
+
+
+@triton.jit
+def rows_seen(query, count_ptr, ratio, capacity, mask):
+    """Rows that a query sees. ratio 0: the count itself is given, else the position of its token."""
+    count = tl.load(count_ptr + query, mask=mask, other=-1).to(tl.int64)
+    count = tl.where(ratio > 0, (count + 1) // tl.maximum(ratio, 1), count)
+    return tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
+
+
+@triton.jit
+def relu(x):
+    """NaN stays NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def owner(query, starts_ptr, requests, tokens, HOW: tl.constexpr):
+    """(the sequence that a query belongs to, where the next one begins); `requests` past the last one."""
+    if HOW == ONE:
+        sequence = query * 0
+        end = FOREVER + query * 0
+    elif HOW == BATCH:
+        sequence = query // tokens
+        end = (sequence + 1) * tokens
+    elif HOW == OWN:
+        sequence = query
+        end = query + 1
+    else:
+        low = query * 0
+        high = requests + 1
+        while low < high:  # how many start at or before the query
+            middle = (low + high) // 2
+            if tl.load(starts_ptr + middle) <= query:
+                low = middle + 1
+            else:
+                high = middle
+        inside = (low > 0) & (low <= requests)
+        end = tl.load(starts_ptr + tl.minimum(low, requests), mask=low <= requests, other=FOREVER)
+        # Starts that are not right must not stop the walk over the queries.
+        end = tl.maximum(end, query + 1)
+        sequence = tl.where(inside, low - 1, requests)
+    return sequence, end
+
+
+@triton.jit
+def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split, splits, k_ptr, table_ptr, scores_ptr,
+               maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride, table_line, scores_line,
+               HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+               WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
+    seen = tl.where((query >= first) & (query < last), seen, 0)
+    most = tl.max(seen, 0)
+    tiles = (most + ROWS - 1) // ROWS
+    each = (tiles + splits - 1) // splits
+    column = tl.arange(0, DIMS)
+    CELL: tl.constexpr = 128 // q.dtype.primitive_bitwidth
+    for tile in range(split * each, tl.minimum((split + 1) * each, tiles)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        there = row < most
+        if HOW == ONE or HOW == BATCH:
+            at = sequence.to(tl.int64) * page_stride + row.to(tl.int64) * row_stride
+        else:
+            page = tl.load(table_ptr + sequence.to(tl.int64) * table_line + row // page_rows, mask=there, other=-1)
+            there &= (page >= 0) & (page < pages)
+            at = page.to(tl.int64) * page_stride + (row % page_rows).to(tl.int64) * row_stride
+        here = there[:, None]
+        if not WHOLE:
+            here = here & (column < dims)[None, :]
+        # Of what is not there nothing is read: zeros, whose scale is NaN.
+        k = tl.load(k_ptr + at[:, None] * CELL + column[None, :], mask=here, other=0.0)
+        scale = tl.where(there, 1.0, float("nan"))
+        if CELL == 16:
+            scales_ptr = k_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+            scale_at = page.to(tl.int64) * page_stride * 4 + page_rows * 32 + row % page_rows
+            scale = tl.load(scales_ptr + scale_at, mask=there, other=float("nan"))
+        each_head = relu(tl.dot(k, q)) * w[None, :]
+        total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2) * (scale * factor)[:, None]
+        total = tl.where(total == total, total, -float("inf")) + 0.0  # [ROWS, QUERIES]
+        here = row[:, None] < seen[None, :]
+        line = (query - at_once).to(tl.int64)[None, :]
+        total = tl.where(here, total, -float("inf"))
+        written = (seen + GROUP - 1) // GROUP * GROUP
+        tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=row[:, None] < written[None, :])
+        greatest = tl.reshape(total, [ROWS // GROUP, GROUP, QUERIES])
+        group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
+        tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < seen[None, :])
+
+
+@triton.jit(do_not_specialize=[
+    "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
+    "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn", "stride_wh", "scores_line",
+    "maxima_line",
+])  # fmt: skip
+def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
+                 first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_stride,
+                 row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh, scores_line, maxima_line,
+                 HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+                 WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """One program: QUERIES neighbouring queries and a share of the rows that they see.
+
+    Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
+    query sees is written, and -inf up to a whole group.
+    """
+    CELL: tl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
+    k_ptr = k_ptr.to(q_ptr.dtype, bitcast=True)
+    begin = first_query + tl.program_id(0) * QUERIES
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    stop = tl.minimum(begin + QUERIES, queries)
+    column = tl.arange(0, QUERIES * HEADS)
+    dim = tl.arange(0, DIMS)
+    n = (begin + column // HEADS).to(tl.int64)
+    head = column % HEADS
+    given = (n < stop) & (head < heads)
+    here = given[:, None]
+    if not WHOLE:
+        here = here & (dim < dims)[None, :]
+    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * CELL + dim[None, :], mask=here, other=0.0)
+    q = tl.trans(q)
+    w = tl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=given, other=0.0).to(tl.float32)
+    query = begin + tl.arange(0, QUERIES)
+    seen = rows_seen(query, count_ptr, ratio, capacity, query < stop)
+    if QUERIES == 1:
+        sequence, end = owner(begin, starts_ptr, requests, tokens, HOW)
+        if (sequence < requests) & (begin < stop):
+            score_rows(begin, stop, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
+                       table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride,
+                       table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+    else:
+        first = begin
+        while first < stop:  # a block may lie across sequences
+            sequence, end = owner(first, starts_ptr, requests, tokens, HOW)
+            last = tl.minimum(end, stop)
+            if sequence < requests:
+                score_rows(first, last, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
+                           table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride,
+                           row_stride, table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+            first = last

@@ -1,0 +1,82 @@
+"""The topk best of a query's scores, exactly, for every architecture.
+
+A CTA has a piece of the scores in registers and looks for the least one that is chosen, by cutting the interval where
+it can be; then it keeps what is above. A line longer than one piece is selected in rounds: the best of every piece,
+then the best of those. Of equal scores the lower row wins in every round, so in the end. The last round sorts.
+
+Scores are fp32 without NaN and -0.
+"""
+
+from dsv4.index.kernels.ranking import (
+    ABSENT,
+    best_of,
+    count_of,
+    ends_of,
+    falling,
+    items_layout,
+    key_of,
+    ordered_of,
+    places_of,
+    sorting_layout,
+    write_list,
+)
+from dsv4.index.kernels.scores import FOREVER, owner, rows_seen
+from dsv4.kernels.compat import barrier, gl, gluon
+
+
+@gluon.jit(do_not_specialize=[
+    "first_query", "items", "topk", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "table_line",
+    "source_line", "out_line", "scores_line", "want_scores", "kept_size",
+])  # fmt: skip
+def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr, out_ptr, scores_ptr, table_ptr,
+                 starts_ptr, first_query, items, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line,
+                 source_line, out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
+                 FIRST: gl.constexpr, LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr,
+                 WIDTH: gl.constexpr):  # fmt: skip
+    """One program: the best of SIZE items of a query.
+
+    source  FIRST: fp32 scores [queries, source_line], an item's number is its place. Else: ordered scores with
+            numbers beside them; ABSENT = nothing there.
+    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, in any order; then ABSENT.
+    out     LAST: [queries, topk], falling; row numbers of the pool where there is a block table.
+    """
+    COLUMNS: gl.constexpr = 32 * gl.num_warps()
+    L: gl.constexpr = items_layout(gl.num_warps(), 1)
+    LINE: gl.constexpr = sorting_layout(KEPT, gl.num_warps())
+    n = gl.program_id(0)
+    piece = gl.program_id(1)
+    query = first_query + n
+    sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
+    row_of = gl.arange(0, SIZE // COLUMNS, layout=gl.SliceLayout(1, L))
+    item = piece * SIZE + row_of[:, None] * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
+    source = n.to(gl.int64) * source_line
+    if FIRST:
+        seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
+        x = gl.load(source_ptr + source + item, mask=item < seen, other=0.0)
+        ordered = gl.where(item < seen, ordered_of(x), ABSENT)
+        number = item
+    else:
+        ordered = gl.load(source_ptr + source + item, mask=item < items, other=ABSENT)
+        number = gl.load(numbers_ptr + source + item, mask=item < items, other=0)
+    present = count_of(ordered != ABSENT)
+    wanted = gl.minimum(present, topk)
+    low = gl.to_tensor(ABSENT + 1)  # all that are there
+    high = gl.to_tensor(FOREVER)
+    if present > wanted:
+        low, high = ends_of(ordered)
+    taken, present, low = best_of(ordered, number, wanted, wanted, low, high, present)
+    # Where they are kept is no matter: they are sorted in the end, and rounds go by their numbers.
+    keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
+    to = places_of(taken, 1)
+    gl.store(kept_ptr + keep + to, ordered, mask=taken)
+    gl.store(kept_numbers_ptr + keep + to, number, mask=taken)
+    place = gl.arange(0, KEPT, layout=LINE)
+    if not LAST:
+        gl.store(kept_ptr + keep + place, place * 0 + ABSENT, mask=place >= wanted)
+    else:
+        barrier()  # the same CTA reads what it wrote
+        kept = gl.load(kept_ptr + keep + place, mask=place < wanted, other=ABSENT)
+        number = gl.load(kept_numbers_ptr + keep + place, mask=place < wanted, other=0)
+        key = falling(key_of(kept, number), kept_size, KEPT)
+        write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
+                   table_ptr, table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip

@@ -1,0 +1,67 @@
+"""index_topk on sm_90a: the scores by the kernels in scores.py and pages.py, the choice by the shared ones."""
+
+from dsv4.index.kernels.prepare import prepare_topk, supports
+from dsv4.index.kernels.sm90.pages import BOX, DIMS, index_scores_pages_sm90
+from dsv4.index.kernels.sm90.scores import index_scores_sm90
+from dsv4.index.problem import IndexProblem
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
+
+__all__ = ["prepare", "supports"]
+
+SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
+
+
+def prepare(p: IndexProblem, target: Target, program: Program) -> None:
+    if comes_in_boxes(p):
+        prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling if p.fp8 else wide_boxes_tiling)
+    else:
+        prepare_topk(p, target, program, index_scores_sm90, fp8_tiling if p.fp8 else tiling)
+
+
+def comes_in_boxes(p: IndexProblem) -> bool:
+    """Whether TMA can copy BOX keys at a time: none of a box lies in another page."""
+    if p.block_table is not None and p.k.shape[-2] % BOX.value != 0:
+        return False
+    if p.fp8:
+        return True
+    positive = all(stride > 0 for size, stride in zip(p.k.shape, p.k.stride()) if size > 1)
+    return p.head_dim == DIMS.value and positive
+
+
+def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Queries of a sequence share keys."""
+    if each >= 4 and heads <= 64:
+        return 4, 2, dict(num_warps=4)
+    if each >= 2 and heads <= 64:
+        return 2, 4, dict(num_warps=4, maxnreg=128)
+    return 1, 4, dict(num_warps=4)
+
+
+def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Keys of 16 bits: as many CTAs to a multiprocessor as its shared memory has room for."""
+    if heads > 64:
+        return 1, 2, dict(num_warps=4)
+    together = 4 if each >= 4 else 2 if each >= 2 else 1
+    return together, 3 if together == 1 else 2, dict(num_warps=4)
+
+
+def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Half the bytes to a tile; three CTAs to a multiprocessor are faster than two or four (benchmarks/NOTES.md)."""
+    if each >= 16 and heads <= 64:
+        return 2, 3, dict(ROWS=64, STAGES=4, num_warps=4)
+    together = 2 if each >= 2 and heads <= 64 else 1
+    return together, 2 if together == 2 else 3, dict(ROWS=128, STAGES=3, num_warps=4)
+
+
+def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Queries of a sequence share the keys that a CTA reads. Two CTAs to a multiprocessor: one loads, or sums over the
+    heads, while another keeps the tensor cores busy."""
+    together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
+    if heads * dims > 64 * 128:
+        together, rows = 1, 128
+    residents, tile = 2, rows * dims * 2
+    stages = min((SHARED_BYTES // residents - 1024 - together * heads * dims * 2) // tile, 4)
+    if stages < 2:
+        residents, stages = 1, 2
+    return together, residents, dict(ROWS=rows, STAGES=stages, num_warps=4)

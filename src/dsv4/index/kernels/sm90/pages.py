@@ -1,0 +1,255 @@
+"""Index scores on Hopper where TMA copies the keys, BOX rows at a time: 64, the page of engines, or part of a page.
+
+    score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
+
+q and k are e4m3, k in the pages of dsv4.caches.index_keys; or both bf16 or fp16, without scales. One CTA: QUERIES
+neighbouring queries, and a share of the rows that they see, a box at a time. All warps do the same::
+
+    copy      box i + STAGES by TMA, one thread asks  | scales of box i + 2, page number of box i + STAGES + 1
+    product   S = K_i [Q_0 .. Q_j]^T, one wgmma for   | keys are its rows, heads of the queries its columns
+              128 columns
+    sum       relu, times weights, over the heads     | while the tensor core makes the next S, or that of another CTA
+
+and, beside the scores, the greatest one of every GROUP of neighbouring rows, from which kernels/shared/index/choose.py
+knows where to look. GROUP rows are those of one warp in a product, so their maximum takes three shuffles.
+
+Shared memory: Q [QUERIES * HEADS, 128], ring of K [STAGES][BOX, 128], with the 128-byte swizzle. `ready` of a slot: its
+bytes have landed. A slot is free when all warps have met at a barrier behind its product. Scales go to
+registers: ordinary reads of what TMA writes would need a fence in every step. Of a page that is not there TMA makes
+zeros, and its scales are NaN: its rows are chosen last.
+"""
+
+from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, rows_seen
+from dsv4.index.kernels.sm90.scores import lanes, page_of, tile_layout
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret_as,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.dependent import let_next_begin
+
+BOX = gl.constexpr(64)
+DIMS = gl.constexpr(128)
+STAGES = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def product_layout(warps, columns, dtype):
+    """Rows over the four warps of a warpgroup, columns over warpgroups."""
+    depth = 256 // dtype.primitive_bitwidth
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns // (warps // 4), depth])
+
+
+@gluon.constexpr_function
+def parts_of(queries, heads):
+    """Products to a box: one sums over its heads while the tensor core makes the next."""
+    return max(queries * heads // 128, 1)
+
+
+@aggregate
+class Pages:
+    """Pages of a sequence, of which this share has the boxes before `stop`. Strides are in units of 16 bytes."""
+
+    keys_desc: Value
+    scales_ptr: Value
+    line_ptr: Value  # of the block table
+    count: Value
+    rows: Value
+    stride: Value
+    inverse: Value
+    shift: Value
+    stop: Value
+    sequence: Value
+    ALONE: gl.constexpr  # a page is one box
+    HOW: gl.constexpr
+    DTYPE: gl.constexpr
+
+    @gluon.jit
+    def where(self, box):
+        """(which page of the sequence, from which row on)"""
+        if self.ALONE:
+            return box, box * 0
+        page = page_of(box * BOX, self.inverse, self.shift)
+        return page, box * BOX - page * self.rows
+
+    @gluon.jit
+    def number(self, box):
+        """The page number of a box, -1 past the share."""
+        if self.HOW == ONE or self.HOW == BATCH:  # a page is a sequence
+            return gl.where(box < self.stop, self.sequence, -1)
+        page, place = self.where(box)
+        return gl.load(self.line_ptr + page, mask=box < self.stop, other=-1)
+
+    @gluon.jit
+    def ask(self, keys, landed, box, number):
+        """Start the copy of a box. A page number that is none gives zeros."""
+        here = box < self.stop
+        page, place = self.where(box)
+        mbarrier.expect(landed, BOX * DIMS * self.DTYPE.primitive_bitwidth // 8, pred=here)
+        number = gl.where(number < self.count, number, -1)
+        tma_load(self.keys_desc, [number, place, 0], landed, keys, pred=here)
+
+    @gluon.jit
+    def scales(self, box, number, L: gl.constexpr):
+        """fp32 [BOX], NaN where there is no page."""
+        if self.DTYPE.primitive_bitwidth != 8:
+            one = gl.full([BOX], 1.0, gl.float32, L)
+            return gl.where((number >= 0) & (number < self.count), one, float("nan"))
+        page, place = self.where(box)
+        at = number.to(gl.int64) * self.stride * 4 + self.rows * 32 + place + gl.arange(0, BOX, layout=L)
+        return gl.load(self.scales_ptr + at, mask=(number >= 0) & (number < self.count), other=float("nan"))
+
+
+@gluon.jit
+def sums(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):
+    """[BOX, QUERIES * HEADS] over the heads -> [BOX, QUERIES]"""
+    return gl.sum(gl.reshape(x, [BOX, QUERIES, HEADS]), 2)
+
+
+@gluon.jit
+def maxima(x):
+    """[BOX, QUERIES], the greatest of every GROUP rows"""
+    return gl.max(gl.reshape(x, [BOX // GROUP, GROUP, x.shape[1]]), 1)
+
+
+@gluon.jit
+def score_boxes(slot, phase, first, last, base, begin, seen, w, factor, q, ring, ready, pages, scores_ptr, scores_line,
+                maxima_ptr, maxima_line, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+    """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1.
+    seen [QUERIES]. -> where the ring stands afterwards, empty."""
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    EACH: gl.constexpr = QUERIES // PARTS
+    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, q.dtype)
+    LINE: gl.constexpr = gl.SliceLayout(1, ACC)
+    tile = reinterpret_as(ring, q.dtype, [STAGES, BOX, DIMS], tile_layout(q.dtype))
+    most = gl.to_tensor(0)
+    for i in gl.static_range(PARTS):
+        query = begin + i * EACH + gl.arange(0, EACH, layout=seen[i].type.layout)
+        most = gl.maximum(most, gl.max(gl.where((query >= first) & (query < last), seen[i], 0), 0))
+    boxes = (most + BOX - 1) // BOX
+    each = (boxes + gl.num_programs(1) - 1) // gl.num_programs(1)
+    start = gl.program_id(1) * each
+    stop = gl.minimum(start + each, boxes)
+    pages = Pages(pages.keys_desc, pages.scales_ptr, pages.line_ptr, pages.count, pages.rows, pages.stride,
+                  pages.inverse, pages.shift, stop, pages.sequence, pages.ALONE, pages.HOW, pages.DTYPE)  # fmt: skip
+    numbers = ()
+    to = slot
+    for i in gl.static_range(STAGES):
+        numbers = numbers + (pages.number(start + i),)
+    for i in gl.static_range(STAGES):
+        pages.ask(ring.index(to), ready.index(to), start + i, numbers[i])
+        to = gl.where(to == STAGES - 1, 0, to + 1)
+    scale = pages.scales(start, numbers[0], LINE)
+    next_scale = pages.scales(start + 1, numbers[1], LINE)
+    number = numbers[2]  # of box + 2
+    ahead = pages.number(start + STAGES)
+    # In the layouts of scores and of maxima: what does not change from box to box.
+    T: gl.constexpr = sums(gl.zeros([BOX, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
+    G: gl.constexpr = maxima(gl.zeros([BOX, EACH], gl.float32, T)).type.layout
+    outputs = ()
+    for i in gl.static_range(PARTS):
+        query = begin + i * EACH + gl.arange(0, EACH, layout=seen[i].type.layout)
+        mine = gl.where((query >= first) & (query < last), seen[i], 0)
+        line = (query - base).to(gl.int64)
+        scores_ptrs = scores_ptr + gl.convert_layout(line, gl.SliceLayout(0, T))[None, :] * scores_line
+        maxima_ptrs = maxima_ptr + gl.convert_layout(line, gl.SliceLayout(0, G))[None, :] * maxima_line
+        limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
+        group_limit = gl.convert_layout(mine, gl.SliceLayout(0, G))[None, :]
+        outputs = outputs + ((scores_ptrs, maxima_ptrs, limit, (limit + GROUP - 1) // GROUP * GROUP, group_limit),)
+    for box in range(start, stop):
+        mbarrier.wait(ready.index(slot), phase)
+        products = ()
+        for i in gl.static_range(PARTS):
+            zero = gl.zeros([BOX, EACH * HEADS], gl.float32, ACC)
+            columns = q.index(i).permute((1, 0))
+            products = products + (warpgroup_mma(tile.index(slot), columns, zero, use_acc=False, is_async=True),)
+        later_scale = pages.scales(box + 2, number, LINE)
+        later = pages.number(box + STAGES + 1)
+        factors = gl.convert_layout(scale * factor, gl.SliceLayout(1, T))[:, None]
+        row = box * BOX + gl.arange(0, BOX, layout=gl.SliceLayout(1, T))[:, None]
+        group = box * (BOX // GROUP) + gl.arange(0, BOX // GROUP, layout=gl.SliceLayout(1, G))[:, None]
+        for i in gl.static_range(PARTS):
+            product = warpgroup_mma_wait(num_outstanding=PARTS - 1 - i, deps=(products[i],))
+            if i == PARTS - 1:
+                barrier()
+                pages.ask(ring.index(slot), ready.index(slot), box + STAGES, ahead)
+            scores_ptrs, maxima_ptrs, limit, written, group_limit = outputs[i]
+            total = sums(relu(product) * w[i][None, :], EACH, HEADS) * factors
+            total = gl.where(total == total, total, -float("inf")) + 0.0
+            total = gl.where(row < limit, total, -float("inf"))
+            gl.store(scores_ptrs + row, total, mask=row < written)
+            gl.store(maxima_ptrs + group, maxima(total), mask=group * GROUP < group_limit)
+        scale, next_scale = next_scale, later_scale
+        number, ahead = ahead, later
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    return slot, phase
+
+
+@gluon.jit(do_not_specialize=[
+    "first_query", "queries", "heads", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "page_inverse",
+    "page_shift", "page_stride", "table_line", "stride_qn", "stride_qh", "stride_wn", "stride_wh", "scores_line",
+    "maxima_line",
+])  # fmt: skip
+def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr,
+                            maxima_ptr, factor, first_query, queries, heads, capacity, ratio, tokens, requests, pages,
+                            page_rows, page_inverse, page_shift, page_stride, table_line, stride_qn, stride_qh,
+                            stride_wn, stride_wh, scores_line, maxima_line, HOW: gl.constexpr, QUERIES: gl.constexpr,
+                            HEADS: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
+    """Strides of q and of pages are in units of 16 bytes. Line n of the scores is that of query first_query + n; only
+    what a query sees is written, and -inf up to a whole group."""
+    let_next_begin()
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    EACH: gl.constexpr = QUERIES // PARTS
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    CELL: gl.constexpr = 128 // dtype.primitive_bitwidth
+    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, dtype)
+    L: gl.constexpr = lanes(gl.num_warps(), dtype)
+    q = gl.allocate_shared_memory(dtype, [PARTS, EACH * HEADS, DIMS], tile_layout(dtype))
+    ring = gl.allocate_shared_memory(keys_desc.dtype, [STAGES, 1, BOX, DIMS], keys_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    begin = first_query + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries)
+    w = ()
+    seen = ()
+    for i in gl.static_range(PARTS):
+        column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(1, L))
+        n = (begin + i * EACH + column // HEADS).to(gl.int64)
+        head = column % HEADS
+        offset = (n * stride_qn + head * stride_qh)[:, None] * CELL
+        offset = offset + gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))[None, :]
+        q.index(i).store(gl.load(q_ptr + offset, mask=((head < heads) & (n < end))[:, None], other=0.0))
+        column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(0, ACC))
+        n = (begin + i * EACH + column // HEADS).to(gl.int64)
+        head = column % HEADS
+        weight = gl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=(head < heads) & (n < end), other=0.0)
+        w = w + (weight.to(gl.float32),)
+        query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+        seen = seen + (rows_seen(query, count_ptr, ratio, capacity, query < end),)
+    fence_async_shared()  # Q by ordinary stores -> tensor-core reads, the barriers -> TMA
+    barrier()
+    scales_ptr = k_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    first = begin
+    while first < end:  # the queries of a CTA may belong to several sequences
+        sequence, next_one = owner(first, starts_ptr, requests, tokens, HOW)
+        last = gl.minimum(next_one, end)
+        if sequence < requests:
+            line_ptr = table_ptr + sequence.to(gl.int64) * table_line
+            of_sequence = Pages(keys_desc, scales_ptr, line_ptr, pages, page_rows, page_stride, page_inverse,
+                                page_shift, 0, sequence, ALONE, HOW, dtype)  # fmt: skip
+            slot, phase = score_boxes(slot, phase, first, last, first_query, begin, seen, w, factor, q, ring, ready,
+                                      of_sequence, scores_ptr, scores_line, maxima_ptr, maxima_line, QUERIES,
+                                      HEADS)  # fmt: skip
+        first = last

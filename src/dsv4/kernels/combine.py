@@ -1,0 +1,177 @@
+"""Merging the partial results of split keys, and the rows of a varlen batch that belong to no sequence.
+
+A split writes its normalised partial O in fp32 and its LSE in base 2 (-inf where it saw no key, and then O unwritten).
+The splits of a row are added in their order, so the result does not depend on which finished first.
+
+Short partial results are half as long: O in fp16, every half of a row multiplied by a power of two that brings its
+largest value to 2^14 .. 2^15, so that nothing overflows and the rounding is an eighth of that to bf16. What undoes it
+lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
+"""
+
+from dsv4.kernels import dependent, softmax
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.softmax import LN2, LOG2E
+
+
+@gluon.constexpr_function
+def in_columns(columns, warps):
+    """Of [splits, columns]: every thread has all splits of its columns."""
+    return gl.BlockedLayout([1, min(4, columns // 32)], [1, 32], [1, warps], [1, 0])
+
+
+@aggregate
+class Place:
+    """Where a row (token, head) of the results is."""
+
+    row: Value
+    tokens: Value
+    q_heads: Value
+    stride_ob: Value
+    stride_ot: Value
+    stride_oh: Value
+    stride_lb: Value
+    stride_lt: Value
+    stride_lh: Value
+
+
+@aggregate
+class Goal:
+    """What does not depend on the partial results, and is asked for with them: where a row goes, and its sink."""
+
+    offset: Value  # of the row of out
+    lse: Value
+    sink: Value  # in base 2
+
+
+@gluon.jit
+def goal_of(place, sink_ptr, VARLEN: gl.constexpr):
+    token = place.row // place.q_heads
+    head = place.row - token * place.q_heads
+    sink = softmax.sink_of(sink_ptr, head, head < place.q_heads) * LOG2E
+    batch = 0
+    if not VARLEN:
+        batch = token // place.tokens
+        token = token - batch * place.tokens
+    n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
+    offset = n * place.stride_ob + token * place.stride_ot + head * place.stride_oh
+    return Goal(offset * 8, n * place.stride_lb + token * place.stride_lt + head * place.stride_lh, sink)
+
+
+@gluon.jit
+def finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr):
+    """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
+    safe = gl.where(top == -float("inf"), 0.0, top)
+    with_sink = total + gl.exp2(goal.sink - safe)
+    nothing = total == 0.0
+    factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
+    gl.store(out_ptr + goal.offset + column, (sums * factor).to(out_ptr.dtype.element_ty))
+    if (want_lse != 0) & (gl.program_id(1) == 0):
+        lse = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
+        gl.store(lse_ptr + goal.lse, lse)
+
+
+@gluon.jit(do_not_specialize=[
+    "num_splits", "total_rows", "tokens", "q_heads", "last_sequence", "want_lse", "stride_ob", "stride_ot", "stride_oh",
+    "stride_lb", "stride_lt", "stride_lh",
+])  # fmt: skip
+def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
+            last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, COLUMNS: gl.constexpr = 64,
+            EARLY: gl.constexpr = False):  # fmt: skip
+    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D]. EARLY: launched
+    while the splits are still being computed.
+
+    SPLITS are added at a time, in an order that depends on SPLITS alone: up to 16 by one thread, which is the fewest
+    instructions where rows are many. More splits belong to few rows, so that many threads take part.
+    """
+    if SPLITS <= 16:
+        L: gl.constexpr = in_columns(COLUMNS, gl.num_warps())
+    else:
+        L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    row = gl.program_id(0)
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    belongs = True
+    if VARLEN:
+        # Rows past the last sequence have no partial results.
+        belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
+
+    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    if EARLY:
+        dependent.wait_for_grid_before()
+    goal = goal_of(place, sink_ptr, VARLEN)
+    m = gl.full([SPLITS], -float("inf"), gl.float32, R)
+    weights = gl.zeros([SPLITS], gl.float32, R)
+    acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
+    for start in range(0, num_splits, SPLITS):
+        split = start + gl.arange(0, SPLITS, layout=R)
+        there = (split < num_splits) & belongs
+        part = split.to(gl.int64) * total_rows + row
+        lse = gl.load(part_lse_ptr + part, mask=there, other=-float("inf"))
+        # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+        o = gl.load(part_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0)
+        o = gl.where((lse == -float("inf"))[:, None], 0.0, o)
+        m_new = gl.maximum(m, lse)
+        safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        before, weight = gl.exp2(m - safe), gl.exp2(lse - safe)
+        weights = weights * before + weight
+        acc = acc * before[:, None] + o * weight[:, None]
+        m = m_new
+    top = gl.max(m, 0)
+    scale = gl.exp2(m - gl.where(top == -float("inf"), 0.0, top))
+    total = gl.sum(weights * scale, 0)
+    sums = gl.sum(acc * scale[:, None], 0)
+    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
+
+
+@gluon.jit(do_not_specialize=[
+    "num_splits", "total_rows", "tokens", "q_heads", "want_lse", "stride_ob", "stride_ot", "stride_oh", "stride_lb",
+    "stride_lt", "stride_lh",
+])  # fmt: skip
+def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
+                  stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
+                  D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results.
+    Launched while the last splits are being computed."""
+    dependent.wait_for_grid_before()
+    if SPLITS <= 16:
+        L: gl.constexpr = in_columns(COLUMNS, gl.num_warps())
+    else:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    row = gl.program_id(0)
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    half = gl.program_id(1) * COLUMNS // (D // 2)
+    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    goal = goal_of(place, sink_ptr, False)
+    split = gl.arange(0, SPLITS, layout=R)
+    there = split < num_splits
+    part = split.to(gl.int64) * total_rows + row
+    lse = gl.load(part_lse_ptr + part * 4, mask=there, other=-float("inf"))
+    factor = gl.load(part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
+    values_ptr = part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+    # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+    o = gl.load(values_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(gl.float32)
+    written = lse != -float("inf")
+    top = gl.max(lse, 0)
+    weight = gl.exp2(lse - gl.where(top == -float("inf"), 0.0, top))
+    total = gl.sum(weight, 0)
+    share = gl.where(written, weight * factor, 0.0)
+    sums = gl.sum(gl.where(written[:, None], o, 0.0) * share[:, None], 0)
+    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
+
+
+@gluon.jit(do_not_specialize=["total_q", "q_heads", "last_sequence", "want_lse", "stride_ot", "stride_oh", "stride_lt",
+                              "stride_lh"])  # fmt: skip
+def clear_rest(out_ptr, lse_ptr, cu_q_ptr, total_q, q_heads, last_sequence, want_lse, stride_ot, stride_oh, stride_lt,
+               stride_lh, D: gl.constexpr):  # fmt: skip
+    """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    head = gl.program_id(0)
+    column = gl.arange(0, D, layout=L)
+    begin = gl.minimum(gl.maximum(gl.load(cu_q_ptr + last_sequence), 0), total_q)
+    for token in range(begin + gl.program_id(1), total_q, gl.num_programs(1)):
+        offset = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
+        gl.store(out_ptr + offset * 8 + column, gl.zeros([D], out_ptr.dtype.element_ty, L))
+        if want_lse != 0:
+            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + head.to(gl.int64) * stride_lh, -float("inf"))

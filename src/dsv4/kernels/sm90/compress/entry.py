@@ -1,5 +1,0 @@
-"""compress and rows into Fp8Cache pages on sm_90a: the kernels that every architecture shares."""
-
-from dsv4.kernels.shared.compress.prepare import run, supports, write
-
-__all__ = ["run", "supports", "write"]

@@ -1,0 +1,61 @@
+"""Rows that a query of V4 attention names by number: which item of the work is whose, and how many rows it names."""
+
+from dsv4.kernels.compat import gl, gluon
+from dsv4.v4.kernels.arguments import Lists
+
+NONE, LIST, TABLE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how compressed rows are named
+CELLS, FP8, TMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how the rows of a pool are read
+
+
+@gluon.jit
+def place_of(item, queries, heads, TILE: gl.constexpr = 64):
+    """(query, first head, split) of an item; the head tiles of a query are neighbours: one finds in L2 what the other
+    read."""
+    head_tiles = (heads + TILE - 1) // TILE
+    rest = item // head_tiles
+    split = rest // queries
+    return rest - split * queries, (item - rest * head_tiles) * TILE, split
+
+
+@gluon.jit
+def request_of(query, requests):
+    """The request that a query belongs to: the last one that starts at or before it; their count if there is none."""
+    given = requests.given != 0
+    low = gl.where(given, 0, query + 1)
+    high = gl.where(given, requests.count + 1, query + 1)
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(requests.starts_ptr + middle) <= query:
+            low = middle + 1
+        else:
+            high = middle
+    return gl.where(low == 0, requests.count, low - 1)
+
+
+@gluon.jit
+def share(query, window, compressed, requests, HOW: gl.constexpr):
+    """What a query names -> (window rows, compressed rows, its line of the compressed list or of the block table).
+
+    window, compressed: Names.
+    """
+    count = gl.load(window.lengths_ptr + query, mask=window.given != 0, other=window.width)
+    window_count = gl.minimum(gl.maximum(count, 0), window.width)
+    compressed_count = 0
+    line = query.to(gl.int64)
+    if HOW != NONE:
+        count = gl.load(compressed.lengths_ptr + query, mask=compressed.given != 0, other=compressed.width)
+        compressed_count = gl.minimum(gl.maximum(count, 0), compressed.width)
+    if HOW == TABLE:
+        request = request_of(query, requests)
+        compressed_count = gl.where(request < requests.count, compressed_count, 0)  # none past the last request
+        line = gl.minimum(request, requests.count - 1).to(gl.int64)
+    return window_count, compressed_count, line
+
+
+@gluon.jit
+def lists_of(query, window, compressed, requests, HOW: gl.constexpr, KEYS: gl.constexpr = 64):
+    """KEYS: entries of a block."""
+    count, more, line = share(query, window, compressed, requests, HOW)
+    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
+    blocks = (count + KEYS - 1) // KEYS
+    return Lists(window_ptr, count, blocks, compressed.list_ptr + line * compressed.line, more)

@@ -1,0 +1,248 @@
+"""Gradients of V4 attention on sm_100a: 64 heads of one query per CTA, blocks of 64 listed rows, K = V.
+
+    S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
+    dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
+
+fp16: P and dS are multiplied by a power of two before they are rounded (shared/v4/backward_scale.py), results divided.
+
+Role chart of a block::
+
+    gather  4 warps | rows of the next block, as soon as dQ has used this one's ...
+    mma     1 warp  | S, dP |          | dQ += dS K | dKV columns 0-255 |     | columns 256-511 | S, dP of the next ...
+    scores  4 warps |       | P, dS    |                                                        | ...     in the end: dQ
+    add     4 warps |                               |                   | added, or stored      | added   | ...
+
+tensor memory   columns   holds
+s, dp           2 x 64    fp32 [64, 64]: 64 rows use half of the 128 lanes
+dq              256       fp32 [64, 512]: its two halves lie side by side in the lanes
+dkv             128       fp32 [64, 256]: half of the columns of the block's gradient, likewise             = 512
+
+64 rows run the tensor core at half its rate. 128 heads of a pair of CTAs would have the full one, but a pair splits the
+right operands of dQ and of dKV in two, and P and dS would have to be exchanged; 128 rows at a time instead of heads do
+not fit: K beside Q and dO would be 256 KiB of shared memory. The sums over the queries bound it in any case: 128 KiB of
+fp32 to add for every block.
+
+shared memory   bytes        holds
+q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
+kv              65536        [2, 64, 256]: the block's rows; at the end dQ on its way out
+p16, ds16       2 x 8192     [64, 64]: heads times rows                                                     = 208 KiB
+barriers        8 each
+
+barrier     arrives             count       waits          means
+q_ready     gather: TMA bytes   1 + bytes   mma            Q and dO are there
+ready       gather: copies      128         mma            the block is in kv
+free        commit of mma       1           gather         S, dP and dQ have used the block
+s_ready     commit of mma       1           scores         S is complete
+dp_ready    commit of mma       1           scores         dP is complete
+ds_ready    scores              1           mma            P and dS are written, S and dP are read
+used        commit of mma       1           scores         dKV has used P and dS
+part_ready  commit of mma       1           add            a half of dKV is complete
+part_free   add                 1           mma            it is read
+dq_done     commit of mma       1           scores         dQ is complete
+
+The rows are gathered, and what is stored without atomics is laid out, as by the Hopper kernel. A row number of -1 is
+filled with zeros, its P is 0, and nothing is added for it.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
+from dsv4.kernels.opaque import zero
+from dsv4.v4.kernels.backward_arguments import Operands, Pools, Terms, share_of
+from dsv4.v4.kernels.backward_gather import PANEL, gather_role, numbers, send_half
+from dsv4.v4.kernels.backward_scale import dkv_factors, factors, keep_undo
+
+
+@aggregate
+class Memory:
+    q: Value
+    dout: Value
+    kv: Value
+    p16: Value
+    ds16: Value
+    s: Value
+    dp: Value
+    dq: Value
+    dkv: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    ready: Value
+    free: Value
+    s_ready: Value
+    dp_ready: Value
+    ds_ready: Value
+    used: Value
+    part_ready: Value
+    part_free: Value
+    dq_done: Value
+
+
+@gluon.jit
+def mma_role(memory, barriers, query):
+    q, dout, kv, p16, ds16 = memory.q, memory.dout, memory.kv, memory.p16, memory.ds16
+    mbarrier.wait(barriers.q_ready, 0)
+    for block in range(0, query.blocks):
+        phase = block % 2
+        mbarrier.wait(barriers.ready, phase)
+        fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
+        at = zero(block)  # else the descriptors of all products would be kept in registers, and spilled
+        for h in gl.static_range(2):
+            tcgen05_mma(q.index(at + h), kv.index(at + h).permute((1, 0)), memory.s, use_acc=h > 0)
+        tcgen05_commit(barriers.s_ready)
+        for h in gl.static_range(2):
+            tcgen05_mma(dout.index(at + h), kv.index(at + h).permute((1, 0)), memory.dp, use_acc=h > 0)
+        tcgen05_commit(barriers.dp_ready)
+        mbarrier.wait(barriers.ds_ready, phase)
+        for h in gl.static_range(2):
+            tcgen05_mma(ds16, kv.index(at + h), memory.dq.slice(h * 256, 256), use_acc=block > 0)
+        tcgen05_commit(barriers.free)
+        for h in gl.static_range(2):
+            mbarrier.wait(barriers.part_free, (h + 1) % 2)  # twice in a block; the first wait of all passes
+            for c in gl.static_range(2):
+                part = memory.dkv.slice(c * 128, 128)
+                tcgen05_mma(p16.permute((1, 0)), dout.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=False)
+                tcgen05_mma(ds16.permute((1, 0)), q.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=True)
+            tcgen05_commit(barriers.part_ready)
+        tcgen05_commit(barriers.used)
+    tcgen05_commit(barriers.dq_done)
+
+
+@gluon.jit
+def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
+    """P and dS of every block; in the end dQ to memory."""
+    p16, ds16, kv = memory.p16, memory.ds16, memory.kv
+    L: gl.constexpr = memory.s.get_reg_layout()
+    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    at = query.number.to(gl.int64) * query.heads + row
+    lse2 = gl.load(terms.lse2_ptr + at, mask=row < query.heads, other=float("inf"))
+    delta = gl.load(terms.delta_ptr + at, mask=row < query.heads, other=0.0)
+    up, down = 1.0, 1.0
+    if SCALED:
+        up, down = factors(terms, query)
+    for block in range(0, query.blocks):
+        phase = block % 2
+        there = numbers(query, block, gl.SliceLayout(0, L)) >= 0
+        mbarrier.wait(barriers.s_ready, phase)
+        p = gl.where(there[None, :], gl.exp2(memory.s.load() * terms.scale2 - lse2[:, None]), 0.0)
+        mbarrier.wait(barriers.used, phase ^ 1)  # the first wait on an untouched barrier passes
+        if SCALED:
+            p = p * up
+        p16.store(p.to(p16.dtype))
+        mbarrier.wait(barriers.dp_ready, phase)
+        ds = p * (memory.dp.load() - delta[:, None]) * terms.scale
+        ds16.store(ds.to(ds16.dtype))
+        fence_async_shared()  # generic stores -> tensor-core reads
+        mbarrier.arrive(barriers.ds_ready, count=1)
+    mbarrier.wait(barriers.dq_done, 0)
+    LO: gl.constexpr = memory.dq.slice(0, 64).get_reg_layout()
+    for h in gl.static_range(2):
+        panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
+        for i in gl.static_range(4):
+            x = gl.zeros([64, 64], gl.float32, LO)
+            if query.blocks > 0:  # else nobody ever wrote dQ
+                x = memory.dq.slice(h * 256 + i * 64, 64).load()
+                if SCALED:
+                    x = x * down
+            panels.index(i).store(x.to(kv.dtype))
+    fence_async_shared()
+    for h in gl.static_range(2):
+        send_half(dq_desc, kv, query, h)
+    store_wait(0)
+
+
+@gluon.jit
+def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+    """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
+    L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
+    slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
+    factor = 1.0
+    if SCALED:
+        _, down = factors(terms, query)
+        factor, undo = dkv_factors(terms, query, down, ATOMIC)
+        if not ATOMIC:
+            keep_undo(target, query, undo)
+    # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
+    for part in range(0, 2 * query.blocks):
+        block = part // 2
+        first = part % 2 * 256
+        rows = numbers(query, block, gl.SliceLayout(1, L))
+        there = (rows >= 0)[:, None]
+        mbarrier.wait(barriers.part_ready, part % 2)
+        for c in gl.static_range(4):
+            x = memory.dkv.slice(c * 64, 64).load()
+            if c == 3:
+                mbarrier.arrive(barriers.part_free, count=1)
+            if SCALED:
+                x = x * factor
+            column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+            if ATOMIC:
+                place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
+                gl.atomic_add(place, x, mask=there, sem="relaxed")
+            else:  # in the order of Hopper's keep(), which fold_rows undoes
+                column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
+                place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
+                gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
+
+
+@gluon.jit(do_not_specialize=[
+    "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
+    "query_begin", "queries",
+])  # fmt: skip
+def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
+                    dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
+                    window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
+                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,
+                    GATHER_REGS: gl.constexpr, MMA_REGS: gl.constexpr):  # fmt: skip
+    """The arguments are those of the Hopper kernel of this name."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
+    p16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
+    ds16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
+    s = allocate_tensor_memory(gl.float32, [64, 64], TensorMemoryLayout([64, 64], col_stride=1))
+    dp = allocate_tensor_memory(gl.float32, [64, 64], TensorMemoryLayout([64, 64], col_stride=1))
+    dq = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
+    dkv = allocate_tensor_memory(gl.float32, [64, 256], TensorMemoryLayout([64, 128], col_stride=1))
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    used = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    part_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    part_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    dq_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(ready, count=128)
+    mbarrier.init(free, count=1)
+    mbarrier.init(s_ready, count=1)
+    mbarrier.init(dp_ready, count=1)
+    mbarrier.init(ds_ready, count=1)
+    mbarrier.init(used, count=1)
+    mbarrier.init(part_ready, count=1)
+    mbarrier.init(part_free, count=1)
+    mbarrier.init(dq_done, count=1)
+    query, target = share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC)
+    operands = Operands(q_desc, dout_desc, turned_desc)
+    pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
+    terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
+    memory = Memory(q, dout, kv, p16, ds16, s, dp, dq, dkv)
+    barriers = Barriers(q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done)
+    gl.warp_specialize([
+        (score_role, (memory, barriers, terms, query, dq_desc, SCALED)),
+        (add_role, (memory, barriers, target, terms, query, ATOMIC, SCALED)),
+        (gather_role, (operands, memory, barriers, pools, query, TURNED)),
+        (mma_role, (memory, barriers, query)),
+    ], [4, 4, 1], [ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip

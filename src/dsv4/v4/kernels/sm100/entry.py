@@ -1,0 +1,35 @@
+"""V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
+
+from dsv4.caches.kv import Fp8Cache
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
+from dsv4.v4.kernels import unpack
+from dsv4.v4.kernels.prepare import comes_by_tma, prepare_listed, supports
+from dsv4.v4.kernels.sm100.listed import v4_listed
+from dsv4.v4.problem import V4Problem
+
+__all__ = ["prepare", "supports"]
+
+STEP = 64  # rows per step: one block
+PAIR_STEP = 128
+REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
+PAIR_REGISTERS = dict(GATHER_REGS=136, STORE_REGS=112, WARP_REGS=96)
+
+
+def prepare(p: V4Problem, target: Target, program: Program) -> None:
+    if p.q_heads % 128 == 0 and unpack.pays(p):  # one CTA converts 64 rows as fast as its products go
+        p = unpack.unpacked(p, program)
+    if fits_pair(p):
+        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        from dsv4.v4.kernels.sm100.listed_pair import v4_listed_pair
+
+        prepare_listed(p, target, program, v4_listed_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
+    else:
+        prepare_listed(p, target, program, v4_listed, STEP, REGISTERS)
+
+
+def fits_pair(p: V4Problem) -> bool:
+    """Whole pairs of 64 heads, and rows of one kind, plain ones equally far apart."""
+    pools = [pool for pool in (p.window, p.compressed) if pool is not None]
+    cached = [isinstance(pool, Fp8Cache) for pool in pools]
+    return p.q_heads % 128 == 0 and (all(cached) or not any(cached) and all(comes_by_tma(pool) for pool in pools))

@@ -1,0 +1,272 @@
+"""The gathering role of listed.py: for each item Q, then rows picked by number, block by block, into the ring.
+
+A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of a plain
+tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; rows of an Fp8Cache come through
+registers, where they become bf16. A row that is not there (-1, out of range, past the length) is filled with zeros, and
+its bias is -inf: 0 * NaN would be NaN.
+
+Row numbers are read a block ahead of their rows, FP8 rows before their slots are free: so that no wait adds to another.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
+
+from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.tiles import split_range
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    cp_async,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
+from dsv4.v4.kernels.items import FP8, LIST, NONE, TMA, lists_of, place_of
+
+# Arguments of listed.py and listed_pair.py whose values, or alignment, must not make Triton compile again.
+NOT_SPECIALIZED = [
+    "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
+    "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
+    "compressed_page_stride", "compressed_row_stride", "compressed_gap", "compressed_width", "compressed_line",
+    "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line",
+    "num_splits", "tiles_per_split", "stride_on", "stride_oh", "stride_ln", "stride_lh", "split",
+]  # fmt: skip
+NOT_ALIGNED = [
+    "lse_ptr", "sink_ptr", "part_lse_ptr", "window_list_ptr", "window_lengths_ptr", "compressed_list_ptr",
+    "compressed_lengths_ptr", "starts_ptr", "cos_sin_ptr", "positions_ptr",
+]  # fmt: skip
+ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
+FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
+LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
+LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of e4m3 per thread
+PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+HALF_BYTES = gl.constexpr(64 * 256 * 2)
+
+
+@aggregate
+class Pool:
+    """Rows by number. Strides are in units of 8 elements, of an Fp8Cache in units of UNIT bytes."""
+
+    ptr: Value
+    desc: Value  # of its lines, for TMA
+    rows: Value
+    page_rows: Value
+    page_stride: Value
+    row_stride: Value
+    gap: Value  # lines between pages
+
+
+@aggregate
+class Pools:
+    window: Pool
+    compressed: Pool
+
+
+@gluon.jit
+def numbers_at(lists, block, end, compressed, HOW: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
+    """Row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
+    in_window = block < lists.window_blocks
+    start = gl.where(in_window, 0, lists.window_blocks)
+    place = (block - start) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
+    listed = in_window & (place < lists.window_count) & (block < end)
+    further = (block >= lists.window_blocks) & (place < lists.count) & (block < end)
+    if HOW == NONE:
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+    elif HOW == LIST:
+        list_ptr = gl.where(in_window, lists.window_ptr, lists.line_ptr)
+        number = gl.load(list_ptr + place, mask=listed | further, other=-1)
+    else:
+        page_rows = compressed.page_rows
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+        page = gl.load(lists.line_ptr + place // page_rows, mask=further, other=-1)
+        page = gl.where(page < compressed.rows // page_rows, page, -1)  # before the product, which may not fit
+        number = gl.where(page >= 0, page * page_rows + place % page_rows, number)
+    return number
+
+
+@gluon.jit
+def write_bias(bias, there):
+    """What is added to the scores of a block. The last one has been read: then its slots were freed."""
+    bias.store(gl.where(there, 0.0, -float("inf")))
+
+
+@gluon.jit
+def fetch_block(pool, number, memory, barriers, at):
+    """One block by TMA, four rows at a time. Line -1 is out of bounds, which TMA fills with zeros."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    there = (number >= 0) & (number < pool.rows)
+    line = number
+    if pool.gap > 0:
+        line += number // pool.page_rows * pool.gap
+    line = gl.convert_layout(gl.where(there, line, -1), gl.SliceLayout(1, FOURS))
+    for h in gl.static_range(2):
+        slot = 2 * (at % 2) + h
+        mbarrier.wait(free.index(slot), (at // 2 + 1) % 2)
+        if h == 0:
+            write_bias(bias.index(at % 2), there)
+        mbarrier.expect(ready.index(slot), HALF_BYTES)
+        async_gather(pool.desc, line, h * 256, ready.index(slot), kv.index(slot))
+
+
+@gluon.jit
+def copy_block(pool, number, memory, barriers, at):
+    """One block by cp.async; its first half is announced while the second is under way."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    number = gl.convert_layout(number, gl.SliceLayout(1, LANES))
+    there = (number >= 0) & (number < pool.rows)
+    page = number // pool.page_rows
+    offset = page.to(gl.int64) * pool.page_stride + (number - page * pool.page_rows).to(gl.int64) * pool.row_stride
+    pointers = pool.ptr + offset[:, None] * 8 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES))[None, :]
+    for h in gl.static_range(2):
+        slot = 2 * (at % 2) + h
+        panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
+        mbarrier.wait(free.index(slot), (at // 2 + 1) % 2)
+        if h == 0:
+            write_bias(bias.index(at % 2), there)
+        for i in gl.static_range(4):
+            cp_async(panels.index(i), pointers + (h * 256 + i * 64), mask=there[:, None])
+        async_copy.commit_group()
+        if h == 1:
+            loads.announce(ready.index(slot - 1), 1)
+            loads.announce(ready.index(slot), 0)
+
+
+@gluon.jit
+def fp8_values(ptr, data, there, INDEX: gl.constexpr):
+    """64 of the 448 e4m3 values of each row, as bytes."""
+    column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
+    return gl.load(ptr + data[:, None] + column[None, :], mask=there[:, None], other=0)
+
+
+@gluon.jit
+def fp8_rest(ptr, data, there, UNIT: gl.constexpr):
+    """The last 64 values of each row, which are bf16."""
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
+    if UNIT >= 2:
+        rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
+        return gl.load(rest_ptr + (data // 2)[:, None] + (224 + column)[None, :], mask=there[:, None], other=0.0)
+    else:  # at odd addresses, too
+        pointers = ptr + data[:, None] + (448 + 2 * column)[None, :]
+        low = gl.load(pointers, mask=there[:, None], other=0).to(gl.int16)
+        high = gl.load(pointers + 1, mask=there[:, None], other=0).to(gl.int16)
+        return (low | (high << 8)).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def fp8_scales(ptr, at, there, UNIT: gl.constexpr):
+    """The seven scale bytes of each row in one word."""
+    if UNIT >= 8:
+        s = gl.load((ptr + at).to(gl.pointer_type(gl.int64)), mask=there, other=0)
+    else:
+        s = gl.load(ptr + at, mask=there, other=0).to(gl.int64)
+        for i in gl.static_range(1, 7):
+            s = s | (gl.load(ptr + at + i, mask=there, other=0).to(gl.int64) << (8 * i))
+    return s
+
+
+@gluon.jit
+def scale_of(s):
+    """2^(s - 127) in bf16: s in the exponent's place; 0 is a subnormal, 255 is NaN."""
+    return gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def fp8_store(panel, x, scales, INDEX: gl.constexpr):
+    """64 values of each row as bf16."""
+    s = scale_of((scales >> (8 * INDEX)).to(gl.int32) & 255)
+    panel.store(x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s[:, None])
+
+
+@gluon.jit
+def announce(ready):
+    fence_async_shared()  # ordinary stores -> tensor-core reads
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def fp8_place(pool, number, UNIT: gl.constexpr):
+    """Of rows of an Fp8Cache: whether they are there, where their values begin and where their scales, in bytes."""
+    there = (number >= 0) & (number < pool.rows)
+    page = number // pool.page_rows
+    place = (number - page * pool.page_rows).to(gl.int64)
+    start = page.to(gl.int64) * pool.page_stride * UNIT
+    return there, start + place * 576, start + pool.page_rows.to(gl.int64) * 576 + place * 8
+
+
+@gluon.jit
+def fp8_block(pool, number, memory, barriers, at, UNIT: gl.constexpr):
+    """One block of an Fp8Cache. Most of it is asked for before the first wait, so that it comes while slots are busy;
+    the last pieces as the first leave the registers."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    ptr = pool.ptr
+    number = gl.convert_layout(number, gl.SliceLayout(1, LANES8))
+    there, data, at_scales = fp8_place(pool, number, UNIT)
+    scales = fp8_scales(ptr, at_scales, there, UNIT)
+    x0 = fp8_values(ptr, data, there, 0)
+    x1 = fp8_values(ptr, data, there, 1)
+    x2 = fp8_values(ptr, data, there, 2)
+    x3 = fp8_values(ptr, data, there, 3)
+    x4 = fp8_values(ptr, data, there, 4)
+    slot = 2 * (at % 2)
+    phase = (at // 2 + 1) % 2
+    panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
+    mbarrier.wait(free.index(slot), phase)
+    write_bias(bias.index(at % 2), there)
+    fp8_store(panels.index(0), x0, scales, 0)
+    x5 = fp8_values(ptr, data, there, 5)
+    fp8_store(panels.index(1), x1, scales, 1)
+    x6 = fp8_values(ptr, data, there, 6)
+    fp8_store(panels.index(2), x2, scales, 2)
+    rest = fp8_rest(ptr, data, there, UNIT)
+    fp8_store(panels.index(3), x3, scales, 3)
+    announce(ready.index(slot))
+    panels = reinterpret(kv.index(slot + 1), [4, 64, 64], PANEL)
+    mbarrier.wait(free.index(slot + 1), phase)
+    fp8_store(panels.index(0), x4, scales, 4)
+    fp8_store(panels.index(1), x5, scales, 5)
+    fp8_store(panels.index(2), x6, scales, 6)
+    panels.index(3).store(rest)
+    announce(ready.index(slot + 1))
+
+
+@gluon.jit
+def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl.constexpr):
+    if WAY == TMA:
+        fetch_block(pool, number, memory, barriers, at)
+    elif WAY == FP8:
+        fp8_block(pool, number, memory, barriers, at, UNIT)
+    else:
+        copy_block(pool, number, memory, barriers, at)
+
+
+@gluon.jit
+def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
+                WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
+    BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    at = 0  # blocks so far
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
+        lists = lists_of(query, window, compressed, requests, HOW)
+        blocks = lists.window_blocks + (lists.count + 63) // 64
+        begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
+        number = numbers_at(lists, begin, end, pools.compressed, HOW)
+        mbarrier.wait(barriers.q_free, (turn + 1) % 2)
+        memory.job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        mbarrier.expect(barriers.q_ready, 2 * HALF_BYTES)
+        for h in gl.static_range(2):
+            tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
+                     reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
+        for block in range(begin, end):
+            following = numbers_at(lists, block + 1, end, pools.compressed, HOW)
+            if HOW == NONE or block < lists.window_blocks:
+                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
+            else:
+                gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1])
+            number = following
+            at += 1
+        turn += 1

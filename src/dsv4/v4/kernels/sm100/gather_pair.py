@@ -1,0 +1,284 @@
+"""The loading roles of listed_pair.py, for two CTAs that share products: plan finds out how many rows each item has and
+loads its Q, gather loads rows picked by number.
+
+K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
+tensor come by TMA, four at a time; rows of an Fp8Cache come through registers, where they become bf16. A row that is
+not there (-1, out of range, past the length) is filled with zeros, and its bias is -inf: 0 * NaN would be NaN.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
+
+from dsv4.fmha.kernels.sm100.pair_roles import (
+    KEYS,
+    SLOT_BYTES,
+    SLOT_K,
+    SLOT_V,
+    job_of,
+    last_scores,
+    last_slots,
+    place_of_k,
+    place_of_v,
+    tell,
+)
+from dsv4.fmha.kernels.tiles import split_range
+from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.v4.kernels.arguments import Lists
+from dsv4.v4.kernels.items import NONE, TMA, place_of, share
+from dsv4.v4.kernels.sm100.gather import (
+    announce,
+    fp8_place,
+    fp8_rest,
+    fp8_scales,
+    fp8_store,
+    fp8_values,
+    numbers_at,
+    scale_of,
+)
+
+# Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
+ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0], cga_layout=[[0, 0]]))  # a row per thread
+FOURS_K = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1], cga_layout=[[1, 0]]))  # four rows per TMA
+FOURS_V = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1], cga_layout=[[0, 1]]))
+LANES_K = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0], cga_layout=[[1, 0]]))
+LANES_V = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [4, 1, 1], [2, 1, 0], cga_layout=[[0, 1, 0]]))
+
+
+@gluon.jit
+def lines_of(pool, number):
+    """Lines of the pool's descriptor; -1, which TMA fills with zeros, where there is no such row."""
+    there = (number >= 0) & (number < pool.rows)
+    line = number
+    if pool.gap > 0:
+        line += number // pool.page_rows * pool.gap
+    return gl.where(there, line, -1)
+
+
+@gluon.jit
+def fetch(pool, number, memory, barriers, place, use, V: gl.constexpr):
+    """Rows as V, or as K."""
+    FOURS: gl.constexpr = FOURS_V if V else FOURS_K
+    ready = barriers.v_ready if V else barriers.k_ready
+    line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS))
+    for h in gl.static_range(2):
+        slot = 2 * place + h
+        mbarrier.wait(barriers.free.index(slot), (use + 1) % 2)
+        mbarrier.expect(ready.index(slot), SLOT_BYTES)
+        to = memory.kv.index(slot)
+        if V:
+            to = reinterpret(to, [KEYS, 256], SLOT_V)
+        async_gather(pool.desc, line, h * 256, ready.index(slot), to)
+
+
+@gluon.jit
+def fp8_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr):
+    """Half of the rows, all columns. Most is asked for before the first wait, the rest as the first leave registers."""
+    kv, k_ready, free = memory.kv, barriers.k_ready, barriers.free
+    ptr = pool.ptr
+    there, data, at = fp8_place(pool, gl.convert_layout(number, gl.SliceLayout(1, LANES_K)), UNIT)
+    scales = fp8_scales(ptr, at, there, UNIT)
+    x0 = fp8_values(ptr, data, there, 0)
+    x1 = fp8_values(ptr, data, there, 1)
+    x2 = fp8_values(ptr, data, there, 2)
+    x3 = fp8_values(ptr, data, there, 3)
+    slot = 2 * place
+    panels = reinterpret(kv.index(slot), [4, KEYS, 64], SLOT_K)
+    mbarrier.wait(free.index(slot), (use + 1) % 2)
+    fp8_store(panels.index(0), x0, scales, 0)
+    x4 = fp8_values(ptr, data, there, 4)
+    fp8_store(panels.index(1), x1, scales, 1)
+    x5 = fp8_values(ptr, data, there, 5)
+    fp8_store(panels.index(2), x2, scales, 2)
+    x6 = fp8_values(ptr, data, there, 6)
+    fp8_store(panels.index(3), x3, scales, 3)
+    rest = fp8_rest(ptr, data, there, UNIT)
+    announce(k_ready.index(slot))
+    panels = reinterpret(kv.index(slot + 1), [4, KEYS, 64], SLOT_K)
+    mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
+    fp8_store(panels.index(0), x4, scales, 4)
+    fp8_store(panels.index(1), x5, scales, 5)
+    fp8_store(panels.index(2), x6, scales, 6)
+    panels.index(3).store(rest)
+    announce(k_ready.index(slot + 1))
+
+
+@gluon.jit
+def v_columns(INDEX: gl.constexpr):
+    """Columns [1, 2, 64] of the two CTAs' panels INDEX: the second CTA's lie 128 after the first's."""
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES_V)))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES_V)))
+    return INDEX * 64 + 128 * second[None, :, None] + column[None, None, :]
+
+
+@gluon.jit
+def v_values(ptr, data, there, INDEX: gl.constexpr):
+    """64 e4m3 values of each row and CTA, as bytes; columns from 448 on are none."""
+    column = v_columns(INDEX)
+    return gl.load(ptr + data[:, :, None] + column, mask=there[:, :, None] & (column < 448), other=0)
+
+
+@gluon.jit
+def v_bf16(x, scales, INDEX: gl.constexpr):
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES_V)))
+    s = scale_of((scales >> (8 * INDEX + 16 * second)[None, :]).to(gl.int32) & 255)
+    return x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s[:, :, None]
+
+
+@gluon.jit
+def v_rest(ptr, data, there, UNIT: gl.constexpr):
+    """The last panel of the second CTA, which is bf16; nothing for the first."""
+    column = v_columns(5) - 448
+    mask = there[:, :, None] & (column >= 0)
+    if UNIT >= 2:
+        rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
+        return gl.load(rest_ptr + (data // 2)[:, :, None] + 224 + column, mask=mask, other=0.0)
+    else:  # at odd addresses, too
+        pointers = ptr + data[:, :, None] + 448 + 2 * column
+        low = gl.load(pointers, mask=mask, other=0).to(gl.int16)
+        high = gl.load(pointers + 1, mask=mask, other=0).to(gl.int16)
+        return (low | (high << 8)).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def fp8_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr):
+    """All rows, half of the columns: of each 256, the first CTA's two panels and the second's."""
+    kv, v_ready, free = memory.kv, barriers.v_ready, barriers.free
+    ptr = pool.ptr
+    number = gl.convert_layout(number, gl.SliceLayout(1, gl.SliceLayout(2, LANES_V)))[:, None]
+    number = number + gl.zeros([KEYS, 2], gl.int32, gl.SliceLayout(2, LANES_V))
+    there, data, at = fp8_place(pool, number, UNIT)
+    scales = fp8_scales(ptr, at, there, UNIT)
+    x0 = v_values(ptr, data, there, 0)
+    x1 = v_values(ptr, data, there, 1)
+    slot = 2 * place
+    panels = reinterpret(kv.index(slot), [2, KEYS, 128], SLOT_V)
+    mbarrier.wait(free.index(slot), (use + 1) % 2)
+    panels.index(0).store(v_bf16(x0, scales, 0).reshape([KEYS, 128]))
+    x4 = v_values(ptr, data, there, 4)
+    panels.index(1).store(v_bf16(x1, scales, 1).reshape([KEYS, 128]))
+    x5 = v_values(ptr, data, there, 5)
+    announce(v_ready.index(slot))
+    panels = reinterpret(kv.index(slot + 1), [2, KEYS, 128], SLOT_V)
+    mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
+    panels.index(0).store(v_bf16(x4, scales, 4).reshape([KEYS, 128]))
+    y = v_bf16(x5, scales, 5)
+    rest = v_rest(ptr, data, there, UNIT)
+    panels.index(1).store(gl.where(v_columns(5) < 448, y, rest).reshape([KEYS, 128]))
+    announce(v_ready.index(slot + 1))
+
+
+@gluon.jit
+def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY: gl.constexpr, UNIT: gl.constexpr):
+    if WAY == TMA:
+        fetch(pool, number, memory, barriers, place, use, V)
+    elif V:
+        fp8_v(pool, number, memory, barriers, place, use, UNIT)
+    else:
+        fp8_k(pool, number, memory, barriers, place, use, UNIT)
+
+
+@gluon.jit
+def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, HOW: gl.constexpr,
+                 WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """A block of the lists as V, or as K."""
+    if HOW == NONE or block < lists.window_blocks:
+        gather_from(pools.window, number, memory, barriers, place, use, V, WAYS[0], UNITS[0])
+    else:
+        gather_from(pools.compressed, number, memory, barriers, place, use, V, WAYS[1], UNITS[1])
+
+
+@gluon.jit
+def block_v(
+    lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr, UNITS: gl.constexpr
+):
+    """V of block i of an item of n, whose first is block `begin` of the lists."""
+    place, use = place_of_v(i, n)
+    gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS)
+
+
+@gluon.jit
+def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW: gl.constexpr):
+    """What each item has to do, while the others are at the one before; Q, as soon as the scores of that are complete.
+    A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
+    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
+    full = 0  # items so far that have blocks
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        query, first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
+        count, more, line = share(query, window, compressed, requests, HOW)
+        begin, end = blocks_of(count, more, split, sizes)
+        tell((end - begin, count, more, line.to(gl.int32)), turn, memory, barriers)
+        if end > begin:
+            mbarrier.wait(barriers.q_free, (full + 1) % 2)
+            mbarrier.expect(barriers.q_ready, 2 * SLOT_BYTES)
+            tma_load(q_desc, [query, 0, first_head, 0], barriers.q_ready, reinterpret(memory.q, [1, 8, 128, 64], BOX))
+            full += 1
+        turn += 1
+    last_scores(full, barriers)
+
+
+@gluon.jit
+def blocks_of(count, more, split, sizes):
+    """(first, end) of the blocks of an item with so many rows of the window and so many compressed ones."""
+    blocks = (count + KEYS - 1) // KEYS + (more + KEYS - 1) // KEYS
+    return split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
+
+
+@gluon.jit
+def lists_at(item, turn, window, compressed, memory, barriers, sizes):
+    """What plan_role found for an item -> (its lists, first block, end)."""
+    query, _first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
+    _n, count, more, line = job_of(turn, 4, memory, barriers)
+    begin, end = blocks_of(count, more, split, sizes)
+    window_ptr = window.list_ptr + query.to(gl.int64) * window.line
+    line_ptr = compressed.list_ptr + line.to(gl.int64) * compressed.line
+    return Lists(window_ptr, count, (count + KEYS - 1) // KEYS, line_ptr, more), begin, end
+
+
+@gluon.jit
+def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW: gl.constexpr,
+                WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """The items of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
+    ahead, the next item's first before the last V of this one: there is no pause between items."""
+    at = 0  # blocks so far
+    turn = 0
+    lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, barriers, sizes)
+    number = numbers_at(lists, begin, end, pools.compressed, HOW, KEYS, ONE)
+    following = numbers_at(lists, begin + 1, end, pools.compressed, HOW, KEYS, ONE)
+    later = numbers_at(lists, begin + 2, end, pools.compressed, HOW, KEYS, ONE)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = end - begin
+        # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
+        before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
+        for i in range(0, n):
+            rows = pools.window.rows
+            if HOW != NONE:
+                rows = gl.where(begin + i < lists.window_blocks, rows, pools.compressed.rows)
+            there = (number >= 0) & (number < rows)
+            bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
+            mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
+            place, use = place_of_k(i)
+            gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, False, HOW, WAYS, UNITS)
+            # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
+            if i > 0:
+                later = numbers_at(lists, begin + i + 2, end, pools.compressed, HOW, KEYS, ONE)
+            if i > 0:
+                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
+            before = number
+            number = following
+            following = later
+        turn += 1
+        next_lists, next_begin, next_end = lists, begin, begin
+        if item + gl.num_programs(0) < items:
+            next_lists, next_begin, next_end = lists_at(
+                item + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
+            )
+        number = numbers_at(next_lists, next_begin, next_end, pools.compressed, HOW, KEYS, ONE)
+        following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, HOW, KEYS, ONE)
+        later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, HOW, KEYS, ONE)
+        if n > 0:
+            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
+        at += n
+        lists = next_lists
+        begin = next_begin
+        end = next_end
+    last_slots(at, barriers)

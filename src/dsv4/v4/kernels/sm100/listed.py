@@ -1,0 +1,294 @@
+"""V4 attention on sm_100a: 64 heads of one query token at a time, rows picked by number from one or two pools.
+
+Every row is key and value at once: a block of 64 rows is gathered once, into two ring slots [64, 256] (halves of the
+head dim), and read as K and as V. Two blocks are in the ring, two S and two P beside it. Role chart::
+
+    gather   4 warps  | Q | block 0 | block 1 |                 | block 2, as P0 V0 frees it | ...
+    scores   1 warp   |   |         | S0 = Q K0^T | S1 = Q K1^T |                            | S2 = Q K2^T | ...
+    values   1 warp   |   |                       | ...         | O += P0 V0 | O += P1 V1    | ...
+    softmax  4 warps  |   |                       | P0          | P1         | ...           | ...    | O / l -> out
+
+Scores and values issue their products on their own, so that whichever has what it needs goes next: with room for two
+blocks only, a fixed order would leave the tensor core idle while a block is on its way.
+
+An item is 64 heads of one query and one split of its rows. A CTA loops over items: while softmax writes the output of
+one, Q and the first blocks of the next arrive and their scores are computed. gather.py says how rows are gathered.
+
+tensor memory   columns     holds
+s               2 x 64      S of two blocks, fp32 [64, 64]: 64 rows use half of the 128 lanes
+o               256         O, fp32 [64, 512]: its two halves lie side by side in the lanes
+
+shared memory   bytes       holds
+q               2 x 32768   [64, 256] each: columns 0-255 and 256-511 of Q
+kv              4 x 32768   [64, 256] each: half h of block j at 2 (j % 2) + h
+p               2 x 8192    [64, 64] each: P of block j at j % 2; the output rows leave through it
+bias            2 x 256     fp32 per key: what is added to the scores of block j, at j % 2
+job             4           the number of blocks of the item
+barriers        8 each
+
+barrier      arrives            count   waits                     means
+q_ready      gather, bytes      1       scores, values, softmax   Q of the item is in q, its number of blocks in job
+q_free       commit of scores,  3       gather                    the item's scores are complete; job has been read
+             values, softmax
+ready[i]     gather, or bytes   1       scores, values, softmax   slot i is filled; even i: the bias of the block too
+free[i]      commit of values   1       gather                    P V has used slot i
+s_ready[s]   commit of scores   1       softmax                   S is complete
+p_ready[s]   softmax            1       values, scores            P is stored, S is read, O is rescaled for this P V
+pv_done[s]   commit of values   1       softmax                   P V is complete: P may be overwritten, O touched
+
+No wait lags two phases behind: ready[i] is filled again after free[i], which follows p_ready; p_ready[s] comes again
+after softmax has waited for pv_done[s], that is, for values; and s_ready[s] after scores has waited for p_ready[s].
+The first P V of an item overwrites O: its p_ready comes after softmax has written the output of the item before.
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
+
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
+from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
+from dsv4.v4.kernels.items import place_of
+from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools, gather_role
+from dsv4.v4.kernels.sm100.results import angles_of, finish_rows, place_rows
+
+
+@aggregate
+class Memory:
+    s: Value
+    o: Value
+    q: Value
+    kv: Value
+    p: Value
+    bias: Value
+    job: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    q_free: Value
+    ready: Value
+    free: Value
+    s_ready: Value
+    p_ready: Value
+    pv_done: Value
+
+
+@gluon.jit
+def make_memory(DTYPE: gl.constexpr):
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    p = gl.allocate_shared_memory(DTYPE, [2, 64, 64], P)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
+    s = allocate_tensor_memory(gl.float32, [2, 64, 64], TensorMemoryLayout([64, 64], col_stride=1))
+    o = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
+    return Memory(s, o, q, kv, p, bias, job)
+
+
+@gluon.jit
+def make_barriers():
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    pv_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=3)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(s_ready.index(i), count=1)
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(pv_done.index(i), count=1)
+    return Barriers(q_ready, q_free, ready, free, s_ready, p_ready, pv_done)
+
+
+@gluon.jit
+def begin(q_ready, job, turn):
+    """Q of the next item is there -> its number of blocks."""
+    mbarrier.wait(q_ready, turn % 2)
+    return gl.max(job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def scores_role(memory, barriers, items):
+    """S = Q K^T of block after block."""
+    q, kv, s, ready = memory.q, memory.kv, memory.s, barriers.ready
+    at = 0  # blocks so far
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(barriers.q_ready, memory.job, turn)
+        for j in range(at, at + n):
+            stage = j % 2
+            if j >= 2:
+                mbarrier.wait(barriers.p_ready.index(stage), (j // 2 - 1) % 2)
+            for h in gl.static_range(2):
+                mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
+                tcgen05_mma(q.index(h), kv.index(2 * stage + h).permute((1, 0)), s.index(stage), use_acc=h > 0)
+            tcgen05_commit(barriers.s_ready.index(stage))
+        if n > 0:
+            tcgen05_commit(barriers.q_free)
+        else:
+            mbarrier.arrive(barriers.q_free, count=1)
+        at += n
+        turn += 1
+
+
+@gluon.jit
+def values_role(memory, barriers, items):
+    """O += P V of block after block."""
+    kv, p, o, ready = memory.kv, memory.p, memory.o, barriers.ready
+    at = 0
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(barriers.q_ready, memory.job, turn)
+        mbarrier.arrive(barriers.q_free, count=1)
+        for j in range(at, at + n):
+            stage = j % 2
+            mbarrier.wait(barriers.p_ready.index(stage), (j // 2) % 2)
+            for h in gl.static_range(2):
+                mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
+                tcgen05_mma(p.index(stage), kv.index(2 * stage + h), o.slice(h * 256, 256), use_acc=j > at)
+                tcgen05_commit(barriers.free.index(2 * stage + h))
+            tcgen05_commit(barriers.pv_done.index(stage))
+        at += n
+        turn += 1
+
+
+@gluon.jit
+def softmax_block(x, m, l, at, first, memory, barriers):
+    """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
+    p, o, pv_done = memory.p, memory.o, barriers.pv_done
+    LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
+    PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
+    stage = at % 2
+    grown = gl.max(x, 1)
+    # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
+    moves = grown - m > softmax.RESCALE_ABOVE
+    m_new = gl.where(moves, grown, m)
+    alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
+    if at > first:
+        if gl.min(alpha, 0) < 1.0:
+            mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
+            factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
+            for h in gl.static_range(2):
+                pieces = o.slice(h * 256, 256).reinterpret(gl.float32, [4, 64, 64], PIECE)
+                for c in range(0, 4):
+                    pieces.index(c).store(pieces.index(c).load() * factor)
+    y = gl.exp2(x - gl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
+    if at >= 2:
+        mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
+    p.index(stage).store(y.to(p.dtype))
+    fence_async_shared()  # P is read by the tensor core
+    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    return m_new, l * alpha + gl.sum(y, 1)
+
+
+@gluon.jit
+def write(place, factor, angles_ptr, there, memory, output, split):
+    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0)."""
+    o, p, heads, first_head = memory.o, memory.p, output.heads, place.first_head
+    out_ptr = output.out_ptr + place.query.to(gl.int64) * output.stride_on * 8
+    part_ptr = output.part_ptr + place.part_row * 512
+    rope = (angles_ptr, output.rope.width)
+    LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
+    PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LO))[:, None]
+    row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    offset = (row.to(gl.int64) * output.stride_oh * 8)[:, None] + column[None, :]
+    own_row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
+    own_column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
+    own = (own_row * 512)[:, None] + own_column[None, :]
+    for h in gl.static_range(2):
+        pieces = o.slice(h * 256, 256).reinterpret(gl.float32, [4, 64, 64], PIECE)
+        for c in range(0, 4):
+            first = h * 256 + c * 64
+            y = gl.zeros([64, 64], gl.float32, LO)
+            if there > 0:
+                y = softmax.turn_back(pieces.index(c).load(), rope, first, 512) * factor
+            if split != 0:
+                gl.store(part_ptr + own + first, y, mask=(own_row < heads)[:, None])
+            else:
+                p.index(c % 2).store(y.to(p.dtype))
+                gl.store(out_ptr + offset + first, p.index(c % 2).load(L), mask=(row < heads)[:, None])
+
+
+@gluon.jit
+def softmax_role(memory, barriers, output, items, scale, split):
+    """P = exp2(S - m) block by block, and in the end of an item O / l -> out, lse."""
+    s, pv_done = memory.s, barriers.pv_done
+    LS: gl.constexpr = s.index(0).get_reg_layout()
+    RS: gl.constexpr = gl.SliceLayout(1, LS)
+    at = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        query, first_head, part = place_of(item, output.queries, output.heads)
+        n = begin(barriers.q_ready, memory.job, turn)
+        mbarrier.arrive(barriers.q_free, count=1)
+        m = gl.full([64], -float("inf"), gl.float32, RS)
+        l = gl.full([64], 0.0, gl.float32, RS)
+        for j in range(at, at + n):
+            mbarrier.wait(barriers.ready.index(2 * (j % 2)), (j // 2) % 2)
+            unseen = memory.bias.index(j % 2).load(gl.SliceLayout(0, LS))
+            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            x = s.index(j % 2).load() * scale + unseen[None, :]
+            m, l = softmax_block(x, m, l, j, at, memory, barriers)
+        at += n
+        turn += 1
+        place = place_rows(query, first_head, part, output, split, 64, RS)
+        factor = finish_rows(m, l, place, output, split)
+        angles_ptr = angles_of(query, output.rope)
+        if n > 0:
+            mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+        write(place, factor, angles_ptr, n, memory, output, split)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
+def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr, window_list_ptr,
+              window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr,
+              starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items, queries, heads, window_rows,
+              window_page_rows, window_page_stride, window_row_stride, window_gap, window_width, window_line,
+              compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_gap,
+              compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
+              rope_width, rope_line, num_splits, tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split,
+              HOW: gl.constexpr, WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
+              COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
+    requests = Requests(starts_ptr, starts, requests)
+    pools = Pools(
+        Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,
+             window_gap),
+        Pool(compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
+             compressed_row_stride, compressed_gap),
+    )  # fmt: skip
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+
+    memory = make_memory(q_desc.dtype)
+    barriers = make_barriers()
+    gl.warp_specialize([
+        (softmax_role, (memory, barriers, output, items, signed_scale, split)),
+        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW,
+                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT))),
+        (scores_role, (memory, barriers, items)),
+        (values_role, (memory, barriers, items)),
+    ], [4, 1, 1], [GATHER_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,130 @@
+"""V4 attention on sm_100a by pairs of CTAs: 128 heads of one query token at a time, 64 of them in each CTA.
+
+Role chart, memory maps and barriers are those of pair_roles.py. A block is 128 rows picked by number, as K split by
+rows over the pair and as V by columns; gather_pair.py, whose roles gather and plan (one warp) take the place of load,
+says how it comes. There are beside::
+
+    shared memory   bytes       holds, in each CTA
+    bias            3 x 256     bf16 per key: what is added to the scores of block j, at j % 3
+
+    barrier         arrives     count   waits       means
+    bias_ready[b]   gather      1       softmax     the bias of a block is there
+
+The bias of block j is overwritten by that of block j + 3: before, gather has filled a slot again whose product followed
+p_ready of block j (with V of block j + 1, or, if j is an item's last, with K or V of a block behind it).
+"""
+
+from dsv4.fmha.kernels.sm100.pair_roles import (
+    OWN,
+    PIECE,
+    Target,
+    begin,
+    by_halves,
+    hand_over,
+    last_values,
+    make_barriers,
+    make_memory,
+    scores_role,
+    softmax_block,
+    take_over,
+    values_role,
+    write,
+)
+from dsv4.kernels.compat import gl, gluon, mbarrier
+from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
+from dsv4.v4.kernels.items import place_of
+from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools
+from dsv4.v4.kernels.sm100.gather_pair import gather_role, plan_role
+from dsv4.v4.kernels.sm100.results import angles_of, finish_rows, place_rows
+
+
+@gluon.jit
+def softmax_role(memory, bias, barriers, bias_ready, items, scale):
+    """P = exp2(S - m) block by block."""
+    s = memory.s
+    LS: gl.constexpr = s.index(0).get_reg_layout()
+    HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([128, 128], gl.float32, LS)).type.layout)
+    at = 0
+    turn = 0
+    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n = begin(turn, memory, barriers)
+        m = gl.full([128], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
+        l = gl.full([128, 2], 0.0, gl.float32, HALF)
+        for j in range(at, at + n):
+            mbarrier.wait(bias_ready.index(j % 3), (j // 3) % 2)
+            unseen = bias.index(j % 3).load(gl.SliceLayout(0, LS)).to(gl.float32)
+            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            x = s.index(j % 2).load() * scale + unseen[None, :]
+            m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
+        hand_over(m, l, turn, memory, barriers)
+        at += n
+        turn += 1
+    last_values(at, barriers)
+
+
+@gluon.jit
+def store_role(memory, barriers, output, items, split):
+    """O / l -> out, lse of item after item. What it needs beside O is read before O is there."""
+    LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
+    at = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        query, first_head, part = place_of(item, output.queries, output.heads, 128)
+        place = place_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
+        angles_ptr = angles_of(query, output.rope)
+        n = begin(turn, memory, barriers)
+        m, l = take_over(turn, memory, barriers)
+        factor = finish_rows(m, l, place, output, split)
+        at += n
+        turn += 1
+        if n > 0:
+            mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+        out = Target(output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
+                     place.head.to(gl.int64) * output.stride_oh * 8, place.here)  # fmt: skip
+        partial = Target(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
+        write(factor, n, out, partial, memory, barriers, (angles_ptr, output.rope.width), split)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
+def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
+                   window_list_ptr, window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr,
+                   compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items,
+                   queries, heads, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap,
+                   window_width, window_line, compressed_rows, compressed_page_rows, compressed_page_stride,
+                   compressed_row_stride, compressed_gap, compressed_width, compressed_line, window_lengths,
+                   compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
+                   tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split, HOW: gl.constexpr,
+                   WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
+                   COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
+                   WARP_REGS: gl.constexpr):  # fmt: skip
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
+    requests = Requests(starts_ptr, starts, requests)
+    pools = Pools(
+        Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,
+             window_gap),
+        Pool(compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
+             compressed_row_stride, compressed_gap),
+    )  # fmt: skip
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+
+    memory = make_memory(q_desc.dtype, 4)
+    bias = gl.allocate_shared_memory(gl.bfloat16, [3, 128], OWN)
+    barriers = make_barriers(5)
+    bias_ready = mbarrier.allocate_mbarrier(batch=3)
+    for i in gl.static_range(3):
+        mbarrier.init(bias_ready.index(i), count=1)
+    gl.warp_specialize([
+        (softmax_role, (memory, bias, barriers, bias_ready, items, signed_scale)),
+        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW,
+                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT))),
+        (store_role, (memory, barriers, output, items, split)),
+        (scores_role, (memory, barriers, items)),
+        (values_role, (memory, barriers, items)),
+        (plan_role, (q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW)),
+    ], [4, 4, 1, 1, 1], [GATHER_REGS, STORE_REGS, WARP_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -1,0 +1,296 @@
+"""V4 attention on sm_90a for FP8 rows and few heads, 16 or 32 per CTA: keys are the rows of the scores (narrow.py too).
+
+With few heads the products are small, and what counts is how fast rows become bf16. So two groups of four warps gather,
+each into a slot of its own, blocks of 64 rows by turns: while one waits for memory, the other converts. Four warps
+compute, one block after the other::
+
+    gather 0     rows of block 0 | -> kv 0 | rows of block 2 | wait free 0 | -> kv 0 ...
+    gather 1     rows of block 1 |         -> kv 1 | rows of block 3 ...
+    compute              wait 0 | S^T = K Q^T | softmax over keys -> P^T | O^T += V^T P^T | wait 1 ...
+
+Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
+
+P is made with the maxima as they are, and O^T is begun with it, before warps know what others saw: they read that while
+the products run. Only where a score is far above its maximum, maxima move: then the products are waited for, O is
+rescaled, and what P should have been less what it was, which is at most 2^8, is multiplied, too. Maxima begin with 0, a
+guess; a first block with scores far from it, or without some of its rows, sets them.
+
+shared memory   bytes               holds
+q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
+kv              4 x 2 x 16384       [64, 128] each: columns of a block, by slot; at the end, of O
+p               128 HEADS           [64, HEADS]: P^T
+bias            2 x 256             fp32 per key: what is added to its scores, by slot
+tops            16 HEADS            fp32 per computing warp and head: maximum of its keys' scores
+highest         16                  of each computing warp: how far a score is above its maximum, at most
+barriers        8 each
+
+barrier         arrives     count   waits       means
+ready0[g]       gather g    1       compute     the first half of a block is in slot g, and its bias
+ready1[g]       gather g    1       compute     the second half is, too
+free0[g]        compute     1       gather g    the products with the first half of slot g are complete
+free1[g]        compute     1       gather g    those with the second half are
+
+Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
+heads, where compute takes longer than gather, by gather.
+"""
+
+from dsv4.kernels import dependent, softmax
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.opaque import zero
+from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope
+from dsv4.v4.kernels.items import NONE
+from dsv4.v4.kernels.rows import Pool, entries
+from dsv4.v4.kernels.sm90.gather import Pools, Queries, numbers_of, pool_of
+from dsv4.v4.kernels.sm90.slots import words
+from dsv4.v4.kernels.sm90.transposed import (
+    Splits,
+    add,
+    ask,
+    copy_heads,
+    left_scores,
+    make_memory,
+    masked,
+    maxima,
+    output_layout,
+    partial_sums,
+    prefetch_lists,
+    right_scores,
+    scores_layout,
+    sink_of_heads,
+    unpack_left,
+    unpack_right,
+    work_of,
+    write_lse,
+    write_out,
+)
+
+GROUPS = gl.constexpr(2)  # of gathering warps, and slots
+
+
+@aggregate
+class Barriers:
+    """By slot. Of halves apart: the compiler puts a barrier of warps between accesses to the same array."""
+
+    ready0: Value
+    ready1: Value
+    free0: Value
+    free1: Value
+
+
+@gluon.constexpr_function
+def gather_fences(heads):
+    return heads > 16
+
+
+@gluon.constexpr_function
+def for_all():
+    """A number of each computing warp: every thread has all of them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0], [0]], block_bases=[], shape=[4]
+    )
+
+
+@gluon.constexpr_function
+def per_lane(heads, rows=0):
+    """[heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
+    n = heads.bit_length() - 1
+    row = [0] * (rows > 0)
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1 << i, 0] for i in range(rows.bit_length() - 1)],
+        lane_bases=[[*row, 1 << i] for i in range(n)] + [[*row, 0]] * (5 - n), warp_bases=[[*row, 0]] * 2,
+        block_bases=[], shape=[rows, heads] if rows else [heads],
+    )  # fmt: skip
+
+
+@gluon.jit
+def highest_of_warps(x, mask):
+    """Of x [64, HEADS], as bits: those of positive numbers are in the order of the numbers. [4]"""
+    return gl.max((x.to(gl.int32, bitcast=True) & mask).reshape([4, 16 * x.shape[1]]), 1)
+
+
+@gluon.jit
+def add_all(o, memory, slot, at):
+    """O^T += V^T P^T of all quarters: issued, not waited for. at: 0."""
+    o0, o1, o2, o3 = o
+    p = memory.p.index(at)
+    o0, o1 = add(o0, memory.kv0.index(slot), p), add(o1, memory.kv1.index(slot), p)
+    return o0, o1, add(o2, memory.kv2.index(slot), p), add(o3, memory.kv3.index(slot), p)
+
+
+@gluon.jit
+def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr, HOW: gl.constexpr,
+                UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
+    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
+    entry = entries(words(gl.num_warps()))
+    first = work.begin + GROUP
+    number = numbers_of(lists, first, first < work.end, pools.compressed, entry, HOW)
+    phase = 1  # the first wait on an untouched barrier passes
+    for block in range(first, work.end, GROUPS):
+        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, EXCHANGED=True)
+        number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
+        mbarrier.wait(barriers.free0.index(GROUP), phase)
+        unpack_left(rows, memory, GROUP)
+        if FENCE:
+            fence_async_shared()
+        mbarrier.arrive(barriers.ready0.index(GROUP), count=1)
+        mbarrier.wait(barriers.free1.index(GROUP), phase)
+        unpack_right(rows, memory, GROUP, EXCHANGED=True)
+        if FENCE:
+            fence_async_shared()
+        mbarrier.arrive(barriers.ready1.index(GROUP), count=1)
+        phase = phase ^ 1
+
+
+@gluon.jit
+def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, splits,
+                 HEADS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
+    LO: gl.constexpr = output_layout(WARPS, HEADS)
+    LP: gl.constexpr = partial_sums(gl.zeros([64, HEADS], gl.float32, LS)).type.layout
+    first_head = gl.program_id(0) * HEADS
+    sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early: it comes from memory
+    copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
+    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
+    o0 = gl.zeros([128, HEADS], gl.float32, LO)
+    o1 = gl.zeros([128, HEADS], gl.float32, LO)
+    o2 = gl.zeros([128, HEADS], gl.float32, LO)
+    o3 = gl.zeros([128, HEADS], gl.float32, LO)
+    m = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, LS))  # a guess
+    l = gl.zeros([4, 8, HEADS], gl.float32, LP)
+    async_copy.wait_group(0)  # Q; seen by all warps after the barrier
+    barrier()
+    slot = 0
+    phase = 0
+    for block in range(work.begin, work.end):
+        # Opaque, else all wgmma descriptors would be kept in registers, and spilled; apart, else those of S until O.
+        at = slot + zero(block)
+        keys_at = slot + zero(block)
+        mbarrier.wait(barriers.ready0.index(slot), phase)
+        if not gather_fences(HEADS):
+            fence_async_shared()
+        s = left_scores(memory, keys_at, zero(block), HEADS)
+        # Behind S: loads of shared memory wait for the stores of the gathering warps.
+        bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
+        mbarrier.wait(barriers.ready1.index(slot), phase)
+        if not gather_fences(HEADS):
+            fence_async_shared()
+        s = right_scores(s, memory, keys_at, zero(block))
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        here = slot
+        slot += 1
+        if slot == GROUPS:
+            slot = 0
+            phase = phase ^ 1
+        x = masked(s, bias, SIGN) * scale
+        above = x - m[None, :]
+        p = gl.exp2(gl.minimum(above, softmax.RESCALE_ABOVE))
+        memory.p.index(0).store(p.to(memory.p.dtype))
+        sums = partial_sums(p)
+        first = block == work.begin  # then far below the guess counts as far above
+        highest.store(highest_of_warps(above, gl.where(first, 0x7FFFFFFF, -1)))
+        fence_async_shared()
+        barrier()
+        o0, o1, o2, o3 = add_all((o0, o1, o2, o3), memory, at, at - here)
+        again = here + zero(block)  # apart: the descriptors of the products above would be kept
+        if gl.max(highest.load(for_all()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
+            o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
+            top = maxima(x, memory.tops, m)
+            moved = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
+            moved = gl.where(first, gl.maximum(top, softmax.LOWEST), moved)
+            factor = gl.where(first, 0.0, gl.exp2(m - moved))  # of a first block nothing is kept
+            m = moved
+            p = gl.exp2(x - m[None, :])
+            sums = partial_sums(p)
+            added = memory.p.index(0).load(LS).to(gl.float32) * factor[None, :]
+            memory.p.index(0).store((p - added).to(memory.p.dtype))
+            l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :]
+            by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
+            fence_async_shared()
+            barrier()
+            o0, o1, o2, o3 = add_all((o0 * by, o1 * by, o2 * by, o3 * by), memory, again, again - here)
+        l = l + sums
+        o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
+        mbarrier.arrive(barriers.free0.index(here), count=1)
+        o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
+        mbarrier.arrive(barriers.free1.index(here), count=1)
+    # Sums of warps through shared memory once, then a head per lane: else every thread would have the logarithms of all
+    # its columns to take.
+    memory.tops.store(gl.sum(l, 1))
+    m = gl.convert_layout(m, per_lane(HEADS))
+    l = gl.convert_layout(gl.sum(memory.tops.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
+    place = (work.query, first_head, gl.program_id(2))
+    write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
+
+
+@gluon.jit(do_not_specialize=[
+    "want_lse", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride", "window_inverse",
+    "window_shift", "window_width", "window_line", "compressed_rows", "compressed_page_rows", "compressed_page_stride",
+    "compressed_inverse", "compressed_shift", "compressed_width", "compressed_line", "window_lengths",
+    "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line", "num_splits",
+    "splits_inverse", "splits_shift", "stride_qn", "stride_qh", "stride_on", "stride_oh", "stride_ln", "stride_lh",
+])  # fmt: skip
+def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
+           window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
+           positions_ptr, scale, want_lse, queries, heads, window_rows, window_page_rows, window_page_stride,
+           window_inverse, window_shift, window_width, window_line, compressed_rows, compressed_page_rows,
+           compressed_page_stride, compressed_inverse, compressed_shift, compressed_width, compressed_line,
+           window_lengths, compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
+           splits_inverse, splits_shift, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
+           HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr,
+           SPLIT: gl.constexpr, HEADS: gl.constexpr, GATHER_REGS: gl.constexpr,
+           EARLY: gl.constexpr = False):  # fmt: skip
+    if EARLY:
+        dependent.let_next_begin()
+    # Both pools are read in one way, that of the lesser unit.
+    UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
+    window_page_stride *= WINDOW_UNIT // UNIT
+    if HOW != NONE:
+        compressed_page_stride *= COMPRESSED_UNIT // UNIT
+    q = Queries(q_ptr, stride_qn, stride_qh)
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
+    prefetch_lists(window, compressed, HOW)
+    pools = Pools(
+        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, 0, window_inverse, window_shift),
+        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, 0, compressed_inverse,
+             compressed_shift),
+    )  # fmt: skip
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    splits = Splits(num_splits, splits_inverse, splits_shift)
+    requests = Requests(starts_ptr, starts, requests)
+    memory = make_memory(HEADS, 64, GROUPS)
+    highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    ready0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    ready1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    free0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    free1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(ready0.index(i), count=1)
+        mbarrier.init(ready1.index(i), count=1)
+        mbarrier.init(free0.index(i), count=1)
+        mbarrier.init(free1.index(i), count=1)
+    barriers = Barriers(ready0, ready1, free0, free1)
+    FENCE: gl.constexpr = gather_fences(HEADS)
+    gl.warp_specialize([
+        (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS, HOW,
+                        SIGN, SPLIT)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, HOW, UNIT, FENCE)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, HOW, UNIT, FENCE)),
+    ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

@@ -1,0 +1,362 @@
+"""The gathering warps of listed.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
+
+A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
+tensors come by cp.async. Rows of an Fp8Cache come through registers, where e4m3 becomes bf16, except their last 64
+values, which are bf16 already.
+
+A row that is not there (-1, out of range, past the length) is filled with zeros, or other finite numbers, and its bias
+is -inf: 0 * NaN would be NaN.
+"""
+
+from dsv4.kernels import dependent
+from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
+from dsv4.v4.kernels.items import LIST, NONE, TABLE, lists_of, place_of
+from dsv4.v4.kernels.rows import (
+    Pool,
+    entries,
+    fp8_addresses,
+    fp8_load,
+    fp8_load_all,
+    fp8_place,
+    fp8_to_bf16,
+    page_of,
+    plain_rows,
+    scale_word,
+)
+from dsv4.v4.kernels.sm90.slots import arrivals, copy_rest, copy_rows, fp8_rest, lanes, panels_in, words, write_bias
+from dsv4.v4.kernels.sm90.table import table_blocks, whole_pages
+
+# What the job of an item says, in this order.
+BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+
+
+@aggregate
+class Pools:
+    window: Pool
+    compressed: Pool
+
+
+@aggregate
+class Queries:
+    """Strides are in units of 8 elements."""
+
+    ptr: Value
+    stride_n: Value
+    stride_h: Value
+
+
+@gluon.jit
+def numbers_of(lists, block, wanted, pool, entry, HOW: gl.constexpr):
+    """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
+    KEYS: gl.constexpr = entry.shape[0]
+    in_window = block < lists.window_blocks
+    place = block * KEYS - gl.where(in_window, 0, lists.window_blocks * KEYS) + entry
+    listed = (place < lists.window_count) & in_window & wanted
+    if HOW == NONE:
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+    elif HOW == LIST:
+        listed = listed | ((place < lists.count) & (block >= lists.window_blocks) & wanted)
+        number = gl.load(gl.where(in_window, lists.window_ptr, lists.line_ptr) + place, mask=listed, other=-1)
+    else:
+        at = page_of(place, pool)
+        further = (place < lists.count) & (block >= lists.window_blocks) & wanted
+        page = gl.load(lists.line_ptr + at, mask=further, other=-1)
+        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may not fit
+        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
+        number = gl.where(page >= 0, page * pool.page_rows + place - at * pool.page_rows, number)
+    return number
+
+
+@gluon.jit
+def pool_of(pools, in_window):
+    """The pool of a block."""
+    a, b = pools.window, pools.compressed
+    return Pool(
+        gl.where(in_window, a.ptr, b.ptr), gl.where(in_window, a.rows, b.rows),
+        gl.where(in_window, a.page_rows, b.page_rows), gl.where(in_window, a.page_stride, b.page_stride),
+        gl.where(in_window, a.row_stride, b.row_stride), gl.where(in_window, a.inverse, b.inverse),
+        gl.where(in_window, a.shift, b.shift),
+    )  # fmt: skip
+
+
+@gluon.jit
+def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
+    """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    entry = entries(lanes(gl.num_warps()))
+    for block in range(first, end):
+        slot = block % 2 * 2
+        pool = pool_of(pools, block < lists.window_blocks)
+        offset, there = plain_rows(pool, number)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        mbarrier.wait(free.index(slot), phase)
+        copy_rows(pool.ptr, offset, there, kv.index(slot), 0)
+        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.wait(free.index(slot + 1), phase)
+        copy_rows(pool.ptr, offset, there, kv.index(slot + 1), 256)
+        async_copy.mbarrier_arrive(ready.index(slot + 1), increment_count=False)
+        write_bias(bias.index(block % 2), there)
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        phase = phase ^ (block % 2)
+    return phase
+
+
+@gluon.jit
+def copy_half(pool, offset, there, memory, barriers, phase, SLOT: gl.constexpr, LAST: gl.constexpr):
+    """A half block into its slot, as soon as it is free. LAST: the other half is on its way, the bias follows."""
+    mbarrier.wait(barriers.free.index(SLOT), phase)
+    copy_rows(pool.ptr, offset, there, memory.kv.index(SLOT), 256 * (SLOT % 2))
+    async_copy.mbarrier_arrive(barriers.ready.index(SLOT), increment_count=False)
+    if LAST:
+        write_bias(memory.bias.index(SLOT // 2), there)
+    mbarrier.arrive(barriers.ready.index(SLOT), count=1)
+
+
+@gluon.jit
+def resident_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
+    """As plain_blocks, an even number of blocks, slots in the order in which resident steps free them."""
+    entry = entries(lanes(gl.num_warps()))
+    odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    for block in range(first, end, 2):
+        pool0 = pool_of(pools, block < lists.window_blocks)
+        offset0, there0 = plain_rows(pool0, number)
+        pool1 = pool_of(pools, block + 1 < lists.window_blocks)
+        offset1, there1 = plain_rows(pool1, odd)
+        number = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
+        odd = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, HOW)
+        copy_half(pool0, offset0, there0, memory, barriers, phase, 0, False)
+        copy_half(pool1, offset1, there1, memory, barriers, phase, 3, False)
+        copy_half(pool0, offset0, there0, memory, barriers, phase, 1, True)
+        copy_half(pool1, offset1, there1, memory, barriers, phase, 2, True)
+        phase = phase ^ 1
+    return phase
+
+
+@gluon.jit
+def prefetch_rows(pool, number, UNIT: gl.constexpr):
+    """Rows of FP8 on their way into the L2: their five lines of 128 bytes, and that of their scales."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    data, there, at = fp8_place(pool, number, UNIT)
+    line = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
+    offset = gl.minimum(line * 128, 448)  # the last line by its first byte that is surely the row's
+    place = gl.where(
+        (line < 5)[None, :], gl.convert_layout(data, R)[:, None] + offset[None, :], gl.convert_layout(at, R)[:, None]
+    )
+    wanted = (gl.convert_layout(there, R)[:, None] & (line < 6)[None, :]).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pool.ptr.to(gl.int64) + place, wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@aggregate
+class Asked:
+    """Rows of an FP8 block, the first half on its way: their pool's memory, where they are, scales, e4m3 values."""
+
+    ptr: Value
+    data: Value
+    there: Value
+    at: Value
+    low: Value
+    x: Value
+    y: Value
+
+
+@gluon.jit
+def ask(pool, number, UNIT: gl.constexpr):
+    data, there, at = fp8_place(pool, number, UNIT)
+    low = scale_word(pool.ptr, at, there, 0, UNIT)
+    x = fp8_load(pool.ptr, data, there, 0, 2, UNIT)
+    y = fp8_load(pool.ptr, data, there, 2, 2, UNIT)
+    return Asked(pool.ptr, data, there, at, low, x, y)
+
+
+@gluon.jit
+def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+               UNIT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
+    """Blocks [first, end) of FP8 rows, through registers. number, asked: of the first.
+
+    The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
+    for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
+    its first is stored, the first half of a row of the next block as the second is.
+
+    By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory. There the
+    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have listed_blocks, where they can;
+    PAGES: those after the window table_blocks.
+    """
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
+    entry = entries(words(gl.num_warps()))
+    following = number
+    if HOW == TABLE:
+        following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+        prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
+    by_table = end
+    if PAGES:
+        of_window = gl.minimum(gl.maximum(first, lists.window_blocks), end)
+        by_table = gl.where(whole_pages(pools.compressed, UNIT), of_window, end)
+    for block in range(first, by_table):
+        slot = block % 2 * 2
+        # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
+        mbarrier.wait(free.index(slot), phase)
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
+        later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
+        high = scale_word(asked.ptr, asked.at, asked.there, 4, UNIT)
+        z = fp8_load(asked.ptr, asked.data, asked.there, 4, 2, UNIT)
+        u = fp8_load(asked.ptr, asked.data, asked.there, 6, 1, UNIT)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+
+        mbarrier.wait(free.index(slot + 1), phase)
+        tile = kv.index(slot + 1)
+        fp8_rest(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT)
+        write_bias(bias.index(block % 2), asked.there)
+        if HOW != TABLE:
+            following = later
+        asked = ask(pool_of(pools, block + 1 < lists.window_blocks), following, UNIT)
+        if HOW == TABLE:
+            following = later
+            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        phase = phase ^ (block % 2)
+    if PAGES:
+        phase = table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT)
+    return phase
+
+
+@aggregate
+class Listed:
+    """Rows of an FP8 block by list, the first half on its way: addresses, all scales, e4m3 values."""
+
+    row: Value
+    there: Value
+    scales: Value
+    x: Value
+    y: Value
+
+
+@gluon.jit
+def ask_listed(pool, number, spare, UNIT: gl.constexpr):
+    row, at, there = fp8_addresses(pool, number, spare, UNIT)
+    scales = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
+    return Listed(row, there, scales, fp8_load_all(row, 0, 2), fp8_load_all(row, 2, 2))
+
+
+@gluon.jit
+def listed_blocks(
+    number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr
+):
+    """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
+    read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
+    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    entry = entries(words(gl.num_warps()))
+    for block in range(first, end):
+        slot = block % 2 * 2
+        low, high = asked.scales.to(gl.int32), (asked.scales >> 32).to(gl.int32)
+        mbarrier.wait(free.index(slot), phase)
+        tile = kv.index(slot)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, low, 0, QUICK=True))
+        z = fp8_load_all(asked.row, 4, 2)
+        u = fp8_load_all(asked.row, 6, 1)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, low, 2, QUICK=True))
+        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+
+        mbarrier.wait(free.index(slot + 1), phase)
+        tile = kv.index(slot + 1)
+        rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
+        copy_rest(rows, asked.there, tile, ready.index(slot + 1))
+        write_bias(bias.index(block % 2), asked.there)
+        asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT)
+        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=True))
+        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=True))
+        mbarrier.arrive(ready.index(slot + 1), count=1)
+        phase = phase ^ (block % 2)
+    return phase
+
+
+@gluon.jit
+def mixed_blocks(
+    lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr, UNIT: gl.constexpr
+):
+    """Where one pool is a plain tensor and the other an Fp8Cache: block by block, nothing ahead of its time."""
+    window, compressed = pools.window, pools.compressed
+    for block in range(first, end):
+        if (block < lists.window_blocks) == WINDOW_FP8:
+            eight = window if WINDOW_FP8 else compressed
+            eight_number = numbers_of(lists, block, True, eight, entries(words(gl.num_warps())), HOW)
+            phase = fp8_blocks(eight_number, ask(eight, eight_number, UNIT), lists, Pools(eight, eight), memory,
+                               barriers, block, block + 1, phase, HOW, UNIT)  # fmt: skip
+        else:
+            plain = compressed if WINDOW_FP8 else window
+            number = numbers_of(lists, block, True, plain, entries(lanes(gl.num_warps())), HOW)
+            phase = plain_blocks(number, lists, Pools(plain, plain), memory, barriers, block, block + 1, phase, HOW)
+    return phase
+
+
+@gluon.jit
+def write_job(job, turn, blocks, query, first_head, split):
+    """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    job.index(turn * 4 + BLOCKS).store(gl.full([1], blocks, gl.int32, L))
+    job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
+    job.index(turn * 4 + FIRST_HEAD).store(gl.full([1], first_head, gl.int32, L))
+    job.index(turn * 4 + SPLIT_NUMBER).store(gl.full([1], split, gl.int32, L))
+
+
+@gluon.jit
+def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
+                HOW: gl.constexpr, FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
+                AFTER: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+    """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
+    AFTER: the grid before makes rows, and may still run."""
+    if AFTER:
+        dependent.wait_for_grid_before()
+    LQ: gl.constexpr = lanes(gl.num_warps())
+    phase = 1  # the first wait on an untouched barrier passes
+    turn = 1
+    for item in range(gl.program_id(0), items, stride):
+        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
+        lists = lists_of(query, window, compressed, requests, HOW)
+        steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
+        # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
+        shared = steps - (steps >= uneven_from).to(gl.int32)
+        each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
+        begin = gl.minimum(split * each, steps)
+        end = gl.minimum(begin + each, steps)
+        L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
+        number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        LISTED: gl.constexpr = HOW != TABLE and UNIT >= 16
+        if FP8[0] and FP8[1]:  # rows are on their way while the last item's scores are waited for, then Q
+            pool = pool_of(pools, begin * 2 < lists.window_blocks)
+            asked = ask_listed(pool, number, q.ptr, UNIT) if LISTED else ask(pool, number, UNIT)
+        mbarrier.wait(barriers.q_free, turn)
+        head = first_head + entries(LQ)
+        offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
+        for h in gl.static_range(2):
+            copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
+        async_copy.mbarrier_arrive(barriers.q_ready, increment_count=False)
+        write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
+        mbarrier.arrive(barriers.q_ready, count=1)
+        turn = turn ^ 1
+        if FP8[0] != FP8[1]:
+            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
+        elif FP8[0] and LISTED:
+            phase = listed_blocks(
+                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT
+            )
+        elif FP8[0]:
+            # Where rows are not split, the assembler would reload values in the loop.
+            PAGES: gl.constexpr = HOW == TABLE and UNIT >= 16 and SPLIT
+            phase = fp8_blocks(
+                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, PAGES
+            )
+        elif RESIDENT:
+            phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
+        else:
+            phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)

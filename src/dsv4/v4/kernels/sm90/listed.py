@@ -1,0 +1,331 @@
+"""V4 attention on sm_90a: 64 heads of one query token at a time, rows picked by number from one or two pools.
+
+Every row is key and value at once, so a block of 64 rows is gathered once, into two slots [64, 256] (halves of the
+head dim), and read as K and as V. Left and right share O as in wide.py: each owns half of its columns, and they hand
+each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1, 2, 3
+of the next step, as left and right (4 warps each) free them. steps.py has the chart of a step, in two orders.
+
+An item is 64 heads of one query and one split of its rows. A CTA loops over items: while left and right write the
+output of one, Q and the first blocks of the next arrive. gather.py says how.
+
+shared memory   bytes               holds
+q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
+kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h
+p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless PIECES, output rows leave through them
+m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
+bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
+sums            4 x 256             fp32 per row: sums of left and right, by turns of items
+job             2 x 16              of an item, by turns: steps, query, first head, split
+barriers        8 each
+
+barrier         arrives                      count       waits          means
+q_ready         gather: copies, itself       threads+1   left, right    Q of the item is in q, and its job
+q_free          left, right                  2           gather         the item's scores are complete: refill q
+ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
+free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
+p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
+m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
+sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
+
+Copies write like ordinary stores; those who wait for them, or for converted FP8 rows, put the fence before the tensor
+core reads.
+The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
+P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
+is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. Resident: P0 is
+overwritten after m_ready[1] of the next step, before which right has waited for O_R += P0 V0_R; P1 after m_ready[0] of
+the next step, before which left has waited for O_L += P1 V1_L; the maxima likewise. Left frees slot 2 after it has seen
+slot 0 of the next step, which is filled before. At the end of an
+item sum_ready says that the other's products are complete, so both P are free; each then writes its own first in the
+next item. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one item, not by two.
+"""
+
+from dsv4.fmha.kernels.sm90.work import SHORT, in_pieces, short_half
+from dsv4.kernels import dependent, softmax
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.opaque import zero
+from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
+from dsv4.v4.kernels.items import NONE
+from dsv4.v4.kernels.rows import Pool
+from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, Queries, gather_role
+from dsv4.v4.kernels.sm90.slots import arrivals
+from dsv4.v4.kernels.sm90.steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
+
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@aggregate
+class Memory:
+    q: Value
+    kv: Value
+    bias: Value
+    job: Value
+    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    p0: Value
+    p1: Value
+    m0: Value
+    a0: Value
+    m1: Value
+    a1: Value
+    sums: Value
+
+
+@aggregate
+class Barriers:
+    q_ready: Value
+    q_free: Value
+    ready: Value
+    free: Value
+    p_ready: Value
+    m_ready: Value
+    sum_ready: Value
+
+
+@gluon.jit
+def make_memory(DTYPE: gl.constexpr):
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
+    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
+    p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
+    m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    m1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    a1 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
+    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
+
+
+@gluon.jit
+def make_barriers(GATHER_WARPS: gl.constexpr):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(p_ready.index(i), count=1)
+        mbarrier.init(m_ready.index(i), count=1)
+        mbarrier.init(sum_ready.index(i), count=1)
+    return Barriers(q_ready, q_free, ready, free, p_ready, m_ready, sum_ready)
+
+
+@gluon.jit
+def read(job, turn, WHAT: gl.constexpr):
+    """A number that the gathering warps wrote about the item of this turn."""
+    return gl.max(job.index(turn * 4 + WHAT).load(ONE), 0)
+
+
+@gluon.jit
+def begin(q_ready, job, turn):
+    """Q of the next item is there -> its number of blocks."""
+    mbarrier.wait(q_ready, turn)
+    fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
+    return read(job, turn, BLOCKS)
+
+
+@gluon.jit
+def halves(x, L: gl.constexpr):
+    """[64, 2 C] -> left and right [64, C] in layout L: registers change their names."""
+    a, b = gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
+    return gl.convert_layout(a, L), gl.convert_layout(b, L)
+
+
+@gluon.jit
+def store_quarter(o, smem, pointers, there):
+    """O [64, 64] by way of smem, 16 bytes per thread."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    smem.store(o.to(smem.dtype))
+    gl.store(pointers, smem.load(L), mask=there)
+
+
+@gluon.jit
+def end_half(
+    o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, PIECES: gl.constexpr
+):
+    """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
+    rope = output.rope
+    LO: gl.constexpr = o.type.layout
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    query, first_head = read(memory.job, turn, QUERY), read(memory.job, turn, FIRST_HEAD)
+    split = read(memory.job, turn, SPLIT_NUMBER)
+    head = first_head + gl.arange(0, 64, layout=RS)
+    sink = gl.full([64], -float("inf"), gl.float32, RS)
+    if not SPLIT:
+        sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
+    line_ptr = rope.cos_sin_ptr
+    width = rope.width + zero(query)  # else what the epilogue computes from it would be kept in registers across items
+    if width > 0:
+        position = gl.load(rope.positions_ptr + query).to(gl.int64)
+        line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
+        o = softmax.turn_back(o, (line_ptr, width), HALF * 256, 512)
+    l = gl.convert_layout(gl.sum(l, 1), RS)
+    memory.sums.index(2 * turn + HALF).store(l)
+    mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
+    mbarrier.wait(barriers.sum_ready.index(1 - HALF), turn)
+    l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
+    if SPLIT == SHORT:
+        factor, lse = softmax.finish(m, l, sink)
+        part_row = (split.to(gl.int64) * output.queries + query) * output.heads
+        lse_ptr = output.part_lse_ptr + (part_row + head) * 4
+        if HALF == 0:
+            gl.store(lse_ptr, lse, mask=head < output.heads)
+        if blocks > 0:
+            x, down = short_half(o, gl.convert_layout(factor, RO))
+            gl.store(lse_ptr + 1 + HALF, gl.convert_layout(down, RS), mask=head < output.heads)
+            LW: gl.constexpr = x.type.layout
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
+            values_ptr = output.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+            gl.store(
+                values_ptr + (part_row + row)[:, None] * 512 + column[None, :], x, mask=(row < output.heads)[:, None]
+            )
+    elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+        factor, lse = softmax.finish(m, l, sink)
+        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
+        if HALF == 0:
+            gl.store(output.part_lse_ptr + part, lse, mask=head < output.heads)
+        if blocks > 0:
+            o = o * gl.convert_layout(factor, RO)[:, None]
+            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
+            gl.store(output.part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
+                     mask=gl.convert_layout(head < output.heads, RO)[:, None])  # fmt: skip
+    else:
+        factor, lse = softmax.finish(m, l, sink)
+        if HALF == 0:
+            gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+                     lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
+        o = o * gl.convert_layout(factor, RO)[:, None]
+        if PIECES:
+            x = in_pieces(o.to(output.out_ptr.dtype.element_ty))
+            LW: gl.constexpr = x.type.layout
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
+            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+            gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(row < output.heads)[:, None])
+        else:
+            L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+            column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+            pointers = output.out_ptr + offset[:, None] + column[None, :]
+            there = (row < output.heads)[:, None]
+            mine = memory.p0 if HALF == 0 else memory.p1
+            # Both P are free: the other warpgroup's products have ended, too, before it gave its sums.
+            a, b = halves(o, LH)
+            a0, a1 = halves(a, SCORES)
+            store_quarter(a0, mine, pointers, there)
+            store_quarter(a1, mine, pointers + 64, there)
+            b0, b1 = halves(b, SCORES)
+            store_quarter(b0, mine, pointers + 128, there)
+            store_quarter(b1, mine, pointers + 192, there)
+
+
+@gluon.jit
+def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
+              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+    """Left (HALF 0) or right (1). N: columns of O per product."""
+    LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
+    phase = 0
+    turn = 0
+    for _item in range(gl.program_id(0), items, stride):
+        blocks = begin(barriers.q_ready, memory.job, turn)
+        steps = blocks // 2
+        o = gl.zeros([64, 256], gl.float32, LO)
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.full([64, 4], 0.0, gl.float32, LP)
+        if RESIDENT and HALF == 0:
+            s = left_begin(memory, barriers, phase, steps, SIGN)
+            for step in range(0, steps):
+                o, s, m, l = left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                phase = phase ^ 1
+        else:
+            for step in range(0, steps):
+                if RESIDENT:
+                    o, m, l = right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                elif HALF == 0:
+                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN)
+                else:
+                    o, m, l = right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN)
+                phase = phase ^ 1
+            if blocks == 0:
+                mbarrier.arrive(barriers.q_free, count=1)
+        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT, PIECES)
+        turn = turn ^ 1
+
+
+@gluon.jit(do_not_specialize=[
+    "want_lse", "items", "alone", "uneven_from", "queries", "heads", "window_rows", "window_page_rows",
+    "window_page_stride", "window_row_stride", "window_inverse", "window_shift", "window_width", "window_line",
+    "compressed_rows", "compressed_page_rows", "compressed_page_stride", "compressed_row_stride", "compressed_inverse",
+    "compressed_shift", "compressed_width", "compressed_line", "window_lengths", "compressed_lengths", "starts",
+    "requests", "rope_positions", "rope_width", "rope_line", "num_splits", "tiles_per_split", "stride_qn", "stride_qh",
+    "stride_on", "stride_oh", "stride_ln", "stride_lh",
+])  # fmt: skip
+def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
+              window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
+              positions_ptr, scale, want_lse, items, alone, uneven_from, queries, heads, window_rows, window_page_rows,
+              window_page_stride, window_row_stride, window_inverse, window_shift, window_width, window_line,
+              compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse,
+              compressed_shift, compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests,
+              rope_positions, rope_width, rope_line, num_splits, tiles_per_split, stride_qn, stride_qh, stride_on,
+              stride_oh, stride_ln, stride_lh,
+              HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
+              WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
+              RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
+              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False,
+              PIECES: gl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gl.static_assert(not AFTER)  # the grid after the next would not wait for this one: see dependent.py
+        dependent.let_next_begin()
+    # Two Fp8Caches are read in one way, that of the lesser unit.
+    UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
+    if WINDOW_FP8:
+        window_page_stride *= WINDOW_UNIT // UNIT
+    if COMPRESSED_FP8:
+        compressed_page_stride *= COMPRESSED_UNIT // UNIT
+    FP8: gl.constexpr = (WINDOW_FP8, WINDOW_FP8 if HOW == NONE else COMPRESSED_FP8)
+    q = Queries(q_ptr, stride_qn, stride_qh)
+    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
+    compressed = Names(
+        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
+    )
+    pools = Pools(
+        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
+             window_shift),
+        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
+             compressed_inverse, compressed_shift),
+    )  # fmt: skip
+    requests = Requests(starts_ptr, starts, requests)
+    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
+    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
+                    queries, heads, rope, want_lse)  # fmt: skip
+    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+    # The first `alone` CTAs have one item each, the others share what is left: see splits.uneven.
+    items = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, items)
+    stride = gl.num_programs(0) - alone
+
+    memory = make_memory(q_ptr.dtype.element_ty)
+    barriers = make_barriers(GATHER_WARPS)
+    # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
+    N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
+    gl.warp_specialize([
+        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
+                       FP8, UNIT, RESIDENT, AFTER, SPLIT)),
+    ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

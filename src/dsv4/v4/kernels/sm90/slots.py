@@ -1,0 +1,80 @@
+"""How the gathering warps of listed.py put rows into a slot of the ring, half a block: which thread has what of a row,
+and who says that it is there.
+
+A slot [64, 256] is four panels of 64 columns. Rows of plain tensors, and what of an Fp8Cache's rows is bf16 already,
+come by cp.async; converted values come by ordinary stores.
+"""
+
+from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, reinterpret_as
+from dsv4.v4.kernels.rows import words_of
+
+
+@gluon.constexpr_function
+def lanes(warps):
+    """16 bytes of bf16 per thread, 8 threads for 64 values of a row."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def words(warps):
+    """16 bytes of 32-bit words per thread, 4 threads for 64 bytes of a row."""
+    return gl.BlockedLayout([1, 4], [8, 4], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def arrivals(warps):
+    """On ``ready``: one per gathering thread when its copies have landed, one for all ordinary stores."""
+    return 32 * warps + 1
+
+
+@gluon.jit
+def panels_of(tile):
+    """Panels of 64 columns of a tile [64, 256]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(tile, [4, 64, 64], PANEL)
+
+
+@gluon.jit
+def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
+    """256 columns of 64 rows by cp.async -> tile; rows that are not there become zeros. offset: in units of 8."""
+    L: gl.constexpr = lanes(gl.num_warps())
+    panels = panels_of(tile)
+    pointers = ptr + offset[:, None] * 8 + (COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
+    for panel in gl.static_range(4):
+        cp_async(panels.index(panel), pointers + panel * 64, mask=there[:, None])
+
+
+@gluon.jit
+def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Panels of a half block as bf16 in pairs: [64, COUNT, 32]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    return reinterpret_as(tile, gl.int32, [4 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT).permute((1, 0, 2))
+
+
+@gluon.jit
+def copy_rest(rows, there, tile, ready):
+    """The last 64 values of each row, which are bf16, by cp.async; makes all arrivals on ``ready`` but one."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, L))
+    there = gl.convert_layout(there, gl.SliceLayout(1, L))
+    column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    cp_async(panels_of(tile).index(3), rows[:, None] + column[None, :], mask=there[:, None])
+    async_copy.mbarrier_arrive(ready, increment_count=False)
+
+
+@gluon.jit
+def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
+    """As copy_rest, for rows at any multiple of UNIT bytes."""
+    if UNIT >= 16:
+        copy_rest(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + data // 2, there, tile, ready)
+    else:
+        PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
+        last.store(words_of(ptr, data, there, 112, 32, UNIT))
+        mbarrier.arrive(ready, count=32 * gl.num_warps())
+
+
+@gluon.jit
+def write_bias(bias, there):
+    """What is added to the scores of a block. Its reader has read the last one: it then freed half 0 or half 1."""
+    bias.store(gl.where(there, 0.0, -float("inf")))

@@ -1,0 +1,220 @@
+"""The steps of listed.py's left and right: S, softmax and both products of two blocks of 64 rows.
+
+Two orders. Right may update O with left's P0 while it waits for its own S; that frees all of block 0 early, which
+matters where the rows of the next step come from memory::
+
+    left    | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |            wait P1 | O_L += P1 V1_L
+    right   | S1 = Q K1^T |         wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
+
+Where rows lie in the L2 (`resident`), the tensor cores count. Left issues the next S0 behind its last product, so that
+it runs beside right's products, and only the maximum of softmax 0 is waited for; P0 is handed over at the maximum of
+both blocks, so that right rescales O once::
+
+    left    softmax 0 -> m0 | O_L += P0 V0_L |       wait m1, P0 -> | O_L += P1 V1_L | S0 of the next step
+    right   S1 | wait m0 | softmax 1 -> m1 | O_R += P1 V1_R, P1 -> | O_R += P0 V0_R |
+
+A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
+"""
+
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.opaque import zero
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+@gluon.jit
+def landed(ready, phase):
+    mbarrier.wait(ready, phase)
+    fence_async_shared()
+
+
+@gluon.jit
+def half_scores(s, memory, ready, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr):
+    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, not waited for."""
+    opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
+    landed(ready.index(SLOT), phase)
+    q, k = memory.q.index(opaque + SLOT % 2), memory.kv.index(opaque + SLOT).permute((1, 0))
+    return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def scores(memory, ready, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """S of a block, its slots in this order: two groups issued, not waited for."""
+    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, ready, phase, step, FIRST, True)
+    return half_scores(s, memory, ready, phase, step, SECOND, False)
+
+
+@gluon.jit
+def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
+    """Softmax of block 0, then O[:, :256] with both blocks."""
+    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    RS: gl.constexpr = m.type.layout
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(memory, ready, phase, step, 0, 1)
+    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    if 2 * step + 2 >= blocks:
+        mbarrier.arrive(barriers.q_free, count=1)
+    s = softmax.biased(s, seen[None, :], SIGN)
+    p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
+    l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
+    pb = p.to(memory.q.dtype)
+    memory.p0.store(pb)
+    memory.m0.store(m0)
+    memory.a0.store(a0)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(0), count=1)
+    o = softmax.rescale(o, a0)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
+    landed(ready.index(2), phase)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(0), count=1)
+    mbarrier.wait(p_ready.index(1), phase)
+    m = memory.m1.load(RS)
+    a1 = memory.a1.load(RS)
+    l = l * gl.convert_layout(a1, RP)[:, None]
+    o = softmax.rescale(o, a1)
+    o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(2), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
+    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(memory, ready, phase, step, 2, 3)
+    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
+    landed(ready.index(1), phase)
+    mbarrier.wait(p_ready.index(0), phase)
+    m0 = memory.m0.load(RS)
+    a0 = memory.a0.load(RS)
+    # O is complete, but the assembler does not see it across the loop, and would wait for S, too: also in front of a
+    # jump over the products.
+    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+    o = o * gl.convert_layout(a0, RO)[:, None]
+    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    if 2 * step + 2 >= blocks:
+        mbarrier.arrive(barriers.q_free, count=1)
+    s = softmax.biased(s, seen[None, :], SIGN)
+    p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
+    l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
+    pb = p.to(memory.q.dtype)
+    memory.p1.store(pb)
+    memory.m1.store(m)
+    memory.a1.store(a1)
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(1), count=1)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(1), count=1)
+    o = softmax.rescale(o, a1)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(3), count=1)
+    return o, m, l
+
+
+@gluon.jit
+def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
+    """The second half of S of block 0, whose first half is issued; masked."""
+    s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
+    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    return softmax.biased(s, seen[None, :], SIGN)
+
+
+@gluon.jit
+def left_begin(memory, barriers, phase, steps, SIGN: gl.constexpr):
+    """S of the first block 0 of an item."""
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    if steps > 0:
+        s = half_scores(s, memory, barriers.ready, phase, steps, 0, True)
+        s = resident_scores(s, memory, barriers, phase, steps, SIGN)
+    if steps <= 1:
+        mbarrier.arrive(barriers.q_free, count=1)
+    return s
+
+
+@gluon.jit
+def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+    """Softmax of block 0, whose S is there, O[:, :256] with both blocks, S of the next block 0."""
+    ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
+    RS: gl.constexpr = m.type.layout
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
+    memory.m0.store(m0)
+    mbarrier.arrive(m_ready.index(0), count=1)
+    l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
+    o = softmax.rescale(o, a0)
+    o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), memory.kv.index(zero(step)), o, is_async=True)
+    landed(ready.index(2), phase)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(0), count=1)
+    mbarrier.wait(m_ready.index(1), phase)
+    m = memory.m1.load(RS)
+    a1 = gl.exp2(m0 - gl.where(m == -float("inf"), 0.0, m))
+    memory.p0.store((p * a1[:, None]).to(memory.q.dtype))
+    fence_async_shared()
+    mbarrier.arrive(p_ready.index(0), count=1)
+    a1 = softmax.pin(a1)  # P0 first, then O
+    l = l * gl.convert_layout(a1, RP)[:, None]
+    o = softmax.rescale(o, a1)
+    mbarrier.wait(p_ready.index(1), phase)
+    # The product is issued in either branch: the assembler would not let O under way cross into one.
+    if step + 1 < steps:
+        o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+        s = half_scores(s, memory, ready, phase ^ 1, step, 0, True)
+        o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
+        mbarrier.arrive(free.index(2), count=1)
+        s = resident_scores(s, memory, barriers, phase ^ 1, step, SIGN)
+        if step + 2 == steps:
+            mbarrier.arrive(barriers.q_free, count=1)
+    else:
+        o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        mbarrier.arrive(free.index(2), count=1)
+    return o, s, m, l
+
+
+@gluon.jit
+def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+    """S and softmax of block 1, O[:, 256:] with its own P, then with left's."""
+    ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
+    RS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    s = scores(memory, ready, phase, step, 3, 2)
+    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    if step + 1 == steps:
+        mbarrier.arrive(barriers.q_free, count=1)
+    s = softmax.biased(s, seen[None, :], SIGN)
+    mbarrier.wait(m_ready.index(0), phase)
+    p, m1, _ = softmax.step(s, memory.m0.load(RS), scale, softmax.RESCALE_ABOVE)
+    memory.m1.store(m1)
+    mbarrier.arrive(m_ready.index(1), count=1)
+    a = gl.exp2(m - gl.where(m1 == -float("inf"), 0.0, m1))
+    l = l * gl.convert_layout(a, RP)[:, None] + softmax.partial_sums(p)
+    o = softmax.rescale(o, a)
+    pb = p.to(memory.q.dtype)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
+    mbarrier.wait(ready.index(1), phase)
+    memory.p1.store(pb)
+    fence_async_shared()  # for P1, and for the rows in slot 1
+    mbarrier.arrive(p_ready.index(1), count=1)
+    mbarrier.wait(p_ready.index(0), phase)
+    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
+    mbarrier.arrive(free.index(3), count=1)
+    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    mbarrier.arrive(free.index(1), count=1)
+    return o, m1, l

@@ -1,0 +1,404 @@
+"""What narrow.py and few.py share: attention of some heads to blocks of rows, with the products transposed.
+
+Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; heads are the columns, 16 or 32, where
+listed.py pads them to the 64 rows of a wgmma.
+"""
+
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    cp_async,
+    gl,
+    gluon,
+    reinterpret,
+    reinterpret_as,
+    warpgroup_mma,
+)
+from dsv4.v4.kernels.items import LIST, lists_of
+from dsv4.v4.kernels.rows import entries, fp8_load, fp8_rows, fp8_to_bf16, plain_rows, quotient, words_of
+from dsv4.v4.kernels.sm90.slots import lanes
+
+
+@aggregate
+class Memory:
+    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    q: Value
+    kv0: Value
+    kv1: Value
+    kv2: Value
+    kv3: Value
+    p: Value
+    bias: Value
+    tops: Value
+
+
+@aggregate
+class Splits:
+    count: Value
+    inverse: Value  # ceil(2^shift / count)
+    shift: Value
+
+
+@aggregate
+class Work:
+    """What a CTA does: blocks [begin, end) of the rows of a query."""
+
+    query: Value
+    begin: Value
+    end: Value
+
+
+@gluon.jit
+def work_of(window, compressed, requests, splits, HOW: gl.constexpr, KEYS: gl.constexpr):
+    """Of this CTA: (the lists of its query, Work). A block has KEYS rows."""
+    query, split = gl.program_id(1), gl.program_id(2)
+    lists = lists_of(query, window, compressed, requests, HOW, KEYS)
+    blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
+    # As even as can be, not so many each until none are left: the fewer CTAs have most, the less memory has to do.
+    begin = quotient(blocks * split, splits.inverse, splits.shift)
+    return lists, Work(query, begin, quotient(blocks * (split + 1), splits.inverse, splits.shift))
+
+
+@gluon.jit
+def prefetch_lists(window, compressed, HOW: gl.constexpr):
+    """The lines of a query's lists into the L2, while warps and barriers are set up: up to 4096 entries of each."""
+    prefetch_lines(window)
+    if HOW == LIST:
+        prefetch_lines(compressed)
+
+
+@gluon.jit
+def prefetch_lines(names):
+    line = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    pointers = names.list_ptr + gl.program_id(1).to(gl.int64) * names.line + line * 32
+    wanted = (line * 32 < names.width).to(gl.int32)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@aggregate
+class Rows:
+    """A block on its way: 16 bytes per thread, four values to a word; the last 64 values of a row are bf16."""
+
+    x0: Value
+    x1: Value
+    x2: Value
+    x3: Value
+    rest: Value
+    scales: Value
+    there: Value
+
+
+@gluon.constexpr_function
+def scores_layout(warps, heads, keys):
+    """Warps go down the keys, 16 each, and what is left of them across the heads."""
+    down = min(warps, keys // 16)
+    return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, heads * down // warps, 16])
+
+
+@gluon.constexpr_function
+def tops_layout(warps, heads, keys):
+    """[keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
+    down = min(warps, keys // 16)
+    wide = heads * down // warps  # columns of a warp
+    columns = [[0, 8 << i] for i in range((wide // 8).bit_length() - 1)]
+    rows = [[1 << i, 0] for i in range((keys // 16).bit_length() - 1)]
+    across = [[0, wide << i] for i in range((warps // down).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *columns, *rows], lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0]] * (down.bit_length() - 1) + across, block_bases=[], shape=[keys // 16, heads],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def output_layout(warps, heads):
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads, 16])
+
+
+@gluon.constexpr_function
+def heads_layout(warps, heads):
+    """16 bytes of bf16 per thread, for [heads, 512]."""
+    down = min(warps, heads // 4)
+    return gl.BlockedLayout([1, 8], [4, 8], [down, warps // down], [1, 0])
+
+
+@gluon.jit
+def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr = 1):
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 128], gl.bfloat16)
+    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 128], gl.bfloat16)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEADS], gl.bfloat16)
+    q = gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, 128], Q)
+    kv0 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv1 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv2 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    kv3 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
+    p = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, HEADS], P)
+    bias = gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tops = gl.allocate_shared_memory(gl.float32, [KEYS // 16, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return Memory(q, kv0, kv1, kv2, kv3, p, bias, tops)
+
+
+@gluon.jit
+def copy_heads(q, query, first_head, heads, smem):
+    """The heads of a query by cp.async; heads that are not there become zeros."""
+    HEADS: gl.constexpr = smem.shape[1]
+    L: gl.constexpr = heads_layout(gl.num_warps(), HEADS)
+    WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 512], gl.bfloat16)
+    head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))
+    offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
+    # Panels of 64 columns follow each other in quarters as in the whole. At once: no barriers between quarters.
+    whole = reinterpret(smem, [HEADS, 512], WHOLE)
+    cp_async(whole, q.ptr + offset[:, None] * 8 + column[None, :], mask=(head < heads)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.constexpr_function
+def exchanged():
+    """[64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
+    rows = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *rows], alignment=1024)
+
+
+@gluon.jit
+def ask(pool, number, UNIT: gl.constexpr, EXCHANGED: gl.constexpr = False):
+    """The rows of a block, by number. EXCHANGED: odd rows begin with the second half of their last 64 values: else two
+    rows, of four threads each, would be stored to the same banks."""
+    ptr = pool.ptr
+    data, there, scales = fp8_rows(pool, number, UNIT)
+    x0 = fp8_load(ptr, data, there, 0, 2, UNIT)
+    x1 = fp8_load(ptr, data, there, 2, 2, UNIT)
+    x2 = fp8_load(ptr, data, there, 4, 2, UNIT)
+    x3 = fp8_load(ptr, data, there, 6, 1, UNIT)
+    if EXCHANGED:
+        L: gl.constexpr = number.type.layout.parent
+        odd = (entries(L) & 1).to(gl.int64) * 64
+        first = words_of(ptr, data + odd, there, 112, 16, UNIT)
+        second = words_of(ptr, data - odd, there, 128, 16, UNIT)
+        rest = gl.join(first, second).permute((0, 2, 1)).reshape([64, 32])
+    else:
+        rest = words_of(ptr, data, there, 112, 32, UNIT)
+    return Rows(x0, x1, x2, x3, rest, scales, there)
+
+
+@gluon.jit
+def copy_block(pool, number, memory, slot):
+    """The rows of a block of a plain tensor by cp.async -> kv, and the bias; rows that are not there become zeros."""
+    L: gl.constexpr = lanes(gl.num_warps())
+    offset, there = plain_rows(pool, number)
+    memory.bias.index(slot).store(gl.where(there, 0.0, -float("inf")))
+    offset = gl.convert_layout(offset, gl.SliceLayout(1, L))
+    there = gl.convert_layout(there, gl.SliceLayout(1, L))[:, None]
+    pointers = pool.ptr + offset[:, None] * 8 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
+    cp_async(memory.kv0.index(slot), pointers, mask=there)
+    cp_async(memory.kv1.index(slot), pointers + 128, mask=there)
+    cp_async(memory.kv2.index(slot), pointers + 256, mask=there)
+    cp_async(memory.kv3.index(slot), pointers + 384, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Panels of 64 columns of a quarter of a block as bf16 in pairs: [keys, COUNT, 32]."""
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    KEYS: gl.constexpr = quarter.shape[0]
+    panels = reinterpret_as(quarter, gl.int32, [2 // COUNT, COUNT, KEYS, 32], PANEL).index(FIRST // COUNT)
+    return panels.permute((1, 0, 2))
+
+
+@gluon.jit
+def unpack_left(rows, memory, slot):
+    """The first 256 columns of a block, e4m3 -> bf16 -> kv, and the bias: first, else it waits for a register that a
+    store before it has not read yet."""
+    memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
+    pairs_in(memory.kv0.index(slot), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
+    pairs_in(memory.kv1.index(slot), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
+
+
+@gluon.jit
+def unpack_right(rows, memory, slot, EXCHANGED: gl.constexpr = False):
+    """The last 256 columns of a block."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
+    KEYS: gl.constexpr = memory.kv3.shape[1]
+    pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
+    pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
+    reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
+
+
+@gluon.jit
+def left_scores(memory, slot, at, HEADS: gl.constexpr):
+    """S^T [keys, HEADS] = K Q^T with the first 256 columns: issued, not waited for. at: 0."""
+    KEYS: gl.constexpr = memory.kv0.shape[1]
+    s = gl.zeros([KEYS, HEADS], gl.float32, scores_layout(gl.num_warps(), HEADS, KEYS))
+    s = warpgroup_mma(memory.kv0.index(slot), memory.q.index(at + 0).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(memory.kv1.index(slot), memory.q.index(at + 1).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def right_scores(s, memory, slot, at):
+    """S^T += K Q^T with the last 256 columns."""
+    s = warpgroup_mma(memory.kv2.index(slot), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(memory.kv3.index(slot), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def partial_sums(p):
+    """What each thread holds of the sums over keys: [16 n, HEADS] -> [n, 8, HEADS], no exchange between lanes."""
+    return gl.sum(p.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+
+
+@gluon.jit
+def maxima(s, tops, m):
+    """Of each column of s, in the layout of m.
+
+    The maxima of 16 keys each, those of a warp, go through tops, and every thread takes the maximum of its columns: one
+    exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
+    """
+    KEYS: gl.constexpr = s.shape[0]
+    HEADS: gl.constexpr = s.shape[1]
+    tops.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
+    return gl.convert_layout(gl.max(tops.load(tops_layout(gl.num_warps(), HEADS, KEYS)), 0), m.type.layout)
+
+
+@gluon.jit
+def over_keys(s, m, scale, tops):
+    """softmax.step with keys as rows: m per column."""
+    m_new = gl.maximum(m, maxima(s, tops, m) * scale)
+    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
+
+
+@gluon.jit
+def add(o, quarter, p):
+    """O^T [128, HEADS] of a quarter of the columns += V^T P^T: issued, not waited for."""
+    return warpgroup_mma(quarter.permute((1, 0)), p, o, is_async=True)
+
+
+@gluon.jit
+def turned(quarter, HEADS: gl.constexpr):
+    """A quarter of kv that holds a quarter of O's columns: fp32 [HEADS, 128]."""
+    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    # All of the quarter is seen anew, as Triton 3.8 demands, and its first bytes are used.
+    return reinterpret_as(quarter, gl.float32, [quarter.shape[0] // (2 * HEADS), HEADS, 128], TURNED).index(0)
+
+
+@gluon.jit
+def rounded(quarter, HEADS: gl.constexpr):
+    """The same in bf16, which the warps turn over as they store it: stmatrix."""
+    L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return reinterpret(quarter, [quarter.shape[0] // HEADS, HEADS, 128], L).index(0)
+
+
+@gluon.jit
+def lay(o, quarter, width, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """A quarter of O^T, normalised -> shared memory, in fp32 where `put` has to compute with it, else in bf16.
+    width: how many columns are turned back, the last ones."""
+    HEADS: gl.constexpr = o.shape[1]
+    if SPLIT or COLUMN + 128 > 512 - width:
+        turned(quarter, HEADS).permute((1, 0)).store(o)
+    else:
+        rounded(quarter, HEADS).permute((1, 0)).store(o.to(gl.bfloat16))
+
+
+@gluon.jit
+def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
+    """What `lay` wrote -> global memory, 16 bytes per thread. place: (query, first head, split)."""
+    query, first_head, split = place
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    if SPLIT:
+        x = turned(quarter, HEADS).load(L)
+        if rope[1] > 0:
+            x = softmax.turn_back(x, rope, COLUMN, 512)
+        head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
+        column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
+        gl.store(output.part_ptr + part[:, None] * 512 + column[None, :], x, mask=(head < output.heads)[:, None])
+    elif COLUMN + 128 > 512 - rope[1]:
+        x = softmax.turn_back(turned(quarter, HEADS).load(L), rope, COLUMN, 512)
+        put_rounded(x.to(output.out_ptr.dtype.element_ty), place, output, COLUMN)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        put_rounded(rounded(quarter, HEADS).load(WIDE), place, output, COLUMN)
+
+
+@gluon.jit
+def put_rounded(x, place, output, COLUMN: gl.constexpr):
+    """[heads, 128] of the result."""
+    query, first_head, _ = place
+    L: gl.constexpr = x.type.layout
+    head = first_head + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
+    column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+    offset = (query.to(gl.int64) * output.stride_on + head.to(gl.int64) * output.stride_oh) * 8
+    gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(head < output.heads)[:, None])
+
+
+@gluon.jit
+def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
+    """Of a split: none, since the combine kernel applies it."""
+    if SPLIT:
+        sink = gl.full([HEADS], -float("inf"), gl.float32, L)
+    else:
+        head = first_head + gl.arange(0, HEADS, layout=L)
+        sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
+    return sink
+
+
+@gluon.jit
+def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr):
+    """LSE of the heads -> what normalises O."""
+    query, first_head, split = place
+    head = first_head + gl.arange(0, m.shape[0], layout=m.type.layout)
+    there = head < output.heads
+    factor, lse = softmax.finish(m, l, sink)
+    if SPLIT:  # in base 2
+        part = (split.to(gl.int64) * output.queries + query) * output.heads + head
+        gl.store(output.part_lse_ptr + part, lse, mask=there)
+    else:
+        gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+                 lse * softmax.LN2, mask=there & (output.want_lse != 0))  # fmt: skip
+    return factor
+
+
+@gluon.jit
+def masked(s, bias, SIGN: gl.constexpr):
+    """softmax.biased with keys as rows."""
+    return softmax.biased(s, bias[:, None], SIGN)
+
+
+@gluon.jit
+def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
+    """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
+    HEADS: gl.constexpr = m.shape[0]
+    # A head per lane: else every thread would take the logarithms of all its columns.
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
+    sink = sink_of_heads(output, place[1], SPLIT, HEADS, L)
+    write_out(o, write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
+
+
+@gluon.jit
+def write_out(o, factor, memory, place, output, SPLIT: gl.constexpr):
+    """O^T, whose quarters o has, times what normalises it."""
+    o0, o1, o2, o3 = o
+    query, first_head, split = place
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, o0.type.layout))[None, :]
+    rope = output.rope
+    line_ptr = rope.cos_sin_ptr
+    if rope.width > 0:
+        position = gl.load(rope.positions_ptr + query).to(gl.int64)
+        line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
+    HEADS: gl.constexpr = o0.shape[1]
+    # All quarters are written before one is read: one barrier instead of four.
+    lay(o0 * factor, memory.kv0.index(0), rope.width, 0, SPLIT)
+    lay(o1 * factor, memory.kv1.index(0), rope.width, 128, SPLIT)
+    lay(o2 * factor, memory.kv2.index(0), rope.width, 256, SPLIT)
+    lay(o3 * factor, memory.kv3.index(0), rope.width, 384, SPLIT)
+    put(memory.kv0.index(0), place, output, (line_ptr, rope.width), HEADS, 0, SPLIT)
+    put(memory.kv1.index(0), place, output, (line_ptr, rope.width), HEADS, 128, SPLIT)
+    put(memory.kv2.index(0), place, output, (line_ptr, rope.width), HEADS, 256, SPLIT)
+    put(memory.kv3.index(0), place, output, (line_ptr, rope.width), HEADS, 384, SPLIT)

@@ -1,0 +1,284 @@
+"""What memory instructions ask for: wavefronts of shared memory, sectors of global memory, by PTX line.
+
+The registers with the addresses are copied while a CTA runs (address_trace.py) and looked at when it is over,
+all of an instruction at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.engine import program as pg
+from softsm.timing_model import address_trace
+
+SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
+GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
+STORES = (pg.OP_STG, pg.OP_ST)
+LOOKS = 400  # at the addresses of one instruction
+L1_BYTES, SECTOR = 200 << 10, 32
+ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
+PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
+AT_ONCE = 512  # loads that are looked at together at first
+
+
+def _counts() -> dict:
+    return defaultdict(int)
+
+
+@dataclass
+class Access:
+    """One memory instruction, by PTX line: sums over the looks that were taken."""
+
+    looks: int = 0
+    ran: int = 0  # how often the instruction was executed, looked at or not
+    units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
+    lines: int = 0  # of 128 bytes
+    missed: int = 0  # sectors that the CTA had not asked for before
+    bytes: int = 0
+    space: str = "shared"
+    tensors: dict = field(default_factory=_counts)
+
+    @property
+    def times(self) -> float:
+        """What a sum over the looks stands for."""
+        return self.ran / self.looks if self.looks else 0.0
+
+
+def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
+    """Of accesses [n, 32] to shared memory: a bank serves one word at a time; wide accesses go by halves or quarters of
+    the warp, 128 bytes together. Lanes that are off have the address of one that is on."""
+    bits = 4 if size >= 16 else 3 if size == 8 else 2
+    per = 128 >> bits
+    units = (addresses >> bits).reshape(len(addresses), -1, per)
+    found = np.full(len(units), units.shape[1])
+    # Within 128 bytes every word has a bank of its own, as most accesses have it.
+    apart = (units.max(-1) - units.min(-1) >= per).any(-1).nonzero()[0]
+    if len(apart):
+        units = np.sort(units[apart])
+        fresh = np.ones(units.shape, bool)
+        fresh[..., 1:] = units[..., 1:] != units[..., :-1]
+        banks = (units & per - 1)[..., None] == np.arange(per)
+        found[apart] = (banks & fresh[..., None]).sum(-2).max(-1).sum(-1)
+    return found
+
+
+def shifts(starts: list[int]) -> np.ndarray:
+    """What moves the addresses of each tensor to where a GPU's allocator might have it, a multiple of 512 bytes. Here
+    it is one of 64 or 16, which differs from run to run. The last is for addresses before all."""
+    first = np.array([*starts, 0], np.int64)
+    return (-first) % ALIGNED + 2 * ALIGNED * np.arange(len(first))  # apart from each other
+
+
+class Instructions:
+    """The memory instructions of a program, by record."""
+
+    def __init__(self, program) -> None:
+        code = program.code
+        ops, forms, offsets = code[:, 0], code[:, 4].astype(np.int64), code[:, 3].astype(np.int64)
+        self.shared = np.isin(ops, SHARED_ACCESS)
+        self.there = self.shared | np.isin(ops, GLOBAL_ACCESS)
+        self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST))
+        self.any_generic = bool(self.generic.any())
+        self.store = np.isin(ops, STORES)
+        atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
+        self.size = np.where(atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
+        self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
+        line = np.array([ins.line for ins in program.instructions])
+        self.lines = np.unique(line[self.there])  # those with memory instructions
+        self.of = np.searchsorted(self.lines, line) * self.there  # the number among them, by record
+        self.looks = np.where(self.there, LOOKS, 0)
+
+
+class Looks:
+    """Of one run."""
+
+    def __init__(self, instructions: Instructions) -> None:
+        self.instructions = instructions
+        self.notes = address_trace.Notes(instructions.looks.copy())
+
+    def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
+        """By PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: of each CTA the trace that
+        its traffic is added to."""
+        rows = self.notes.rows()
+        known = self.instructions
+        if known.any_generic:  # local memory is no other's
+            local = rows[:, address_trace.LANES :].max(1) >= pg.LOCAL_WINDOW
+            rows = rows[~(known.generic[rows[:, address_trace.RECORD]] & local)]
+        if not len(rows):
+            return {}
+        records, active, warps, steps, first = rows[:, : address_trace.LANES + 1].T.copy()
+        sizes, offsets = known.size[records], known.offset[records]
+        first += offsets
+        nbytes = 32 * sizes
+        lanes = None
+        if (active != pg.ALL).any():
+            lanes = active[:, None] >> np.arange(32) & 1
+            first = rows[np.arange(len(rows)), address_trace.LANES + lanes.argmax(1)] + offsets
+            nbytes = sizes * lanes.sum(1)
+
+        def addresses(those: np.ndarray) -> np.ndarray:
+            """Lanes that are off get the address of one that is on."""
+            found = rows[those, address_trace.LANES :] + offsets[those, None]
+            return found if lanes is None else np.where(lanes[those] == 1, found, first[those, None])
+
+        shared = known.shared[records]
+        if known.any_generic:
+            shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
+        units, missed, asked_lines = np.zeros((3, len(rows)), np.int64)
+        for size in set(sizes[shared].tolist()):
+            those = (shared & (sizes == size)).nonzero()[0]
+            units[those] = wavefronts(addresses(those), size)
+        of, count = known.of[records], len(known.lines)
+        looks = np.bincount(of, minlength=count).tolist()
+        out = [Access() if n else None for n in looks]
+        often = self._executed()
+        those = (~shared).nonzero()[0]
+        if len(those):
+            tensor = np.searchsorted(starts, first[those], "right") - 1
+            shift = shifts(starts)[tensor]
+            store = known.store[records[those]]
+            cta = np.array(ctas)[warps[those]]
+            step, ends = steps[those], None
+            if (active[those] == pg.ALL).all() and 0 <= step.min() and step.max() <= SECTOR:
+                ends = (first[those] + shift)[:, None] + 31 * np.outer(step, (0, 1))
+            units[those], missed[those], asked_lines[those] = sectors_of(
+                ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
+            )
+            tensors = len(starts) + 1
+            keys = ((of[those] * tensors + tensor + 1) * 2 + store) * len(traces) + cta
+            asked = np.bincount(keys, units[those])
+            found = asked.nonzero()[0]
+            sums = found, asked[found], np.bincount(keys, missed[those])[found]
+            for key, all_, new in zip(*(x.astype(int).tolist() for x in sums)):
+                key, k = divmod(key, len(traces))
+                line, at, stored = key // 2 // tensors, key // 2 % tensors - 1, key % 2
+                out[line].space = "store" if stored else "load"
+                out[line].tensors[at] += all_
+                traces[k].traffic[at, "write" if stored else "read"] += round(32 * new * often[line])
+        sums = [np.bincount(of, x, count).astype(int).tolist() for x in (units, asked_lines, missed, nbytes)]
+        for a, n, times, *a_sums in zip(out, looks, often, *sums):
+            if n:
+                a.looks, a.ran = n, round(n * times)
+                a.units, a.lines, a.missed, a.bytes = a_sums
+        return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
+
+    def _executed(self) -> list[float]:
+        """How many executions a look at each PTX line stands for."""
+        known, left = self.instructions, self.notes.left
+        if left.min() >= 0:  # all were looked at
+            return [1.0] * len(known.lines)
+        ran, seen = (np.bincount(known.of, known.looks - x) for x in (left, np.maximum(left, 0)))
+        return (ran / np.maximum(seen, 1)).tolist()
+
+
+def turns_of(warps: np.ndarray) -> np.ndarray:
+    """How many rows of the same warp stand before each."""
+    order = np.argsort(warps, kind="stable")
+    sorted_ = warps[order]
+    out = np.empty(len(warps), np.int64)
+    out[order] = np.arange(len(warps)) - np.searchsorted(sorted_, sorted_)
+    return out
+
+
+def sectors_of(
+    ends: np.ndarray | None, addresses: Callable[[], np.ndarray], store: np.ndarray, cta: np.ndarray, turn: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
+    ends: addresses of the first and the last lane, where no sector between them is left out. The warps of a CTA run in
+    step on a GPU, while the emulator takes one after the other: the first of every warp come first, then the second."""
+    fresh = None
+    if ends is not None:
+        sectors = ends >> 5
+        units, lines = sectors[:, 1] - sectors[:, 0] + 1, (sectors[:, 1] >> 2) - (sectors[:, 0] >> 2) + 1
+    else:
+        sectors, fresh = apart(addresses())
+        of_line = sectors >> 2
+        units, lines = fresh.sum(1), 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
+    missed = units.copy()
+    for k in np.bincount(cta).nonzero()[0].tolist():
+        mine = (~store & (cta == k)).nonzero()[0]
+        mine = mine[turn[mine].argsort(kind="stable")]
+        found = ranges_first_asked(sectors[mine], units[mine])
+        if found is None:
+            if fresh is None:
+                sectors, fresh = apart(addresses())
+            found = first_asked(sectors[mine], fresh[mine])
+        missed[mine] = found
+    return units, missed, lines
+
+
+def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(sectors of each access in order, whether each is another than the one before it)"""
+    sectors = np.sort(addresses >> 5)
+    fresh = np.ones(sectors.shape, bool)
+    np.not_equal(sectors[:, 1:], sectors[:, :-1], out=fresh[:, 1:])
+    return sectors, fresh
+
+
+def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | None:
+    """As first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
+    first, last = sectors[:, 0], sectors[:, -1]
+    order = first.argsort(kind="stable")
+    begins, ends = first[order], last[order]
+    again = begins[1:] == begins[:-1]
+    if (last - first >= units).any() or not np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
+        return None
+    which = np.zeros(len(order), np.int64)  # of the ranges
+    which[order[1:]] = (~again).cumsum()
+
+    place = np.empty(len(order), np.int64)
+
+    def new_from(begin: int, end: int) -> np.ndarray:
+        those = which[begin:end]
+        place[those[::-1]] = np.arange(end - 1, begin - 1, -1)
+        return np.where(place[those] == np.arange(begin, end), units[begin:end], 0)
+
+    return filled_again(len(order), new_from)
+
+
+def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
+    """How many of the sectors of each load [n, 32] the loads before it had not asked for."""
+    units = fresh.sum(1)
+
+    def new_from(begin: int, end: int) -> np.ndarray:
+        there = fresh[begin:end]
+        of = np.arange(len(there)).repeat(units[begin:end])
+        return np.bincount(of[first_places(sectors[begin:end][there])], minlength=len(there))
+
+    return filled_again(len(sectors), new_from)
+
+
+def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    """The sectors that each load brings into L1, which begins anew when it is full; new_from: of the loads from one on
+    up to another, if it were empty there and held all of them."""
+    out = np.zeros(loads, np.int64)
+    begin, many = 0, AT_ONCE
+    while begin < loads:
+        end = min(begin + many, loads)
+        found = new_from(begin, end)
+        held = SECTOR * found.cumsum()
+        if held[-1] > L1_BYTES:
+            end = begin + int((held > L1_BYTES).argmax()) + 1
+        elif end < loads:  # it is not full yet
+            many *= 4
+            continue
+        out[begin:end] = found[: end - begin]
+        begin = end
+    return out
+
+
+def first_places(values: np.ndarray) -> np.ndarray:
+    """Where each value stands first. Without sorting where they lie on a few pages, as those of a CTA mostly do."""
+    pages = values >> PAGE
+    known = list(dict.fromkeys([*pages[:1].tolist(), *pages[1:][pages[1:] != pages[:-1]].tolist()]))
+    if len(known) > MOST_PAGES:
+        return np.unique(values, return_index=True)[1]
+    at = values & (1 << PAGE) - 1
+    for k, page in enumerate(known[1:], 1):
+        at += (pages == page) * (k << PAGE)
+    place = np.full(len(known) << PAGE, -1)
+    place[at[::-1]] = np.arange(len(at) - 1, -1, -1)
+    return place[place >= 0]

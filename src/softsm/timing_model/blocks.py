@@ -1,0 +1,83 @@
+"""The blocks of a PTX program: runs of it that are entered at the top and left at the end. The loop around a `try_wait`
+does not end one, since how often it turns is a matter of time and not of the program.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from dataclasses import dataclass, field
+
+from softsm.engine import program as pg
+from softsm.timing_model.loops import depths
+
+
+@dataclass
+class Blocks:
+    """The blocks of a program."""
+
+    starts: list[int]  # first record of each
+    of_line: dict[int, int]  # PTX line -> block
+    lines: list[int]  # sorted keys of of_line
+    labels: list[int] = field(default_factory=list)  # lines of the PTX where a label stands
+    loops: list[int] = field(default_factory=list)  # around each block
+
+    def at(self, pc: int) -> int:
+        return bisect.bisect_right(self.starts, pc) - 1
+
+    def of(self, line: int) -> int:
+        """The block of a PTX line; of one that the emulator has no record of (wgmma.fence), that of the nearest line
+        before it, or behind it if a label stands between: ptxas gives products the line of their fence."""
+        found = self.of_line.get(line)
+        if found is None:
+            i = bisect.bisect_right(self.lines, line) - 1
+            before = self.lines[max(i, 0)]
+            k = bisect.bisect_right(self.labels, line) - 1
+            if k >= 0 and self.labels[k] > before and i + 1 < len(self.lines):
+                before = self.lines[i + 1]
+            found = self.of_line[before]
+        return found
+
+
+_LABEL = re.compile(r"^\s*[$%\w]+:")
+
+
+def labels_of(source: str) -> list[int]:
+    return [n for n, text in enumerate(source.splitlines(), 1) if _LABEL.match(text)]
+
+
+def blocks_of(program, macro_at, source: str) -> Blocks:
+    code = program.code
+    leaders = {0}
+    branches = [(i, int(code[i, 5])) for i in range(len(code)) if code[i, 0] == pg.OP_BRA]
+    for i, target in branches:
+        waits = target <= i <= target + 6 and any(
+            j in macro_at and macro_at[j].instruction.name.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
+            for j in range(target, i)
+        )
+        if not waits:
+            leaders |= {target, i + 1}
+    for table in program.branch_tables:
+        leaders |= set(table)
+    for i, call in macro_at.items():
+        if call.instruction.opcode in ("call", "ret", "brx"):
+            leaders.add(i + 1)
+    starts = sorted(x for x in leaders if x < len(code))
+    of_line: dict[int, int] = {}
+    for i, ins in enumerate(program.instructions):
+        of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
+    return Blocks(starts, of_line, sorted(of_line), labels_of(source), _loops(program, starts, branches))
+
+
+def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[int]:
+    def at(pc: int) -> int:
+        return bisect.bisect_right(starts, pc) - 1
+
+    leaders = set(starts)
+    edges = [(at(i), at(target)) for i, target in branches if target in leaders]
+    tables = {t for table in program.branch_tables for t in table}
+    for n, end in enumerate([x - 1 for x in starts[1:]]):
+        last = program.instructions[end]
+        if last.guard is not None or last.opcode not in ("bra", "ret", "exit", "brx"):
+            edges.append((n, n + 1))
+    return depths(len(starts), edges, {0, *map(at, tables)})

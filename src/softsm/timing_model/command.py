@@ -1,0 +1,125 @@
+"""What `softsm time` does with a program: run it under a timer, print, write timelines."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from softsm.errors import SoftsmError
+from softsm.timing_model import report
+from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
+from softsm.timing_model.timer import Timer, timing
+
+STOPPED = """stopped with this error: launches behind it have no time. If it was a check of results: while a program is
+timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
+which helps where a grid has one CTA)."""
+
+
+def target(arch: str, gpu: str) -> tuple[str, Gpu]:
+    """The architecture and the GPU of a command line."""
+    if gpu and gpu not in GPUS:
+        raise ValueError(f"gpu: got {gpu!r}, accepted are {', '.join(GPUS)}")
+    chosen = arch or (GPUS[gpu].arch if gpu else os.environ.get("SOFTSM") or "sm_100a")
+    return chosen, gpu_for(gpu or None, chosen)
+
+
+def timed(gpu: Gpu, clock: float | None, values: bool) -> AbstractContextManager[Timer]:
+    return timing(next(key for key, value in GPUS.items() if value is gpu), clock, values=values)
+
+
+@dataclass
+class End:
+    """How a program ended: what to say of it."""
+
+    words: str = ""
+    failed: bool = False
+
+
+@contextmanager
+def ending(file: Path) -> Iterator[End]:
+    """Whatever ends the program, the launches before it have their times."""
+    end = End()
+    try:
+        yield end
+    except SystemExit as done:
+        end.failed = bool(done.code)
+        end.words = f"{file} ended with status {done.code}" if done.code else ""
+    except SoftsmError as problem:
+        end.words, end.failed = f"{file}: no time: {problem}", True
+    except Exception as problem:
+        if isinstance(problem, typer.Exit):  # of the command itself
+            raise
+        frames = problem.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
+            frames = frames.tb_next
+        shown = "".join(traceback.format_exception(problem.with_traceback(frames)))
+        end.words, end.failed = f"{shown}{file} {STOPPED}", True
+
+
+def shown(timers: list[Timer], as_json: bool) -> str:
+    if as_json:
+        runs = [{"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions]} for t in timers]
+        return json.dumps(runs if len(runs) > 1 else runs[0], indent=1)
+    lines = []
+    for t in timers:
+        lines += launches([report.text(p) for p in t.predictions]) or ["no launches"]
+        if len(t.predictions) > 1:
+            lines.append(f"{len(t.predictions)} launches in a row: {t.us:.4g} us")
+    if len(timers) == 2:
+        lines.append(report.compare(timers[0].predictions, timers[1].predictions, timers[0].us, timers[1].us))
+    lines.append(report.notice(timers[0].predictions))
+    return "\n".join(lines)
+
+
+def launches(texts: list[str]) -> list[str]:
+    """Each text once, with the numbers of its launches where there are several."""
+    if len(texts) < 2:
+        return texts
+    numbers: dict[str, list[int]] = {}
+    for n, text in enumerate(texts, 1):
+        numbers.setdefault(text, []).append(n)
+    return [f"launch{'es' * (len(found) > 1)} {ranges(found)}: {text}" for text, found in numbers.items()]
+
+
+def ranges(numbers: list[int]) -> str:
+    """1, 3 to 5"""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in parts)
+
+
+def timelines(timer: Timer, folder: Path) -> list[Path]:
+    """For each launch the page and the trace of `softsm trace`, with the model's times in nanoseconds."""
+    from softsm.report.diagnostics import Report
+    from softsm.report.page import page
+    from softsm.timing_model.timeline import recorded
+
+    folder.mkdir(parents=True, exist_ok=True)
+    out = []
+    for n, p in enumerate(timer.predictions):
+        recorder = recorded(p)
+        path = folder / f"{n}-{p.kernel}.html"
+        title = f"{p.kernel} on {p.gpu.name}: predicted {p.us:.4g} us, in nanoseconds"
+        path.write_text(page(recorder, Report(), title))
+        out.append(path)
+        try:
+            from softsm.report.timeline import perfetto_trace
+        except ImportError:  # the package perfetto is missing: pip install softsm[trace]
+            continue
+        if not recorder.slices:  # nothing waits for a barrier, a copy or a product
+            continue
+        path = path.with_suffix(".perfetto-trace")
+        path.write_bytes(perfetto_trace(recorder))
+        out.append(path)
+    return out

@@ -1,0 +1,232 @@
+"""What each machine instruction costs: its pipe, how long it holds the pipe, when its result is there.
+
+An interval is in cycles of one scheduler per warp instruction: 1 is a full pipe of 32 lanes, 8 one of four lanes. The
+numbers come from parameters.py, by the name of the pipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from softsm.timing_model import machine
+from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
+
+# Pipes of a scheduler. Opcodes are matched by their longest prefix.
+PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
+COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # from registers: they take ports from products
+_TABLE = {
+    "fma": "FFMA FADD FMUL FFMA2 FADD2 FMUL2",
+    "imad": "IMAD IDP",
+    "alu": "FMNMX FSEL FSET FSETP FSWZADD IADD3 IADD ISETP LEA LOP3 LOP PLOP3 SEL SHF PRMT SGXT VIADD VIADDMNMX VIMNMX "
+    "IMNMX "
+    "VABSDIFF IABS BMSK MOV P2R R2P I2FP LOP32 FMNMX3 VIMNMX3 VOTE VOTEU CS2R FCHK",
+    "mufu": "MUFU",
+    "half": "HADD2 HMUL2 HFMA2 HMNMX2 HSET2 HSETP2",
+    "uniform": "U R2UR S2UR REDUX",
+    "memory": "LD ST SHFL ATOM RED LDGSTS LDSM STSM SYNCS ARRIVES CCTL LDTM STTM S2R MATCH BMOV QSPC",
+    "convert": "F2F F2I I2F FRND POPC FLO BREV I2I F2I.FTZ I2F.RP",
+    "pack": "F2FP",
+    "hmma": "HMMA IMMA QMMA OMMA",
+    "fp64": "D",
+}
+_PREFIXES = sorted(((op, pipe) for pipe, ops in _TABLE.items() for op in ops.split()), key=lambda x: -len(x[0]))
+_CONTROL = (
+    "BRA",
+    "BRX",
+    "EXIT",
+    "RET",
+    "CALL",
+    "BSSY",
+    "BSYNC",
+    "NOP",
+    "WARPSYNC",
+    "WARPGROUP",
+    "BAR",
+    "DEPBAR",
+    "LDGDEPBAR",
+    "MEMBAR",
+    "FENCE",
+    "ERRBAR",
+    "NANOSLEEP",
+    "USETMAXREG",
+    "UTMA",
+    "UTC",
+    "UBLK",
+    "UCGABAR",
+    *WARPGROUP_PRODUCTS,
+    "LDC",
+    "ULDC",
+    "ELECT",
+    "PREEXIT",
+    "ACQBULK",
+    "YIELD",
+    "BREAK",
+    "UMEMSETS",
+    "LDCU",
+)
+
+
+@functools.cache
+def pipe_of(opcode: str) -> str:
+    if opcode.startswith(_CONTROL):
+        return "control"
+    for prefix, pipe in _PREFIXES:
+        if opcode.startswith(prefix) and (prefix not in ("U", "D") or opcode[1:2].isupper()):
+            return pipe
+    return "control"
+
+
+@dataclass
+class Costs:
+    """Rows for the machine instructions of a kernel; one more for events that have none. Columns: machine.py."""
+
+    ints: np.ndarray
+    values: np.ndarray
+    accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes of a lane
+    products: bool  # whether the tensor core makes any while warps do other things
+
+
+def product(opcode: str, text: str) -> tuple[float, float]:
+    """(cycles of the tensor core, cycles of the shared-memory port) of one HGMMA."""
+    shape = re.search(r"64x(\d+)x(\d+)", opcode)
+    n = int(shape[1]) if shape else 64
+    in_registers = not text.split(",")[1].strip().startswith("gdesc")
+    return n / 2, (32 * n + (0 if in_registers else 2048)) / 128
+
+
+LATENCIES = (
+    ("MUFU", "latency.mufu"),
+    ("SHFL", "latency.shfl"),
+    ("LDS", "latency.lds"),
+    ("S2R", "latency.s2r"),
+    ("S2UR", "latency.s2r"),
+    ("R2UR", "latency.r2ur"),
+    ("LDC", "latency.ldc"),
+    ("ULDC", "latency.ldc"),
+    ("LDL", "load.l1"),
+    ("ATOMS", "latency.atoms"),
+    ("HMMA", "latency.hmma"),
+    ("VOTE", "latency.vote"),
+    ("REDUX", "latency.redux"),
+    ("F2FP", "latency.pack"),
+    ("SYNCS.PHASECHK", "mbarrier.try"),
+)
+
+
+def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
+    for prefix, name in LATENCIES:
+        if opcode.startswith(prefix):
+            return gpu[name]
+    return gpu[f"latency.{pipe}" if pipe in ("uniform", "convert") else "latency.alu"]
+
+
+def _width(op: str) -> int:
+    """Bytes of a lane."""
+    if op.startswith(("LDSM", "STSM")):
+        return 4 * (int(op[-1]) if op[-1] in "24" else 1)
+    return 16 if ".128" in op else 8 if ".64" in op else 4
+
+
+def _kind(ins: Sass) -> tuple[int, float, float, float]:
+    """(kind, units, extra, port) of a machine instruction, as far as it says so itself."""
+    op = ins.opcode
+    if op.startswith(WARPGROUP_PRODUCTS):
+        units, port = product(op, ins.text)
+        return machine.PRODUCT, units, float("gsb0" in ins.text), port
+    if op.startswith("WARPGROUP.DEPBAR"):
+        return machine.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
+    if op.startswith("LDS") and ins.guarded and ins.text == "RZ, [RZ]":
+        return machine.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
+    if op.startswith(("LDS", "STS", "ATOMS")):
+        return machine.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
+    if op.startswith(("LDG.", "LD.", "ATOMG", "ATOM.")):
+        return machine.READ, 32 * _width(op), 0, 0
+    if op.startswith(("STG", "ST.", "RED")) and not op.startswith("REDUX"):
+        return machine.WRITE, 32 * _width(op), 0, 0
+    if op.startswith(("LDL", "STL")):
+        return machine.READ if op.startswith("LDL") else machine.WRITE, 0, 0, 0
+    if op.startswith(("LDTM", "STTM")):
+        found = re.search(r"\.x(\d+)", op)
+        return machine.TENSOR_READ if op[0] == "L" else machine.TENSOR_WRITE, 128 * int(found[1] if found else 1), 0, 0
+    if op.startswith(("BRA", "BRX")) and not ins.guarded:
+        return machine.TAKEN, 0, 0, 0
+    if op.startswith("MEMBAR"):
+        return machine.MEMBAR, 0, 0, 0
+    return machine.PLAIN, 0, 0, 0
+
+
+def _interval(op: str, pipe: str, gpu: Gpu) -> float:
+    if op.startswith(("FFMA2", "FADD2", "FMUL2")):
+        return gpu["interval.fma2"]
+    if op.startswith(WARPGROUP_PRODUCTS):
+        return gpu["product.issue"]
+    if op.startswith("MEMBAR"):
+        return gpu["membar"]
+    if op.startswith(("STS", "STG")) and _width(op) > 4:
+        return gpu["interval.store.128" if _width(op) == 16 else "interval.store.64"]
+    if op.startswith("HMMA") and "1688" in op and "16816" not in op:
+        return gpu["interval.hmma"] / 2
+    return gpu[f"interval.{pipe}"]
+
+
+def _beside(op: str, pipe: str, gpu: Gpu) -> float:
+    if not gpu.arch.startswith("sm_90"):  # accumulators are not in registers
+        return 1.0
+    key = "beside.logic" if op.startswith(("LOP3", "SHF", "PRMT")) else f"beside.{pipe}"
+    return gpu[key] if key in gpu.values else 1.0
+
+
+def fixed_costs(code: Code, gpu: Gpu) -> Costs:
+    """What does not depend on a run."""
+    r = machine
+    n = len(code.instructions) + 1
+    ints, values = np.zeros((n, 8), np.int64), np.zeros((n, 8))
+    ints[-1, [r.STALL, r.SETS, r.HOLDS]] = 1, NONE, NONE
+    values[-1, [r.INTERVAL, r.LATENCY, r.BESIDE]] = 1, 4, 1
+    accesses = []
+    for i, ins in enumerate(code.instructions):
+        op, name = ins.opcode, pipe_of(ins.opcode)
+        kind, units, extra, port = _kind(ins)
+        quiet = kind in (r.PLAIN, r.TAKEN)
+        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, quiet
+        narrow = f"product.rs.{round(2 * units)}"
+        if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
+            units = gpu[narrow]
+        values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu),
+                     name in COMPUTES, port, 0)  # fmt: skip
+        if kind in (r.SHARED, r.READ, r.WRITE) and not op.startswith(("LDL", "STL")):
+            accesses.append((i, ins.line, _width(op)))
+    products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
+    return Costs(ints, values, accesses, products)
+
+
+def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
+    """l1: share of the sectors asked for again that are found in L1."""
+    r = machine
+    fixed = code.costs.get(gpu.name)
+    if fixed is None:
+        fixed = code.costs[gpu.name] = fixed_costs(code, gpu)
+    ints, values = fixed.ints.copy(), fixed.values.copy()
+    for i, line, width in fixed.accesses:
+        found = access.get(line)
+        if found is None or not found.looks:
+            continue
+        kind = ints[i, r.KIND]
+        # Machine instructions that a PTX instruction became: a wide one is cut in pieces.
+        each = found.looks * max(1, round(found.bytes / found.looks / (32 * width)))
+        if kind == r.SHARED:
+            if found.space == "shared":
+                values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])
+        elif kind == r.READ:
+            fetched = found.missed + (1 - l1) * (found.units - found.missed)
+            values[i, r.UNITS], values[i, r.LINES] = 32 * fetched / each, found.lines / each
+            if found.tensors:
+                ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
+        else:
+            values[i, r.UNITS] = 32 * found.units / each
+    return Costs(ints, values, fixed.accesses, fixed.products)

@@ -1,0 +1,33 @@
+"""From a few clusters to all of the grid: how long each takes, and when the last one ends."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from softsm.timing_model.trace import LaunchTrace
+
+
+def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
+    """Of every cluster of the grid, between those that were looked at: by its first coordinate if that tells."""
+    first = -(-trace.grid[0] // trace.cluster[0])
+    every, numbers = np.arange(trace.total), np.array([n for n, _ in known])
+    values = np.array([v for _, v in known])
+    if len(known) == 1 or values.max() <= values.min() * 1.02:
+        return np.full(trace.total, values.mean())
+    if len(set((numbers % first).tolist())) == 1:
+        return np.interp(every, numbers, values)
+    at = sorted(set((numbers % first).tolist()))
+    return np.interp(every % first, at, [values[numbers % first == x].mean() for x in at])
+
+
+def makespan(durations: np.ndarray, slots: int, more: float) -> float:
+    """When the last ends, each in the place of the first that ends; the first of each place takes `more`."""
+    if len(durations) <= slots or durations.min() == durations.max():
+        return float(durations[:slots].max() + more + durations[0] * (-(-len(durations) // slots) - 1))
+    ends = (durations[:slots] + more).tolist()
+    heapq.heapify(ends)
+    for d in durations[slots:].tolist():
+        heapq.heapreplace(ends, ends[0] + d)
+    return max(ends)

@@ -1,0 +1,305 @@
+"""From a trace of PTX blocks to the stream of machine instructions that each warp issues.
+
+ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
+as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a
+wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. Events
+(trace.py) are put at the machine instruction that does them: by PTX line, and by order where a line is off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.timing_model import trace as tr
+from softsm.timing_model.loops import machine_depths
+from softsm.timing_model.sass import Code
+
+ANCHORS = {
+    tr.WAIT: ("SYNCS.PHASECHK",),
+    tr.ARRIVE: ("SYNCS.ARRIVE", "SYNCS.ATOMS"),
+    tr.LOAD: ("UTMALDG", "UBLKCP", "UBLKRED"),
+    tr.GATHER: ("UTMALDG",),
+    tr.STORE: ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    tr.BULK_COMMIT: ("UTMACMDFLUSH",),
+    tr.BULK_WAIT: ("DEPBAR",),
+    tr.BAR: ("BAR",),
+    tr.CP_ASYNC: ("LDGSTS",),
+    tr.CP_COMMIT: ("LDGDEPBAR",),
+    tr.CP_WAIT: ("DEPBAR",),
+    tr.CP_ARRIVE: ("ARRIVES",),
+    tr.MMA: ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "UTCMXQMMA", "UTCCP", "UTCSHIFT", "UTC"),
+    tr.MMA_COMMIT: ("UTCBAR",),
+    tr.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
+    tr.CLUSTER_WAIT: ("UCGABAR_WAIT",),
+}
+KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
+OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
+ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
+
+
+@dataclass
+class Streams:
+    """Of each warp of a cluster: its way, and the number of its first event; the events of all warps."""
+
+    paths: list[Path] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    table: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))  # kind, a, b, c
+
+
+def kinds_of(streams: list[Streams]) -> list[int]:
+    """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
+
+    def one_way(a: Path, b: Path) -> bool:
+        return a is b or np.array_equal(a.instructions, b.instructions) and np.array_equal(a.events, b.events)
+
+    def alike(one: Streams, other: Streams) -> bool:
+        same = one.firsts == other.firsts and np.array_equal(one.table, other.table)
+        return same and all(map(one_way, one.paths, other.paths))
+
+    return [next(m for m in range(n + 1) if m == n or alike(streams[m], streams[n])) for n in range(len(streams))]
+
+
+@dataclass
+class Path:
+    """The machine instructions of one way through the program."""
+
+    instructions: np.ndarray
+    events: np.ndarray  # the first at each of them, counted from the warp's first, or -1
+    counts: np.ndarray  # how many
+    order: np.ndarray  # the warp's events in the order of the instructions
+
+
+def lowering_of(code: Code, blocks: tr.Blocks) -> Lowering:
+    if code.lowering is None:
+        code.lowering = Lowering(code, blocks)
+    return code.lowering
+
+
+class Lowering:
+    def __init__(self, code: Code, blocks: tr.Blocks):
+        self.code, self.blocks = code, blocks
+        self.pseudo = len(code.instructions)  # an event without an instruction of its own
+        homes: dict[int, list[int]] = defaultdict(list)
+        part_of: dict[int, Counter] = defaultdict(Counter)  # PTX block -> homes of the machine code with its lines
+        for number, block in enumerate(code.blocks):
+            votes: Counter = Counter()
+            for i in block:
+                ins = code.instructions[i]
+                if ins.line:
+                    votes[blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
+            if votes:
+                home = max(votes, key=lambda b: (votes[b], -b))
+                homes[home].append(number)
+                for b, n in votes.items():
+                    part_of[b][home] += n
+        self.again = self._second_tries()
+        self.once = self._unrolled(homes, part_of)
+        self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
+        self.variants: dict[tuple, Path] = {}
+        self.paths: dict[tuple, Path] = {}
+
+    def _unrolled(self, homes: dict[int, list[int]], part_of: dict[int, Counter]) -> dict[int, int]:
+        """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
+        them. It is in fewer loops than the PTX block. What comes before and behind the loop may be part of it."""
+        machine = machine_depths(self.code)
+        out: dict[int, int] = {}
+        for home, numbers in homes.items():
+            largest = max(len(self.code.blocks[n]) for n in numbers)
+            deepest = max(machine[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest)
+            if deepest < self.blocks.loops[home] and largest >= 16:
+                out[home] = home
+        for b, votes in part_of.items():
+            home = max(votes, key=lambda h: votes[h])
+            if home in out:
+                out[b] = home
+        return out
+
+    def _second_tries(self) -> set[int]:
+        """Short blocks behind an EXIT that ask what code before them has asked."""
+        asked: set[str] = set()
+        out: set[int] = set()
+        behind = False
+        for number, block in enumerate(self.code.blocks):
+            instructions = [self.code.instructions[i] for i in block]
+            first = instructions[0]
+            if behind and len(block) <= 3 and first.opcode.startswith("SYNCS.PHASECHK") and first.text in asked:
+                out.add(number)
+            asked |= {ins.text for ins in instructions if ins.opcode.startswith("SYNCS.PHASECHK")}
+            behind |= instructions[-1].opcode == "EXIT"
+        return out
+
+    def _tried_again(self, numbers: list[int]) -> set[int]:
+        """Blocks that only try a wait again, behind all other code. They have the line of the try_wait, the first try
+        often a neighbour's; the wait belongs to the first try, or it would come after what follows it."""
+        again = self.again & set(numbers)
+        tries = sum(
+            self.code.instructions[i].opcode.startswith("SYNCS.PHASECHK")
+            for number in numbers
+            if number not in again
+            for i in self.code.blocks[number]
+        )
+        return again if tries >= len(again) else set()
+
+    def _kept(self, numbers: list[int]) -> tuple[np.ndarray, int, np.ndarray | None]:
+        """(instructions, turns of a loop they make up, those of one turn where the loop is unrolled)"""
+        kept: list[int] = []
+        seen: Counter = Counter()
+        left_out: list[int] = []
+        again = self._tried_again(numbers)
+        for number in (n for n in numbers if n not in again):
+            lines = Counter(self.code.instructions[i].line for i in self.code.blocks[number])
+            new = sum(n for line, n in lines.items() if line not in seen)
+            if not kept or new * 4 >= sum(lines.values()) or new >= 12:
+                kept.append(number)
+                seen.update(lines)
+            else:
+                left_out.append(number)
+        whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
+        best = max(kept, key=lambda k: len(self.code.blocks[k]))
+        copies = [best]
+        for number in left_out:
+            block, other = self.code.blocks[number], self.code.blocks[best]
+            lines = Counter(self.code.instructions[i].line for i in block)
+            shared = sum((Counter(self.code.instructions[i].line for i in other) & lines).values())
+            if shared >= 0.7 * min(len(block), len(other)) and min(len(block), len(other)) >= 6:
+                copies.append(number)
+        # ptxas unrolls by four and leaves copies for two turns and for one: the smallest is one turn.
+        blocks = sorted((self.code.blocks[k] for k in copies), key=len)
+        longer, single = blocks[-1], blocks[0]
+        if len(longer) >= 1.7 * len(single):
+            rest = [i for k in kept if k != best for i in self.code.blocks[k]]
+            turns = self._turns(longer, single)
+            return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
+        return whole, 1, None
+
+    def _turns(self, longer: range, single: range) -> int:
+        """How many turns of a loop an unrolled copy makes: most of its instructions are there that often (counters and
+        branches, which the turns share, are not). By opcode, since ptxas gives products of later turns other lines."""
+        many, one = (Counter(self.code.instructions[i].opcode for i in block) for block in (longer, single))
+        ratios = [many[op] / n for op, n in one.items() if op in many for _ in range(n)]
+        return max(2, round(float(np.median(ratios))))
+
+    def _anchors(self, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
+        """Where each event of a run through a block goes -> (instructions, positions)."""
+        places: dict[tuple, list[int]] = defaultdict(list)
+        for at, i in enumerate(part.tolist()):
+            if i < self.pseudo:
+                places[self.code.instructions[i].opcode.split(".")[0]].append(at)
+        taken: set[int] = set()
+        found = [-1] * len(events)
+
+        def candidates(kind: int) -> list[int]:
+            return [at for at in range(len(part)) if part[at] < self.pseudo
+                    and self.code.instructions[part[at]].opcode.startswith(ANCHORS.get(kind, ("?",)))]  # fmt: skip
+
+        by_kind = {kind: candidates(kind) for kind in {k for _, k in events}}
+        for n, (line, kind) in enumerate(events):  # by line
+            for at in by_kind[kind]:
+                if at not in taken and self.code.instructions[part[at]].line == line:
+                    found[n] = at
+                    taken.add(at)
+                    break
+        last: dict[int, int] = {}
+        for n, (line, kind) in enumerate(events):  # by order; several events of one instruction share it
+            if found[n] < 0:
+                before = [found[m] for m in range(n) if found[m] >= 0]
+                same = next((found[m] for m in range(n - 1, -1, -1) if events[m] == (line, kind) and found[m] >= 0), -1)
+                if same >= 0 and kind != tr.BAR:  # nobody comes to a barrier again who waits there
+                    found[n] = same
+                else:
+                    free = [at for at in by_kind[kind] if at not in taken]
+                    later = [at for at in free if not before or at > before[-1]]
+                    if later or free:
+                        found[n] = (later or free)[0]
+                        taken.add(found[n])
+            if found[n] >= 0:
+                last[kind] = found[n]
+        if -1 in found:  # no instruction is left for some: they get one that does nothing
+            extra = [n for n, at in enumerate(found) if at < 0]
+            out, moved = part.tolist(), dict(enumerate(found))
+            for n in extra:
+                before = [moved[m] for m in range(n) if moved[m] >= 0]
+                at = (max(before) + 1) if before else (len(out) if not out else 0)
+                out.insert(at, self.pseudo)
+                for m in moved:
+                    if m != n and moved[m] >= at:
+                        moved[m] += 1
+                moved[n] = at
+            return np.array(out, np.int32), [moved[n] for n in range(len(events))]
+        return part, found
+
+    def _variant(self, home: int, single: bool, events: tuple) -> Path:
+        key = (home, single, events)
+        found = self.variants.get(key)
+        if found is None:
+            part = self.parts.get(home)
+            if part is None:
+                base = np.zeros(0, np.int32)
+            else:
+                base = part[2] if single and part[2] is not None else part[0]
+            base, places = self._anchors(base, events) if events else (base, [])
+            at, count = np.full(len(base), -1, np.int32), np.zeros(len(base), np.int32)
+            order = sorted(range(len(events)), key=lambda k: places[k])
+            for n, k in enumerate(order):
+                if at[places[k]] < 0:
+                    at[places[k]] = n
+                count[places[k]] += 1
+            found = self.variants[key] = Path(base, at, count, np.array(order, np.int64))
+        return found
+
+    def _path(self, blocks: list[int], marks: list[int], events: list[tuple[int, int]]) -> Path:
+        """events: (PTX line, kind)"""
+        parts: list[Path] = []
+        begins: list[int] = []  # of the events of each part
+        ends = [*marks[1:], len(events)]
+        n, total = 0, len(blocks)
+        while n < total:
+            home = self.once.get(blocks[n], blocks[n])
+            begin = marks[n]
+            single = False
+            if home in self.once:
+                while n < total and self.once.get(blocks[n]) == home:
+                    n += 1
+            else:
+                turns = self.parts[home][1] if home in self.parts else 1
+                single = turns > 1
+                if single and n + turns <= total and all(x == home for x in blocks[n : n + turns]):
+                    n, single = n + turns, False
+                else:
+                    n += 1
+            parts.append(self._variant(home, single, tuple(events[begin : ends[n - 1]])))
+            begins.append(begin)
+        if not parts:
+            return Path(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.int64))
+        first = np.repeat(begins, [len(x.instructions) for x in parts])
+        at = np.concatenate([x.events for x in parts])
+        return Path(
+            np.concatenate([x.instructions for x in parts]),
+            np.where(at >= 0, at + first, -1).astype(np.int32),
+            np.concatenate([x.counts for x in parts]),
+            np.concatenate([x.order + b for x, b in zip(parts, begins)]),
+        )
+
+    def streams(self, cluster: tr.ClusterTrace) -> Streams:
+        """Warps of a role mostly go one way, in all CTAs: ways are kept."""
+        out = Streams()
+        tables: list[np.ndarray] = [np.zeros((0, 4))]
+        first = 0
+        if sum(len(x.instructions) for x in self.paths.values()) > KEPT:
+            self.paths.clear()
+        for warp in cluster.warps:
+            kinds = [e[:2] for e in warp.events]
+            key = (tuple(warp.blocks), tuple(warp.marks), tuple(kinds))
+            path = self.paths.get(key)
+            if path is None:
+                path = self.paths[key] = self._path(warp.blocks, warp.marks, kinds)
+            out.paths.append(path)
+            out.firsts.append(first)
+            if warp.events:
+                tables.append(np.array(warp.events, np.float64)[path.order, 1:])
+                first += len(warp.events)
+        out.table = np.concatenate(tables)
+        return out

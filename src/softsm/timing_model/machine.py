@@ -1,0 +1,224 @@
+"""What a replay (replay.py) reads and changes: the kinds and columns of machine instructions, the parameters by
+their place in an array, and the arrays themselves, all of one dimension; and the replay as compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+
+INF = 1e18
+LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
+# Kinds of machine instructions.
+PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR = range(10)
+# Reasons to wait.
+REASONS = ("registers", "pipe", "issue", "barrier", "products", "copies", "bar.sync", "shared memory", "code")
+DEPENDS, PIPE, ISSUE, BARRIER, PRODUCTS, COPIES, NAMED, PORT, CODE = range(9)
+REASON_COUNT = len(REASONS)
+# Entries of the log beside waits.
+LOG_PRODUCT, LOG_COPY = 20, 21
+# Parameters (parameters.py), by their place in the array; None: set by the model.
+PARAMETERS = (
+    "product.tail",
+    "product.depth",
+    "mbarrier.try",
+    "mbarrier.arrive",
+    "mbarrier.wake",
+    "bar.sync",
+    "bar.arrival",
+    "tma.issue",
+    "tma.interval",
+    "mma.issue",
+    "mma.tail",
+    "tmem.rate",
+    "tmem.latency",
+    "cta.gap",
+    "load.l1",
+    None,
+    "cluster.barrier",
+    "commit",
+    "branch",
+    "remote",
+    "lsu.queue",
+    "code.cold",
+    "product.delay",
+    None,
+    "product.wait",
+    "product.wide",
+    "tma.gather",
+    "beside.lds",
+    "operands",
+    "code.near",
+    "code.far",
+    "copy.line",
+    "load.line",
+)
+(
+    PRODUCT_TAIL,
+    PRODUCT_DEPTH,
+    TRY_WAIT,
+    ARRIVE,
+    WAKE,
+    BAR_SYNC,
+    BAR_ARRIVAL,
+    TMA_ISSUE,
+    TMA_INTERVAL,
+    MMA_ISSUE,
+    MMA_TAIL,
+    TMEM_RATE,
+    TMEM_LATENCY,
+    CTA_GAP,
+    L1_LATENCY,
+    STORE_CYCLE,
+    CLUSTER_BARRIER,
+    COMMIT,
+    BRANCH,
+    REMOTE,
+    LSU_QUEUE,
+    COLD,
+    PRODUCT_DELAY,
+    SM_BYTE,
+    PRODUCT_WAITED,
+    PRODUCT_WIDE,
+    GATHER_INTERVAL,
+    LDS_BESIDE,
+    OPERANDS,
+    JUMP_NEAR,
+    JUMP_FAR,
+    CP_LINE,
+    LOAD_LINE,
+) = range(len(PARAMETERS))
+NEAR, FAR = 96, 480  # instructions that the measured jumps went over
+RING = 64  # products of a warpgroup
+# Columns of the machine instructions (costs.py): whole numbers, and others.
+KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: it changes nothing but its warp and pipe
+INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
+# Of a multiprocessor.
+(
+    TENSOR_FREE,
+    PORT_FREE,
+    PORT_SHARE,
+    LSU_FREE,
+    L2_FREE,
+    DEVICE_FREE,
+    WRITE_FREE,
+    TMA_FREE,
+    TM_FREE,
+    MMA_LAST,
+    LAST_LOAD,
+) = range(11)
+# Tags of warps that wait for something without a time.
+ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
+
+
+class State(NamedTuple):
+    """The arguments of the replay, in order."""
+
+    ints: np.ndarray  # machine instructions: eight columns of each, as above
+    values: np.ndarray
+    fetched: np.ndarray  # when their code is there, or -1
+    issued: np.ndarray
+    asked: np.ndarray  # bytes that loads have still to fetch
+    stalls: np.ndarray  # reasons of each, one after the other
+    s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
+    s_ev: np.ndarray
+    s_cnt: np.ndarray
+    e_kind: np.ndarray  # events
+    e_a: np.ndarray
+    e_b: np.ndarray
+    e_c: np.ndarray
+    w_pos: np.ndarray  # warps
+    w_end: np.ndarray
+    w_event: np.ndarray
+    w_sm: np.ndarray
+    w_sched: np.ndarray
+    w_inst: np.ndarray
+    w_group: np.ndarray
+    w_alone: np.ndarray  # whether no other warp has its scheduler, and no product is made
+    w_time: np.ndarray
+    w_since: np.ndarray
+    w_tag: np.ndarray
+    w_count: np.ndarray  # products, their groups, groups of cp.async, of bulk copies, arrivals at the cluster's barrier
+    w_last: np.ndarray  # cp.async, bulk written, bulk read, at a named barrier since, loads there
+    board: np.ndarray  # when each of 8 scoreboards is down again
+    w_groups: np.ndarray  # 32 of products, as numbers
+    w_ends: np.ndarray  # 32 of cp.async, 16 of bulk written, 16 of bulk read
+    i_first: np.ndarray  # instances: warps, the one that follows, warps left
+    i_after: np.ndarray
+    i_next: np.ndarray
+    i_left: np.ndarray
+    i_start: np.ndarray
+    i_end: np.ndarray
+    c_count: np.ndarray  # the cluster's barrier: arrived, turns
+    c_time: np.ndarray  # latest, 8 turns
+    b_count: np.ndarray  # mbarriers: pending, expected, bytes, phases done, last cause (warp and position), 16 causes
+    b_time: np.ndarray  # latest, 16 completions
+    named: np.ndarray  # 256 of each instance: arrived, latest
+    g_count: np.ndarray  # products of a warpgroup that have arrived, RING of each
+    g_done: np.ndarray
+    g_begin: np.ndarray
+    g_made: np.ndarray  # those that have begun
+    g_asked: np.ndarray  # those that all four warps have issued
+    g_at: np.ndarray  # ... when, RING of each
+    g_pos: np.ndarray  # ... and where
+    g_home: np.ndarray  # multiprocessor and instance of each
+    g_warp: np.ndarray  # the warp that issued last
+    turn: np.ndarray  # of a multiprocessor: the warpgroup whose product came last
+    queued: np.ndarray  # ... and the cycles of products that wait
+    engines: np.ndarray  # eleven of a multiprocessor
+    pipes: np.ndarray  # 17 of a scheduler: free at; the last is the issue slot
+    memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
+    p: np.ndarray
+    log: np.ndarray
+    count: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end
+
+
+def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
+    """As np.full, which takes five times as long for a few."""
+    out = np.empty(size, dtype)
+    out.fill(value)
+    return out
+
+
+def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, groups: int, barriers: int, sms: int,
+          memory, p, log: int, ending: int) -> State:  # fmt: skip
+    """rows: of each warp, in the order of State; spans: the warps of each instance; nexts: the instance that follows
+    each; begins: their times, or -1; log: rows that are kept;
+    ending: instances that must end, all or those that another follows."""
+    n, warps, instances = len(ints), len(rows), len(spans)
+
+    def whole(size: int, value: int = 0) -> np.ndarray:
+        return filled(size, value, np.int64)
+
+    b_count = np.zeros((instances * barriers, 21), np.int64)
+    b_count[:, :2], b_count[:, 4:] = 1, -1
+    table = events.T.astype(np.int64, "C")
+    return State(
+        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n),
+        np.zeros(n * REASON_COUNT), s_ins, s_ev, s_cnt, *table,
+        *rows.T.astype(np.int64, "C"), filled(warps, INF), filled(warps, -1.0),
+        whole(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),
+        np.zeros(64 * warps), *spans.T.astype(np.int64, "C"), nexts.astype(np.int64),
+        spans[:, 1] - spans[:, 0], begins.astype(np.float64), filled(instances, -1.0), whole(2 * instances),
+        np.zeros(9 * instances), b_count.ravel(), np.zeros(17 * instances * barriers), np.zeros(512 * instances),
+        whole(groups * RING), np.zeros(groups * RING), np.zeros(groups * RING), whole(groups), whole(groups),
+        np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
+        np.zeros(11 * sms),
+        np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers, ending]),
+    )  # fmt: skip
+
+
+@functools.cache
+def compiled():
+    """The replay, compiled at the first use and kept on disk under a name that stands for its text, for this one and
+    for parts.py."""
+    from numba import njit
+
+    from softsm.engine import build
+
+    text, *rest = (pathlib.Path(__file__).with_name(f"{name}.py") for name in ("replay", "machine", "parts"))
+    module = build.load("replay", text.read_text(), tuple(rest))
+    return njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(module.simulate)

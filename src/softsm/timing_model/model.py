@@ -1,0 +1,493 @@
+"""From traces to a time: occupancy, sources of data, the replay of a multiprocessor, the schedule of the grid."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.timing_model import costs as cs
+from softsm.timing_model import machine
+from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
+from softsm.timing_model.grid import makespan, over_grid
+from softsm.timing_model.lower import Lowering, Path, Streams, kinds_of, lowering_of
+from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.sass import Code, code_of
+from softsm.timing_model.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
+from softsm.timing_model.work import ENGINES, work_of
+
+SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
+SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
+ROW = 2048  # bytes
+BATCH = 16  # rows that a warp waits for together, at least
+QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
+
+
+@dataclass
+class Source:
+    """Where the reads of a tensor come from."""
+
+    name: str
+    size: int
+    asked: float = 0.0  # bytes, whole grid
+    written: float = 0.0
+    device: float = 0.0  # share that comes from device memory
+    random: bool = False
+
+
+@dataclass
+class Prediction:
+    kernel: str
+    gpu: Gpu
+    grid: tuple
+    threads: int
+    ctas: int
+    resident: int  # CTAs on a multiprocessor
+    waves: float
+    cycles: float
+    clock: float  # GHz
+    us: float  # alone, between events around its launch
+    busy: dict[str, float]  # engine -> share of the time
+    stalls: list  # (cycles, reason, role, PTX line, instruction, barrier)
+    roofline: dict[str, float]  # resource -> us it needs at least
+    bound: str
+    registers: int
+    spills: int
+    run: Run | None = None
+    trace: LaunchTrace | None = None
+    sources: list[Source] = field(default_factory=list)
+    body_us: float = 0.0  # without the launch
+    lets_in_us: float | None = None  # when it lets a dependent grid begin
+    waits_us: float | None = None  # when one that was launched early waits for the grid before it
+
+    def behind(self, before: Prediction) -> float:
+        """us from the end of the launch before it to its own end."""
+        g = self.gpu
+        if self.waits_us is None or before.lets_in_us is None:
+            return g["launch.next"] + self.body_us
+        # Launched early it begins beside the one before it and does what comes before its wait.
+        waits = before.lets_in_us + g["launch.next"] + self.waits_us - before.body_us
+        return max(g["launch.dependent"], waits) + self.body_us - self.waits_us
+
+    @property
+    def limit(self) -> str:
+        return max(self.roofline, key=lambda k: self.roofline[k])
+
+
+@dataclass
+class Run:
+    """One replay: what ran, and when."""
+
+    code: Code
+    lowering: Lowering
+    streams: list[Streams]
+    traces: list[ClusterTrace]
+    warps: list[tuple[int, int]]  # (instance, warp of its trace) for each warp
+    order: list[int]  # trace of each instance
+    start: np.ndarray
+    end: np.ndarray
+    stalls: np.ndarray
+    issued: np.ndarray
+    log: np.ndarray
+    s_ins: np.ndarray
+    s_ev: np.ndarray
+    events: np.ndarray
+    w_event: np.ndarray
+    fetched: np.ndarray  # when the first warp had the code of each instruction, or -1
+
+    def event(self, warp: int, pos: int) -> np.ndarray | None:
+        """The first at a position of the warp's stream."""
+        number = int(self.s_ev[pos])
+        return self.events[number + self.w_event[warp]] if number >= 0 else None
+
+    def reached(self, opcode: str) -> float | None:
+        """When the first warp came to such an instruction."""
+        times = self.fetched[self.code.places.get(opcode, [])].tolist()
+        return min((t for t in times if t >= 0), default=None)
+
+
+def occupancy(trace: LaunchTrace, code: Code) -> int:
+    warps = -(-trace.threads // 32)
+    per_warp = -(-code.registers * 32 // 256) * 256
+    limits = [
+        SM_CTAS,
+        SM_THREADS // trace.threads,
+        SM_SHARED // max(trace.shared, 1),
+        SM_REGISTERS // (per_warp * warps),
+    ]
+    columns = trace.columns
+    if columns:
+        limits.append(512 // columns)
+    return max(1, min(limits))
+
+
+def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
+    scale = trace.total / max(1, len(trace.clusters))
+    out = [Source(name, size) for name, size in trace.tensors]
+    for c in trace.clusters:
+        for (tensor, way), n in c.traffic.items():
+            if 0 <= tensor < len(out):
+                if way == "read":
+                    out[tensor].asked += n * scale
+                else:
+                    out[tensor].written += n * scale
+        for tensor, starts in c.starts.items():
+            if len(starts) > 24 and 0 <= tensor < len(out):
+                steps = np.diff(np.array(starts))
+                # What follows a rule has a few steps, whatever the number of its copies.
+                out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
+    l2, held = gpu["l2.bytes"], gpu["l2.held"]
+    for s in out:
+        if s.asked:
+            s.device = min(1.0, s.size / s.asked)
+            if s.random and s.size > held:
+                unique = s.size * (1 - np.exp(-s.asked / s.size))
+                s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
+            elif s.random:
+                s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
+            if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
+                s.device = 0.0
+    return out
+
+
+def parameters_of(gpu: Gpu) -> np.ndarray:
+    """In the order of the replay."""
+    return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
+
+
+class Model:
+    def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
+        self.trace, self.gpu = trace, gpu
+        self._follow()
+        self.code = code_of(trace.source, trace.arch)
+        self.lowering = lowering_of(self.code, trace.blocks)
+        self.streams = [self.lowering.streams(c) for c in trace.clusters]
+        self.occupancy = occupancy(trace, self.code)
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share())
+        self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
+        self.turns = self._turns()
+        self.sources = sources_of(trace, gpu, recent or {})
+        self.sms = int(gpu["sms"])
+        self._unknown_tensors()
+        self.kinds = kinds_of(self.streams)
+        self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
+        again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
+        for a in trace.access.values():
+            if a.space == "load" and a.tensors:
+                tensor = max(a.tensors, key=a.tensors.get)
+                if 0 <= tensor < len(self.sources):
+                    s, more = self.sources[tensor], 32 * (a.units - a.missed) * a.times * again
+                    s.device *= s.asked / max(s.asked + more, 1.0)
+                    s.asked += more
+
+    def _unknown_tensors(self) -> None:
+        """Loads that no tensor is known for get the number behind the last."""
+        tensors = len(self.sources)
+        for events in (x.table for x in self.streams if len(x.table)):
+            loads = (events[:, 0] == LOAD) | (events[:, 0] == GATHER)
+            events[loads & (events[:, 3] != -2) & ((events[:, 3] < 0) | (events[:, 3] >= tensors)), 3] = tensors
+            copies = events[:, 0] == CP_ASYNC
+            events[copies & ((events[:, 1] < 0) | (events[:, 1] >= tensors)), 1] = tensors
+        known = self.costs.ints[:, machine.TENSOR]
+        known[(known < 0) | (known >= tensors)] = tensors
+
+    def _follow(self) -> None:
+        trace = self.trace
+        if trace.total <= len(trace.clusters) or "atom." not in trace.source:
+            return
+        found = branch_on_atomic(trace.source, trace.lines())
+        if found is not None:
+            atomic, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
+            raise CannotFollow(
+                f"{trace.name}: the branch at {branch} depends on what the atomic operation at {atomic} returns, that "
+                f"is on other CTAs; a timing run executes {len(trace.clusters)} of {trace.total} and has no prediction "
+                "for this kernel"
+            )
+
+    def l1_share(self) -> float:
+        """Of the sectors that a CTA asks for again, those still in L1: its share of what shared memory leaves."""
+        loads = [a for a in self.trace.access.values() if a.space == "load"]
+        once = sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
+        room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)
+        return min(1.0, room / max(once * self.occupancy, 1.0))
+
+    def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
+        """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
+        g = self.gpu
+        slow = g["hbm.busy"] * self.device_use**2
+
+        def row(s: Source) -> list[float]:
+            per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
+            if s.device:
+                per = max(per, s.device * active * clock / g["hbm.rate"])
+            # Who asks together waits together: for device memory, if the line is not in L2 yet.
+            far = min(1.0, s.device * self.together(s, active))
+            if s.random:  # a wait is for many rows: the slowest counts
+                far = 1 - (1 - s.device) ** BATCH
+            ways = (("load", slow), ("tma", slow), ("queue", 0.0))
+            # What is in L2 overtakes what is not: two queues.
+            queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
+            delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + more) * far) for way, more in ways)
+            return [per, *delays, queue]
+
+        none = row(Source("none", 0))
+        rows = [*(row(s) if s.asked else none for s in self.sources), none]
+        write = active * clock / g["hbm.write"]
+        return np.array(rows), max(write, 1 / g["sm.write"])
+
+    def drained(self, written: float) -> float:
+        """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it
+        (benchmarks/microbench); little is kept there."""
+        return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
+
+    def together(self, s: Source, active: int) -> float:
+        """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
+        grid of one side nothing is known of the neighbours, so sharers are spread over all waves, and over the turns
+        of CTAs that loop over tiles."""
+        if s.random or not s.size:
+            return 1.0
+        sharers = s.asked / s.size
+        slots = self.sms // self.cluster * self.occupancy
+        if self.trace.grid[1] == self.trace.grid[2] == 1:
+            sharers /= max(1.0, self.trace.total / slots) * self.turns
+        return max(1.0, min(sharers, active))
+
+    def _turns(self) -> int:
+        """How often a CTA comes back to its rarest store: the tiles of one that loops over them."""
+        stores = {self.trace.blocks.of(line) for line, a in self.trace.access.items() if a.space == "store"}
+        turns = 1
+        for w in self.trace.clusters[0].warps:
+            visits = [n for n in map(w.blocks.count, stores) if n]
+            bulk = Counter(e[0] for e in w.events if e[1] == STORE)
+            for found in (visits, bulk.values()):
+                turns = max(turns, min(found, default=1))
+        return turns
+
+    def l2_share(self, s: Source, active: int) -> float:
+        """Bytes/ns into one multiprocessor. A line that several ask for within its flight is read once: all of them in
+        step (benchmarks/microbench) is the upper bound, of 64 that are not the L2 answers one in 2.8."""
+        g = self.gpu
+        alone = g["l2.rate"] / active
+        served = 1 + (self.together(s, active) - 1) * g["l2.coincide"]
+        return max(alone, min(g["l2.merged"], served * alone))
+
+    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True) -> Run:
+        """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
+        the last of them begins in each slot and need not end."""
+        trace = self.trace
+        memory, write = self.memory(clock, active)
+        p = parameters_of(self.gpu)
+        p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
+        order = [n for q in queues for n in q]
+        places = [place for place, q in enumerate(queues) for _ in q]
+        each = -(-trace.threads // 32)
+        ways: list[Path] = []
+        tables, placed, events_of = [], {}, {}
+        at, events_at = 0, 0
+        for n in sorted(set(order)):
+            for path in self.streams[n].paths:
+                if id(path) not in placed:
+                    ways.append(path)
+                    placed[id(path)] = (at, at + len(path.instructions))
+                    at += len(path.instructions)
+            tables.append(self.streams[n].table)
+            events_of[n] = events_at
+            events_at += len(tables[-1])
+        warps: list[tuple[int, int]] = []
+        rows: list[tuple] = []  # of warps, as machine.State has them: from w_pos to w_alone
+        alone = len(queues) * each <= 4 and not self.costs.products
+        spans_of: list[tuple[int, int]] = []
+        groups = 0
+        for inst, n in enumerate(order):
+            first, top = len(rows), 0
+            streams = self.streams[n]
+            for k, (w, path, event) in enumerate(zip(trace.clusters[n].warps, streams.paths, streams.firsts)):
+                group = (w.cta * 64 + w.index) // 4
+                scheduler = 4 * w.cta + (places[inst] * each + w.index) % 4  # small CTAs share the schedulers
+                rows.append((*placed[id(path)], events_of[n] + event, w.cta, scheduler, inst, groups + group, alone))
+                top = max(top, group + 1)
+                warps.append((inst, k))
+            groups += top
+            spans_of.append((first, len(rows)))
+        nexts, begins = [], []
+        for q in queues:
+            base = len(nexts)
+            nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
+            begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
+        events = np.concatenate(tables) if tables else np.zeros((0, 4))
+        ints = self.costs.ints
+        flat = (np.concatenate(x) for x in zip(*((way.instructions, way.events, way.counts) for way in ways)))
+        barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
+        state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
+                             np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
+                             log, len(order) - (0 if whole else len(queues)))  # fmt: skip
+        if machine.compiled()(*state):
+            raise CannotFollow(self._stuck(state, warps))
+        stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
+        kept = state.log.reshape(-1, 6)[: state.count[0]]
+        return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
+                   stalls, state.issued, kept, state.s_ins, state.s_ev, events,
+                   state.w_event, state.fetched)  # fmt: skip
+
+    def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
+        places = []
+        for w, (pos, end) in enumerate(zip(state.w_pos.tolist(), state.w_end.tolist())):
+            if pos < end:
+                i = int(state.s_ins[pos])
+                line = self.code.instructions[i].line if i < len(self.code.instructions) else 0
+                opcode = self.code.instructions[i].opcode if i < len(self.code.instructions) else "an event"
+                places.append(f"warp {warps[w][1]} at PTX line {line} ({opcode})")
+        why = "the replay stalled, so there is no prediction for this kernel"
+        return f"{self.trace.name}: {why}: " + "; ".join(places[:6])
+
+    @functools.cached_property
+    def work(self) -> np.ndarray:
+        """Cycles of each engine (work.py), of the whole grid."""
+        works = {n: work_of(self.streams[n], self.costs, self.gpu) for n in set(self.kinds)}
+        if len(works) == 1:
+            return works[0] * self.trace.total
+        numbers = [c.number for c in self.trace.clusters]
+        return sum(over_grid(self.trace, [(m, float(m == n)) for m in numbers]).sum() * works[k]
+                   for n, k in zip(numbers, self.kinds))  # fmt: skip
+
+    # ---- the grid -------------------------------------------------------------------------------------------------
+
+    def predict(self, clock: float | None = None) -> Prediction:
+        """First as if device memory were idle, at the highest clock; again with the use and the clock of that."""
+        first = f = clock or self.gpu.clock
+        result = self._at(f, whole=not self.waves)
+        use = min(1.0, float(result.busy["device memory"]))
+        if clock is None:
+            f = self._clock(result)
+        if abs(f - first) > 0.005 or use > 0.1:
+            self.device_use = use
+            return self._at(f)
+        return self._at(first) if self.waves else result
+
+    def _clock(self, r: Prediction) -> float:
+        """Busy tensor cores lower the clock, within microseconds."""
+        top, low = self.gpu.clock, self.gpu["clock.loaded"]
+        return top - (top - low) * min(1.0, r.busy["tensor core"] / self.gpu["clock.full"])
+
+    def _heaviest(self) -> int:
+        return max(range(len(self.streams)), key=lambda n: sum(len(x.instructions) for x in self.streams[n].paths))
+
+    @property
+    def slots(self) -> int:
+        """Clusters that run at a time."""
+        return self.sms // self.cluster * self.occupancy
+
+    @property
+    def waves(self) -> bool:
+        """Whether clusters wait for others to end."""
+        return self.trace.total > self.slots
+
+    def _at(self, f: float, whole: bool = True) -> Prediction:
+        """If not whole, the run is good for the time alone."""
+        total, slots = self.trace.total, self.slots
+        log = 60_000 if whole else 0
+        if not self.waves:
+            each = -(-total // (self.sms // self.cluster))
+            heavy = self._heaviest()
+            run = self.replay([[heavy]] * each, f, min(total * self.cluster, self.sms), log)
+            cycles = float(run.end.max())
+            resident = each
+        else:
+            resident = self.occupancy
+            queues = self._queues(resident, -(-total // slots))
+            whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
+            run = self.replay(queues, f, self.sms, log, whole)
+            cycles = self._schedule(run, queues, slots)
+        return self._prediction(run, cycles, f, resident, total / slots)
+
+    def _queues(self, resident: int, waves: int) -> list[list[int]]:
+        """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
+        slot, which begins with all others at once and with cold code, nor the last, which ends alone; as far as a slot
+        of the grid runs that many."""
+        kinds = sorted(set(self.kinds))
+        many = len(kinds)
+        length, most = QUEUE
+        while length < most and {
+            (s + k * resident) % many for s in range(resident) for k in range(1, length - 1)
+        } < set(range(many)):
+            length += 1
+        length = min(length, waves + 1)
+        return [[kinds[(s + k * resident) % many] for k in range(length)] for s in range(resident)]
+
+    def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
+        """List scheduling of all clusters: each takes the place of the first that ends. Those that begin together, one
+        in each slot, take longer than those that follow."""
+        gap = self.gpu["cta.gap"]
+        cold: dict[int, list[float]] = {}
+        warm: dict[int, list[float]] = {}
+        last: dict[int, list[float]] = {}
+        at = 0
+        for q in queues:
+            for k, n in enumerate(q):
+                if k + 1 < len(q):
+                    # A CTA leaves its place before its last stores have landed: what counts is when the next begins.
+                    took, place = float(run.start[at + 1] - gap - run.start[at]), warm if k else cold
+                else:
+                    took, place = float(run.end[at] - run.start[at]), last
+                place.setdefault(n, []).append(took)
+                at += 1
+        both = [float(np.mean(cold[n]) - np.mean(warm[n])) for n in cold if n in warm]
+        more = float(np.mean(both)) if both else 0.0
+        known = []
+        for c, n in zip(self.trace.clusters, self.kinds):
+            if n in warm:
+                known.append((c.number, float(np.mean(warm[n]))))
+            elif n in cold:
+                known.append((c.number, float(np.mean(cold[n])) - more))
+            elif n in last:
+                known.append((c.number, last[n][0]))
+        return makespan(over_grid(self.trace, known) + gap, slots, more) - gap
+
+    def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:
+        trace, g = self.trace, self.gpu
+        us = 1e-3 / f
+        sms = self.sms
+        needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
+        device = sum(s.asked * s.device for s in self.sources)
+        written = sum(s.written for s in self.sources)
+        roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
+            "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
+            "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
+        }
+        # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
+        first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
+        body = g["cta.start"] + max(cycles * us, *(took + first.get(name, 0.0) for name, took in roofline.items()))
+        busy = {name: took / body for name, took in (needs | roofline).items()}
+        share = {k: v / body for k, v in roofline.items()}
+        top = max(share, key=lambda k: share[k])
+        bound = f"{top} {share[top]:.0%}" if share[top] >= 0.6 else f"chain ({top} {share[top]:.0%})"
+        ctas = trace.total * self.cluster
+        return Prediction(
+            trace.name,
+            g,
+            trace.grid,
+            trace.threads,
+            ctas,
+            resident,
+            waves,
+            cycles,
+            f,
+            body + g["launch"],
+            busy,
+            [],
+            roofline,
+            bound,
+            self.code.registers,
+            self.code.spills,
+            run,
+            trace,
+            self.sources,
+            body,
+            self._us_of(run.reached("PREEXIT"), f),
+            self._us_of(run.reached("ACQBULK"), f) if trace.dependent else None,
+        )
+
+    def _us_of(self, cycles: float | None, clock: float) -> float | None:
+        return None if cycles is None else cycles * 1e-3 / clock + self.gpu["cta.start"]

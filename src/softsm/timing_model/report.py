@@ -1,0 +1,182 @@
+"""A prediction in words: time with its band, what the engines did, who waits for what, and where in the source."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from softsm.timing_model import machine
+from softsm.timing_model.follow import branch_on_load, places_of
+from softsm.timing_model.lower import kinds_of
+from softsm.timing_model.model import Prediction
+from softsm.timing_model.path import critical_path
+from softsm.timing_model.trace import WAIT
+from softsm.timing_model.validated import band, statement
+
+SHOWN = 6
+NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot", "shared memory": "shared memory",
+         "code": "its code (first run, not in a cache)"}  # fmt: skip
+
+
+@dataclass
+class Stall:
+    cycles: float  # of a warp that runs there
+    total: float  # of the replay, in cycles
+    reason: str
+    role: str
+    line: int
+    place: str
+    what: str  # barrier, or the instruction
+
+    def __str__(self) -> str:
+        who, verb = (self.role, "waits") if self.role else ("warps", "wait")
+        targets = {"barrier": f"for {self.what}", "products": "for products", "copies": "for copies",
+                   "bar.sync": "at bar.sync"}  # fmt: skip
+        if self.reason in targets:
+            words = f"{who} {verb} {targets[self.reason]}"
+        else:
+            words = f"{who}: {self.what} waits for {NEEDS.get(self.reason, self.reason)}"
+        return f"{words} at {self.place}: {self.cycles:.0f} of {self.total:.0f} cycles"
+
+
+def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
+    """The longest waits, by role and source line."""
+    run, trace = p.run, p.trace
+    if run is None or trace is None:
+        return []
+    roles_of: dict[int, set[str]] = {}
+    warps_of: dict[int, int] = {}
+    for n in set(run.order):
+        times = run.order.count(n)
+        for w in trace.clusters[n].warps:
+            for b in set(w.blocks):
+                roles_of.setdefault(b, set()).add(w.role)
+                warps_of[b] = warps_of.get(b, 0) + times
+    barriers, places = _barriers(p), places_of(trace.source, trace.name)
+    found: dict[tuple, list] = {}
+    for i in np.argsort(-run.stalls.sum(1))[:200].tolist():
+        if i >= len(run.code.instructions):
+            continue
+        ins = run.code.instructions[i]
+        block = trace.blocks.of(ins.line)
+        roles = roles_of.get(block, {""})
+        role = next(iter(roles)) if len(roles) == 1 else ""
+        for reason, cycles in enumerate(run.stalls[i]):
+            if cycles > 0:
+                name = machine.REASONS[reason]
+                what = barriers.get(i, ins.opcode) if name == "barrier" else ins.opcode.split(".")[0]
+                place = places.get(ins.line, f"PTX line {ins.line}")
+                entry = found.setdefault((name, role, place, what if name == "barrier" else ""), [0.0, ins.line, what])
+                entry[0] += cycles / max(1, warps_of.get(block, 1))
+    total = float(np.mean(run.end - run.start))
+    out = [Stall(c, total, key[0], key[1], line, key[2], what) for key, (c, line, what) in found.items()]
+    # Who waits from begin to end has nothing to do: warps of other roles, at the barrier where all part.
+    return sorted((s for s in out if s.cycles < 0.97 * total), key=lambda s: -s.cycles)[:shown]
+
+
+def _barriers(p: Prediction) -> dict[int, str]:
+    """Machine instruction -> the mbarriers it waits for."""
+    run, trace = p.run, p.trace
+    assert run is not None and trace is not None
+    names = trace.clusters[run.order[0]].names
+    out: dict[int, set[str]] = {}
+    streams = run.streams[run.order[0]]
+    for path, first in zip(streams.paths, streams.firsts):
+        places = np.flatnonzero(path.events >= 0)
+        events = streams.table[path.events[places] + first, :2].astype(int).tolist()
+        for i, (kind, barrier) in zip(path.instructions[places].tolist(), events):
+            if kind == WAIT and barrier < len(names):
+                out.setdefault(i, set()).add(names[barrier])
+    return {i: "/".join(sorted(found)[:3]) for i, found in out.items()}
+
+
+def doubt(p: Prediction) -> str:
+    """What makes the time a guess: CTAs whose way depends on data, of which a few were looked at and differ."""
+    run, trace = p.run, p.trace
+    if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
+        return ""
+    found = branch_on_load(trace.source, trace.lines())
+    if found is None:
+        return ""
+    load, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
+    return (
+        f"a guess: how long a CTA runs depends on data (the branch at {branch}, on what {load} loads), and the "
+        f"{len(trace.clusters)} of {trace.total} that were looked at differ; the others are taken to lie between them"
+    )
+
+
+def as_dict(p: Prediction) -> dict:
+    low, high = band(p)
+    return {
+        "kernel": p.kernel, "gpu": p.gpu.name, "grid": list(p.grid), "threads": p.threads, "ctas": p.ctas,
+        "resident": p.resident, "waves": round(p.waves, 2), "cycles": round(p.cycles), "clock_ghz": round(p.clock, 3),
+        "us": round(p.us, 2), "us_low": round(p.us * low, 2), "us_high": round(p.us * high, 2),
+        "without_launch_us": round(p.body_us, 2), "bound": p.bound,
+        "busy": {k: round(float(v), 3) for k, v in p.busy.items()},
+        "roofline_us": {k: round(float(v), 2) for k, v in p.roofline.items()},
+        "registers": p.registers, "spilled_bytes": p.spills, "stalls": [str(s) for s in stalls(p)],
+        "critical_path": [dataclasses.asdict(x) for x in critical_path(p)[1][:20]], "doubt": doubt(p),
+    }  # fmt: skip
+
+
+def text(p: Prediction) -> str:
+    low, high = band(p)
+    digits = 2 if p.gpu.arch.startswith("sm_10") else 4
+    limit = p.limit
+    lines = [
+        f"{p.kernel} on {p.gpu.name}: {_round(p.us, digits)} us predicted "
+        f"({_round(p.us * low, digits)} to {_round(p.us * high, digits)}), "
+        f"{_round(p.cycles / 1e3, digits)} k cycles at {p.clock:.2f} GHz",
+        f"  {p.ctas} CTA{'s' * (p.ctas != 1)} of {p.threads} threads, {p.resident} on a multiprocessor, "
+        f"{f'{p.waves:.2f} waves' if p.waves > 1 else 'one wave'}; {p.registers} registers, {p.spills} bytes spilled",
+        "  busy: " + (", ".join(f"{k} {v:.0%}" for k, v in p.busy.items() if v >= 0.005) or "nothing over 0.5%"),
+        f"  {_bound(p)}; {_round(p.body_us, digits)} us without the launch, "
+        f"{p.body_us / max(p.roofline[limit], 1e-9):.3g} times what {limit} needs at least",
+    ]
+    if words := doubt(p):
+        lines.append(f"  {words}")
+    waits = stalls(p)
+    if waits:
+        lines.append("  longest waits of a warp:")
+    lines += [f"    {s}" for s in waits]
+    cycles, links = critical_path(p)
+    if links:
+        lines.append(f"  critical path of a CTA, {cycles:.0f} cycles:")
+        lines += [f"    {x.cycles / cycles:4.0%}  {x}" for x in links[:SHOWN]]
+    return "\n".join(lines)
+
+
+def _bound(p: Prediction) -> str:
+    if not p.bound.startswith("chain"):
+        return f"bound by {p.bound}"
+    return f"bound by a chain of waits (no engine is busy for 60% of the time; {p.bound[7:-1]})"
+
+
+def _round(x: float, digits: int) -> str:
+    return f"{float(f'{x:.{digits}g}'):g}"
+
+
+def compare(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
+    """Two runs side by side; first and second: their times in us."""
+    if not one or not other:
+        return "nothing to compare: a run without launches"
+    low, high = band(one[0])
+    width = max(high - 1, 1 - low)
+    ratio = second / first
+    # Errors of one model on two variants mostly agree: half of the band tells them apart.
+    if abs(ratio - 1) < width / 2:
+        verdict = f"not told apart ({ratio - 1:+.1%}, band {width:.0%})"
+    else:
+        verdict = f"the second is predicted {'slower' if ratio > 1 else 'faster'} by {abs(ratio - 1):.0%}"
+    a, b = max(one, key=lambda p: p.body_us), max(other, key=lambda p: p.body_us)
+    lines = [f"first {first:.4g} us, second {second:.4g} us: {verdict}", f"  {'':16s}{a.kernel:>24s}{b.kernel:>24s}"]
+    for k in a.busy:
+        if max(a.busy[k], b.busy.get(k, 0)) >= 0.01:
+            lines.append(f"  {k:16s}{a.busy[k]:>24.0%}{b.busy.get(k, 0):>24.0%}")
+    return "\n".join([*lines, *(f"  {name}: {s}" for name, p in (("first", a), ("second", b)) for s in stalls(p, 3))])
+
+
+def notice(predictions: list[Prediction]) -> str:
+    return statement(predictions[0].gpu) if predictions else ""

@@ -1,0 +1,167 @@
+"""The machine code of a kernel: ptxas and nvdisasm of Triton's wheel, read as text.
+
+Every instruction knows the PTX line it came from (nvdisasm -gp). Nothing is executed here: instructions are counted,
+their order, their pipes and what ptxas tells the scheduler about them are what the model needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from softsm.errors import SoftsmError
+
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?);")
+_CODE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
+_LINE = re.compile(r'//## File ".nv_debug_ptx_txt", line (\d+)')
+_LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+|[A-Za-z_$][\w$.]*):")
+WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+NONE = 7  # no scoreboard
+ENDS = ("BRA", "BRX", "EXIT", "RET", "CALL", "BREAK", "JMP")
+
+
+class ToolError(SoftsmError):
+    """ptxas or nvdisasm of Triton's wheel did not do its part."""
+
+
+@dataclass(slots=True)
+class Sass:
+    index: int
+    opcode: str
+    text: str
+    line: int  # of the PTX; 0 if unknown
+    guarded: bool
+    stall: int = 1  # cycles until the warp may issue the next one
+    sets: int = NONE  # the scoreboard that is up until the result is there
+    holds: int = NONE  # the one that is up until the operands have been read
+    waits: int = 0  # the scoreboards that must be down, as bits
+    block: int = 0
+
+
+@dataclass
+class Code:
+    instructions: list[Sass]
+    blocks: list[range]  # basic blocks, in order of their addresses
+    registers: int
+    spills: int  # bytes stored
+    labels: dict[str, int] = field(default_factory=dict)
+    costs: dict = field(default_factory=dict)  # by the name of a GPU: costs.py
+    lowering: Any = None  # lower.py
+
+    @functools.cached_property
+    def places(self) -> dict[str, list[int]]:
+        """Instructions by opcode."""
+        found: dict[str, list[int]] = {}
+        for i, ins in enumerate(self.instructions):
+            found.setdefault(ins.opcode, []).append(i)
+        return found
+
+
+def tool(name: str, arch: str) -> str:
+    """The path of ptxas (the one Triton takes for this target) or nvdisasm."""
+    try:
+        import triton
+        from triton.backends.nvidia import compiler
+    except ImportError as missing:
+        raise ToolError("softsm time needs Triton's wheel, which holds ptxas and nvdisasm") from missing
+    if name == "ptxas":
+        number = int(re.search(r"\d+", arch)[0])  # type: ignore[index]
+        return str(compiler.get_ptxas(number).path)
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+@functools.lru_cache(maxsize=128)
+def disassemble(ptx: str, arch: str) -> tuple[str, str]:
+    """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
+    from softsm.engine.native import cache_folder
+
+    key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
+    kept = cache_folder() / "sass" / f"{key}.json"
+    if kept.exists():
+        return tuple(json.loads(kept.read_text()))  # type: ignore[return-value]
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
+        source.write_text(ptx)
+        options = ["--regAllocOptLevel=2"] if _version() >= "3.9" else []
+        command = [
+            tool("ptxas", arch),
+            "-lineinfo",
+            "-v",
+            *options,
+            f"--gpu-name={arch}",
+            str(source),
+            "-o",
+            str(cubin),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ToolError(f"ptxas: {done.stderr.strip()[:500]}")
+        # Where a branch by table goes is the only thing that its dataflow analysis finds, for a third of its time.
+        analysed = [] if "brx" in ptx else ["-ndf"]
+        command = [tool("nvdisasm", arch), "-c", "-gp", "-hex", *analysed, str(cubin)]
+        text = subprocess.run(command, capture_output=True, text=True)
+        if text.returncode:
+            raise ToolError(f"nvdisasm: {text.stderr.strip()[:500]}")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    scratch = kept.with_suffix(".tmp")
+    scratch.write_text(json.dumps([text.stdout, done.stderr]))
+    scratch.replace(kept)
+    return text.stdout, done.stderr
+
+
+def control(code: int) -> tuple[int, int, int, int]:
+    """(stall, sets, holds, waits): what ptxas wrote into the upper half of an instruction for the scheduler. Not
+    documented; the same from Volta to Blackwell (arXiv 1804.06826, 2503.20481)."""
+    return code >> 41 & 15, code >> 46 & 7, code >> 49 & 7, code >> 52 & 63
+
+
+def read(text: str, report: str) -> Code:
+    instructions: list[Sass] = []
+    labels: dict[str, int] = {}
+    line = 0
+    leaders = {0}
+    upper = False  # the next row has the upper half of an instruction
+    for row in text.splitlines():
+        if found := _LINE.search(row):
+            line = int(found[1])
+        elif upper and (found := _CODE.search(row)):
+            ins = instructions[-1]
+            ins.stall, ins.sets, ins.holds, ins.waits = control(int(found[1], 16))
+            upper = False
+        elif found := _LABEL.match(row):
+            labels[found[1]] = len(instructions)
+            leaders.add(len(instructions))
+        elif found := _INSTRUCTION.match(row):
+            _, guard, opcode, operands = found.groups()
+            instructions.append(Sass(len(instructions), opcode, operands.strip(), line, bool(guard)))
+            if opcode.split(".")[0] in ENDS:
+                leaders.add(len(instructions))
+            upper = _CODE.search(row) is not None
+    while instructions and instructions[-1].opcode in ("NOP", "BRA"):  # padding behind the code
+        instructions.pop()
+    edges = sorted(x for x in leaders if x < len(instructions))
+    blocks = [range(a, b) for a, b in zip(edges, [*edges[1:], len(instructions)])]
+    for number, block in enumerate(blocks):
+        for i in block:
+            instructions[i].block = number
+    used = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    return Code(instructions, blocks, int(used[1]) if used else 255, int(spilled[1]) if spilled else 0, labels)
+
+
+@functools.lru_cache(maxsize=64)
+def code_of(ptx: str, arch: str) -> Code:
+    return read(*disassemble(ptx, arch))

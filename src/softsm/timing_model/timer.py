@@ -1,0 +1,82 @@
+"""`softsm.timing()`: time the launches inside. Only some CTAs of each grid run, so the program's results are wrong.
+
+with softsm.use("sm_90a", sms=132), softsm.timing() as timer:
+    kernel[grid](x, y, n)
+timer.predictions[0].us
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from softsm import accepted
+from softsm.engine.launch import options
+from softsm.timing_model.model import Model, Prediction
+from softsm.timing_model.parameters import GPUS, gpu_for
+from softsm.timing_model.trace import LaunchTrace, TracingMachine
+
+
+class Timer:
+    machine = TracingMachine
+
+    def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False):
+        self.gpu_name, self.clock, self.most, self.values = gpu, clock, samples, values
+        self.sms = 132
+        self.predictions: list[Prediction] = []
+        self.written: dict[str, float] = {}
+
+    def choose(self, shape: list[int], total: int) -> list[int]:
+        """Clusters of the grid to run: ends and middle of its first side."""
+        if total <= self.sms:  # they all start together: one tells of the others
+            return [0]
+        axis = 0 if shape[0] > 1 else shape.index(max(shape))
+        points = set()
+        for value in (0, shape[axis] // 2, shape[axis] - 1)[: self.most]:
+            at = [n // 2 for n in shape]
+            at[axis] = value
+            points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))
+        return sorted(points)
+
+    def traced(self, trace: LaunchTrace) -> None:
+        gpu = gpu_for(self.gpu_name, trace.arch)
+        model = Model(trace, gpu, self.written)
+        self.predictions.append(model.predict(self.clock))
+        for s in model.sources:
+            if s.written:
+                self.written[s.name.split(" [")[0]] = s.written
+
+    @property
+    def us(self) -> float:
+        """All launches in a row, as one CUDA graph."""
+        return self.us_from(0)
+
+    def us_from(self, first: int) -> float:
+        """The launches from this one on in a row."""
+        found = self.predictions[first:]
+        if not found:
+            return 0.0
+        return found[0].gpu["launch"] + found[0].body_us + sum(b.behind(a) for a, b in zip(found, found[1:]))
+
+
+@contextlib.contextmanager
+def timing(
+    gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False
+) -> Iterator[Timer]:
+    """Time every launch inside.
+
+    Args:
+        gpu: "h200" or "b200"; default: the one with the program's architecture.
+        clock: GHz of the multiprocessors; default: what the model expects.
+        samples: how many clusters of a large grid run, up to three.
+        values: compute matrix products, for kernels whose control flow depends on them.
+    """
+    if gpu is not None:
+        accepted.one_of("gpu", gpu, tuple(GPUS))
+    if clock is not None:
+        accepted.positive("clock", clock)
+    accepted.whole("samples", samples, 1, 3)
+    accepted.flag("values", values)
+    timer = Timer(gpu, clock, samples, values)
+    with options(recorder=timer, machine=TracingMachine, order="eager"):
+        yield timer

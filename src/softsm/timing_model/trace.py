@@ -1,0 +1,494 @@
+"""What the warps of a few CTAs do: the blocks of PTX they run through (blocks.py), and the events on the way.
+
+An event is what other warps or engines notice: an arrival, a wait, a copy, a product, a barrier. Times come later
+(replay.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from softsm.engine import dispatch
+from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.blocks import NO_LOOP
+from softsm.engine.blocks import Blocks as NativeBlocks
+from softsm.engine.scheduler import Machine
+from softsm.errors import Deadlock
+from softsm.memory.mbarrier import Mbarrier
+from softsm.report.roles import role_of
+from softsm.timing_model import address_trace
+from softsm.timing_model.accesses import Access, Instructions, Looks, shifts
+from softsm.timing_model.blocks import Blocks, blocks_of
+from softsm.timing_model.follow import CannotFollow
+
+# Kinds of events; replay.py has their meaning.
+(
+    INIT,
+    ARRIVE,
+    WAIT,
+    LOAD,
+    STORE,
+    BULK_COMMIT,
+    BULK_WAIT,
+    BAR,
+    CP_ASYNC,
+    CP_COMMIT,
+    CP_WAIT,
+    CP_ARRIVE,
+    MMA,
+    MMA_COMMIT,
+    CLUSTER_ARRIVE,
+    CLUSTER_WAIT,
+    GATHER,
+) = range(17)
+MANY = 24  # jumps from which on arrays are quicker than a loop
+PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass
+class WarpTrace:
+    cta: int  # rank in the cluster
+    index: int
+    blocks: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)  # events before each block
+    events: list[tuple] = field(default_factory=list)  # (PTX line, kind, a, b, c)
+    role: str = ""
+    retry: int = -1  # the record that it will try again
+
+
+def _lists() -> dict:
+    return defaultdict(list)
+
+
+@dataclass
+class ClusterTrace:
+    """What one cluster of CTAs (most often one CTA) did."""
+
+    first: tuple[int, int, int]
+    number: int  # of the cluster in the grid
+    warps: list[WarpTrace] = field(default_factory=list)
+    barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
+    names: list[str] = field(default_factory=list)
+    instructions: int = 0
+    traffic: dict = field(default_factory=Counter)  # (tensor, 'read' | 'write') -> bytes
+    starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
+
+
+@dataclass
+class LaunchTrace:
+    """What the model needs of a launch; it can be kept in a file."""
+
+    name: str
+    source: str  # PTX
+    columns: int  # of tensor memory
+    arch: str
+    grid: tuple
+    block: tuple
+    cluster: tuple
+    shared: int
+    threads: int
+    blocks: Blocks
+    clusters: list[ClusterTrace]
+    access: dict[int, Access]
+    tensors: list[tuple[str, int]]  # name, bytes
+    samples: list[int]
+    total: int  # clusters of the grid
+    dependent: bool = False  # launched early: it may begin before the grid before it has ended
+
+    def lines(self) -> list[int]:
+        """Of the PTX, that some CTA ran."""
+        visited = {b for c in self.clusters for w in c.warps for b in w.blocks}
+        return [n for n, b in self.blocks.of_line.items() if b in visited]
+
+
+def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
+    """Addresses of the active lanes."""
+    values = register.tolist()
+    if active == 0xFFFFFFFF:
+        return [a + offset for a in values]
+    return [a + offset for k, a in enumerate(values) if active >> k & 1]
+
+
+def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """All numbers from each of `first` to its `after`, one range behind the other."""
+    lengths = after - first
+    ends = lengths.cumsum()
+    return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
+
+
+class TracingEngine(AsyncEngine):
+    machine: TracingMachine
+
+    def issue(self, op: AsyncOp) -> AsyncOp:
+        self.machine.ops.append(op)
+        return super().issue(op)
+
+    def complete(self, op: AsyncOp) -> None:
+        if op.kind in PRODUCTS and not self.machine.timer.values:
+            op.effects = nothing
+        outer, self.machine.performing = self.machine.performing, op
+        super().complete(op)
+        self.machine.performing = outer
+
+
+def traced_barrier(machine: TracingMachine) -> type:
+    class TracedMbarrier(Mbarrier):
+        __slots__ = ()
+
+        def _note(self, what, amount, who):
+            super()._note(what, amount, who)
+            machine.notes.append((what, self, amount, machine.performing))
+
+        def passed_parity(self, parity):
+            passed = super().passed_parity(parity)
+            if passed:
+                machine.passed = self
+            return passed
+
+        def passed_token(self, token):
+            passed = super().passed_token(token)
+            if passed:
+                machine.passed = self
+            return passed
+
+    return TracedMbarrier
+
+
+class Known:
+    """What all timed launches of a kernel share."""
+
+    def __init__(self, machine: TracingMachine):
+        program = machine.program
+        self.blocks = blocks_of(program, machine.macro_at, machine.kernel.module.source)
+        self.instructions = Instructions(program)
+        self.roles: dict[int, str] = {}  # by record
+        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
+        n = len(program.code)
+        stop = program.code[:, 0] == pg.OP_BRA
+        stop[self.blocks.starts] = True
+        at = np.where(stop, np.arange(n), n)
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
+        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
+        self.block_from = self.far_from.tolist()
+        self.code = quiet_code(program, machine.kernel.blocks)
+
+
+def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
+    """The records, with those native blocks that have nothing to note: no loads, no turns."""
+    code = program.code.copy()
+    for n, (first, length) in enumerate(native.found):
+        if native.table[n, 2] == NO_LOOP and not any(at in native.loads for at in range(first, first + length)):
+            code[first] = native.code[first]
+    return code
+
+
+class TracingMachine(Machine):
+    """Runs some clusters of the grid and leaves a LaunchTrace with the timer that asked for it."""
+
+    divisible = checkable = False
+
+    def __init__(self, *arguments):
+        *rest, chosen = arguments
+        super().__init__(*rest, replace(chosen, sms=4))  # those that run; the program sees the GPU's number
+        self.timer = self.options.recorder
+        self.engine.__class__ = TracingEngine
+        self.engine.machine = self
+        self.issue, self.require = self.engine.issue, self.engine.require
+        self.performing = None
+        self.notes: list = []
+        self.ops: list = []
+        self.passed = None
+        known = self.kernel.__dict__.get("_timed")
+        if known is None:
+            known = self.kernel._timed = Known(self)
+        self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
+        self.stops, self.code = known.stops, known.code
+        self.block_from, self.far_from = known.block_from, known.far_from
+        self.looks = Looks(known.instructions)
+        self.home: dict = {}  # CTA -> ClusterTrace
+        self.by_warp: dict = {}
+        self.known: dict = {}  # mbarrier -> (ClusterTrace, number)
+        shape = [-(-g // c) for g, c in zip(self.grid, self.cluster_shape)]
+        self.total = self.left
+        self.samples = self.timer.choose(shape, self.total)
+        self.chosen = [(i % shape[0], i // shape[0] % shape[1], i // (shape[0] * shape[1])) for i in self.samples]
+        self.clusters = iter(self.chosen)
+        self.left = len(self.chosen)
+        self.order_started = 0
+        memory = self.global_memory
+        self.tensors = [(a.name, a.size) for a in memory.allocations]
+        self.shifts = shifts(memory.starts)
+        self.traces: list[ClusterTrace] = []
+        self.ctas: list[int] = []  # of each warp, by its number in the notes
+        self.owners: list[ClusterTrace] = []  # of each CTA
+        self.trail = address_trace.Trail(address_trace.ROOM)
+        self.inner = dispatch.runner(address_trace.operation())
+        self.run_code = self._run
+
+    @functools.cached_property
+    def barrier_type(self) -> type:
+        return traced_barrier(self)
+
+    # ---- the path ------------------------------------------------------------------------------------------------
+
+    def start_cluster(self, where) -> None:
+        before = len(self.live)
+        super().start_cluster(where)
+        trace = ClusterTrace(tuple(w * c for w, c in zip(where, self.cluster_shape)), self.samples[self.order_started])
+        self.order_started += 1
+        self.traces.append(trace)
+        for cta in self.live[before:]:
+            self.home[cta] = trace
+            for w in cta.warps:
+                mine = WarpTrace(cta.rank, w.index)
+                trace.warps.append(mine)
+                self.by_warp[w] = mine
+                w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
+                w.S[pg.S_CODE] = self.code.ctypes.data
+                self.ctas.append(len(self.owners))
+            self.owners.append(trace)
+
+    def register_files(self, cta, index: int):
+        """Zeros where accumulators are read that no product was written to: branches may depend on them."""
+        if self.timer.values or not self.products:
+            return super().register_files(cta, index)
+        files = self.kernel.new_files()
+        self.kernel.fill_registers(self, cta, index, *files)
+        return files
+
+    def warp_exit(self, warp) -> None:
+        warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
+        super().warp_exit(warp)
+
+    def _run(self, state, pc, mask, stop, quantum, multi):
+        mine = self.by_warp[self.current]
+        trail, notes = self.trail, self.looks.notes
+        used, whole = 0, mask
+        fresh = mine.retry != pc
+        mine.retry = -1
+        while True:
+            begin = pc
+            # Of several fragments each comes back at every jump, branch and block.
+            last, jumps = (min(stop, self.stops[pc + 1]), 1) if multi else (stop, trail.address)
+            most = min(quantum - used, notes.room())
+            status, pc, mask, about, steps = self.inner(state, pc, mask, last, most, jumps)
+            used += steps
+            self._passed(mine, begin, steps, None if multi else trail.taken(), fresh)
+            fresh = True
+            if multi or mask != whole or status not in (pg.QUANTUM, pg.MERGE):
+                return status, pc, mask, about, used
+            if pc >= stop:
+                return pg.MERGE, pc, mask, about, used
+            if used >= quantum:
+                return pg.QUANTUM, pc, mask, about, used
+
+    def _passed(self, mine: WarpTrace, begin: int, steps: int, jumps: np.ndarray | None, fresh: bool) -> None:
+        """The blocks that begin on the way from `begin` on, `steps` further with these jumps."""
+        block_from, blocks = self.block_from, mine.blocks
+        before = len(blocks)
+        at = begin
+        if jumps is not None and len(jumps) > MANY:
+            # From where each jump leads to up to where the next one leaves; then the last.
+            first, after = self.far_from[jumps[:-1, 1]], self.far_from[jumps[1:, 0] + 1]
+            blocks += range(block_from[begin], block_from[jumps.item(0, 0) + 1])
+            blocks += (first if (after - first == 1).all() else ranges(first, after)).tolist()
+            left, came = jumps.sum(0).tolist()
+            at = jumps.item(-1, 1)
+            steps -= left + len(jumps) - begin - came + at
+        elif jumps is not None:
+            for leave, to in jumps.tolist():
+                blocks += range(block_from[at], block_from[leave + 1])
+                steps -= leave + 1 - at
+                at = to
+        blocks += range(block_from[at], block_from[at + steps])
+        if not fresh and len(blocks) > before and self.blocks.starts[blocks[before]] == begin:
+            del blocks[before]  # it has been noted when the record was tried first
+        mine.marks += [len(mine.events)] * (len(blocks) - before)
+
+    def _tensor(self, address: int) -> int:
+        return bisect.bisect_right(self.global_memory.starts, address) - 1
+
+    # ---- events --------------------------------------------------------------------------------------------------
+
+    def macro(self, warp, fragment, pc: int, lanes: int) -> bool:
+        self.notes, self.ops, self.passed = [], [], None
+        call = self.macro_at[pc]
+        ins = call.instruction
+        mine = self.by_warp[warp]
+        vain = super().macro(warp, fragment, pc, lanes)
+        if fragment.parked or (fragment.blocked is not None and not fragment.blocked.done):
+            mine.retry = pc
+            return vain
+        if not mine.role:
+            role = self.roles.get(pc)
+            if role is None:
+                role = self.roles[pc] = role_of(ins)
+            mine.role = role
+        self._events(warp, mine, call, ins, lanes)
+        return vain
+
+    def _events(self, warp, mine: WarpTrace, call, ins, lanes: int) -> None:
+        name, line, o = ins.name, ins.line, call.operands
+        trace = self.home[warp.cta]
+        add = mine.events.append
+        if name.startswith("mbarrier.init"):
+            for cta in warp.cta.cluster:
+                for offset, barrier in cta.barriers.items():
+                    if type(barrier) is Mbarrier:
+                        barrier.__class__ = self.barrier_type
+                        key = (cta.rank, offset)
+                        number = trace.barriers.setdefault(key, len(trace.barriers))
+                        if number == len(trace.names):
+                            trace.names.append(barrier.name.removeprefix("mbarrier "))
+                        self.known[barrier] = number
+                        add((line, INIT, number, barrier.expected, 0))
+            return
+        if self.passed is not None and name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            if self.passed in self.known:
+                add((line, WAIT, self.known[self.passed], self.passed.phase - 1, 0))
+            return
+        arrived: dict[int, list[int]] = {}
+        for what, barrier, amount, by in self.notes:
+            number = self.known.get(barrier)
+            if number is None or by is not None:
+                continue
+            entry = arrived.setdefault(number, [0, 0])
+            if what in ("arrive", "drop"):
+                entry[0] += amount
+            elif what == "expect_tx":
+                entry[1] += amount
+        for number, (count, tx) in arrived.items():
+            add((line, ARRIVE, number, count, tx))
+        if name.startswith("cp.async.bulk.commit_group"):
+            add((line, BULK_COMMIT, 0, 0, 0))
+        elif name.startswith("cp.async.bulk.wait_group"):
+            add((line, BULK_WAIT, int(o.newest or 0), int(bool(o.read)), 0))
+        elif name.startswith("cp.async.commit_group"):
+            add((line, CP_COMMIT, 0, 0, 0))
+        elif name.startswith(("cp.async.wait_group", "cp.async.wait_all")):
+            add((line, CP_WAIT, int(o.newest or 0), 0, 0))
+        elif name.startswith("cp.async.mbarrier.arrive"):
+            for what, barrier, amount, _ in self.notes:
+                if what == "arrive" and barrier in self.known:
+                    add((line, CP_ARRIVE, self.known[barrier], amount, 0))
+        elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
+            self._bar(warp, add, line, name, o, lanes)
+        elif name.startswith("barrier.cluster.arrive"):
+            add((line, CLUSTER_ARRIVE, 0, 0, 0))
+        elif name.startswith("barrier.cluster.wait"):
+            add((line, CLUSTER_WAIT, 0, 0, 0))
+        for op in self.ops:
+            self._operation(warp, trace, add, line, op, o, lanes)
+
+    def _bar(self, warp, add, line: int, name: str, o, lanes: int) -> None:
+        lane = (lanes & -lanes).bit_length() - 1
+        number = int(warp.R[o.number, lane])
+        threads = warp.cta.threads if o.count is None else int(warp.R[o.count, lane])
+        add((line, BAR, warp.cta.rank * 16 + number, -(-threads // 32), int(".arrive" not in name)))
+
+    def _operation(self, warp, trace: ClusterTrace, add, line: int, op, o, lanes: int) -> None:
+        kind = op.kind
+        if kind == "cp.async":
+            addresses = lanes_of(warp.Q[o.src], lanes, 0)
+            if o.used is not None:
+                addresses = [a for a, n in zip(addresses, lanes_of(warp.R[o.used], lanes, 0)) if n]
+            tensor = self._tensor(addresses[0]) if addresses else -1
+            shift = self.shifts.item(tensor)
+            sectors, lines_asked = (len({a + shift >> bits for a in addresses}) for bits in (5, 7))
+            if sectors:
+                trace.traffic[tensor, "read"] += 32 * sectors
+                if len(trace.starts[tensor]) < 4096:
+                    trace.starts[tensor].append(addresses[0])
+            add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked))
+            return
+        barriers = [(b, amount) for what, b, amount, by in self.notes if by is op and what == "complete_tx"]
+        if kind.startswith(("TMA load", "bulk load")):
+            tensor, address, gathered = self._source(op.reads)
+            nbytes = barriers[0][1] if barriers else 0
+            trace.traffic[tensor, "read"] += nbytes
+            if len(trace.starts[tensor]) < 4096:
+                trace.starts[tensor].append(address)
+            for n, (barrier, amount) in enumerate(barriers):
+                if barrier in self.known:
+                    add((line, GATHER if gathered else LOAD, self.known[barrier], amount, tensor if n == 0 else -2))
+        elif kind.endswith("to a peer") or kind.endswith(".async"):
+            for barrier, amount in barriers:
+                if barrier in self.known:
+                    add((line, LOAD, self.known[barrier], amount, -2))
+        elif kind.startswith(("TMA", "bulk")) and not kind.endswith("(read)"):
+            tensor, _, _ = self._source(op.writes)
+            first = next((x for x in self.ops if x.kind == f"{kind} (read)"), None)
+            nbytes = sum(r[3] - r[2] for r in first.reads if r[0] == "shared") if first is not None else 0
+            trace.traffic[tensor, "write"] += nbytes
+            add((line, STORE, tensor, nbytes, 0))
+        elif kind == "tcgen05.mma":
+            _, _, m, n, *_ = op.footprint.accumulator
+            text = warp.instruction().text
+            pair = int("cta_group::2" in text)
+            add((line, MMA, m, n, pair + 2 * int(bool(getattr(o, "a_tensor", False)))))
+        elif kind in ("tcgen05.cp", "tcgen05.shift"):
+            add((line, MMA, 64, 32, 0))
+        elif kind == "tcgen05.commit":
+            for what, barrier, _, by in self.notes:
+                if by is op and what == "arrive" and barrier in self.known:
+                    add((line, MMA_COMMIT, self.known[barrier], 1, 0))
+
+    def _source(self, regions) -> tuple[int, int, bool]:
+        for region in regions:
+            if region[0] == "tensor":
+                box = region[1]
+                coords = box.coords
+                address = box.map.base
+                for c, stride in zip(coords[1:], box.map.strides):
+                    address += c * stride
+                return (
+                    self._tensor(box.map.base),
+                    address + coords[0] * box.map.data_type.bits // 8,
+                    box.rows is not None,
+                )
+            if region[0] == "global":
+                return self._tensor(region[1]), region[1], False
+        return -1, 0, False
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Deadlock as why:
+            if len(self.chosen) == self.total:
+                raise
+            raise CannotFollow(
+                f"{self.kernel.name}: waits for CTAs that a timing run does not execute ({len(self.chosen)} of "
+                f"{self.total} ran), so there is no prediction for this kernel: {why}"
+            ) from why
+        for trace in self.traces:
+            trace.instructions = self.steps // max(1, len(self.traces))
+        self.timer.traced(
+            LaunchTrace(
+                self.kernel.name,
+                self.kernel.module.source,
+                self.kernel.tmem_columns,
+                self.arch,
+                self.grid,
+                self.block,
+                self.cluster_shape,
+                self.shared_limit,
+                self.block[0] * self.block[1] * self.block[2],
+                self.blocks,
+                self.traces,
+                self.looks.accesses(self.global_memory.starts, self.ctas, self.owners),
+                self.tensors,
+                self.samples,
+                self.total,
+                self.options.dependent,
+            )
+        )

@@ -1,0 +1,51 @@
+"""What the CTAs of a grid ask of each engine, whatever the order in which they do it: cycles that nothing can avoid."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from softsm.timing_model import machine
+from softsm.timing_model.costs import PIPES, Costs
+from softsm.timing_model.lower import Streams
+from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.trace import GATHER, LOAD, MMA
+
+ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory")
+
+
+def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(cycles of the tensor core, of the shared-memory port) of tcgen05.mma in each CTA that takes part. Flags: 1 a
+    pair of CTAs, 2 A in tensor memory. The law of replay.py."""
+    pair, in_tensor_memory = flags & 1, flags & 2 > 0
+    port = (32.0 * columns + np.where(in_tensor_memory, 0.0, 32.0 * rows)) / 128 / (1 + pair)
+    return columns / 2.0 / np.where((pair > 0) & (rows <= 128), 2, 1), port
+
+
+def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
+    """Cycles of each engine that one cluster needs, all its multiprocessors together."""
+    r = machine
+    ways = {id(path): path for path in streams.paths}
+    often = Counter(map(id, streams.paths))
+    ran = sum(often[k] * np.bincount(path.instructions, minlength=len(costs.ints)) for k, path in ways.items())
+    kind = costs.ints[:, r.KIND]
+    pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
+    units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)
+    products = units[r.PRODUCT] / 4  # the four warps of a warpgroup make one
+    port = units[r.SHARED] + (ran * costs.values[:, r.PORT_CYCLES]).sum() / 4
+    table = streams.table
+    made = table[table[:, 0] == MMA].astype(np.int64)
+    if len(made):
+        tensor, operands = mma_cycles(made[:, 1], made[:, 2], made[:, 3])
+        ctas = 1 + (made[:, 3] & 1)
+        products += (tensor * ctas).sum()
+        port += (operands * ctas).sum()
+    if gpu["tma.port"]:
+        filled = ((table[:, 0] == LOAD) | (table[:, 0] == GATHER)) & (table[:, 3] != -2)
+        port += table[filled, 2].sum() / 128 * gpu["tma.port"]
+    at = PIPES.index
+    return np.array([
+        products + pipe[at("hmma")], pipe[at("mufu")], pipe[at("fma")], pipe[at("alu")], ran.sum() / 4, port,
+        (units[r.TENSOR_READ] + units[r.TENSOR_WRITE]) / gpu["tmem.rate"],
+    ])  # fmt: skip

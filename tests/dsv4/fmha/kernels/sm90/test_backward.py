@@ -1,0 +1,153 @@
+"""The gradients of fmha by the Hopper kernels, through softsm, against the fp64 formulas."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import launches
+import pytest
+import torch
+from fmha_gradients import (
+    BF16,
+    FP16,
+    SHORT,
+    TOGETHER,
+    check,
+    check_a_large_gradient_of_the_lse,
+    check_sequences_go_together,
+    request,
+    varlen_request,
+)
+
+import softsm
+from dsv4.fmha.kernels import chain
+from dsv4.fmha.kernels.sm90 import backward
+from dsv4.reference import backward as reference_backward
+
+
+def run(b):
+    with softsm.use("sm_90a"):
+        backward.backward(b)
+
+
+CASES = {
+    "full-hd512": dict(t=132, s=150, heads=(1, 1), d=512),
+    "causal-gqa-sink-dlse-hd64": dict(t=150, s=200, heads=(4, 2), d=64, causal=True, sink=True, dlse=True),
+    "causal-gqa-sink-dlse-hd128": dict(t=150, s=200, heads=(4, 2), d=128, causal=True, sink=True, dlse=True),
+    "window-hd64": dict(t=200, s=150, heads=(2, 1), d=64, window=(40, 3), batch=2),
+    "window-fp16-hd64": dict(t=200, s=150, heads=(2, 1), d=64, dtype=FP16, window=(40, 3), batch=2),
+    "causal-hd64": dict(t=150, s=300, heads=(2, 1), d=64, causal=True),
+    "more-pairs-than-go-together-hd64": dict(t=70, s=260, heads=(1, 1), d=64, causal=True, batch=6),
+}
+# further variants of kernels that the other tests compile
+SLOW = ["full-hd512", "causal-gqa-sink-dlse-hd128", "window-fp16-hd64"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_gradients(name):
+    b, want, low = request(**CASES[name])
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow  # fp16, variants of their own, is quick with the Blackwell kernels
+@pytest.mark.parametrize("d, name", [(64, "dq"), (64, "dk"), (256, "dk")])
+def test_fp16_where_the_gradient_of_the_lse_is_the_larger(d, name):
+    check_a_large_gradient_of_the_lse(run, d, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(t=129, s=257, heads=(2, 2)),
+        dict(t=300, s=70, heads=(1, 1), causal=True, sink=True),  # rows that see nothing
+        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that nobody sees, a group of 3
+        dict(t=1, s=140, heads=(8, 1), softmax_scale=-0.1),
+    ],
+)
+def test_every_head_dim(d, dtype, options):
+    b, want, low = request(d=d, dtype=dtype, **options)
+    run(b)
+    check(b, want, low)
+
+
+def test_slabs_and_pieces_do_not_show(monkeypatch):
+    """A slab of 128 tokens of one head, so that dK and dV are summed; pieces of 128; two multiprocessors."""
+    monkeypatch.setattr(chain, "SLAB_BYTES", 0)
+    monkeypatch.setattr(chain.Chain, "_pieces", lambda self, size: 128)
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
+    b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("begin, end", [(0, 3), (0, 15), (2, 9), (3, 9), (6, 8), (4, 5)])
+def test_products_of_a_slab_take_every_pair_once(heads, begin, end):
+    """Sequences times heads, in as few products as there can be: many sequences of a head go together."""
+    pairs = torch.arange(15).view(-1, heads)
+    found = [*chain.Chain._batches(SimpleNamespace(heads=heads), slice(begin, end))]
+    for here, place in found:
+        assert torch.equal(torch.arange(begin, end)[here], pairs[place].flatten())
+    assert sorted(x for _, place in found for x in pairs[place].flatten().tolist()) == list(range(begin, end))
+    assert len(found) <= max(heads, 3 if heads > 1 else 1)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_only_what_is_wanted(d):
+    for name in ("dq", "dk", "dv"):
+        b, want, low = request(t=140, s=130, heads=(1, 1), d=d)
+        b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})
+        run(b)
+        check(b, want, low)
+
+
+@pytest.mark.slow  # the kernels of dense batches are quick here, those of sequences with Blackwell's
+@pytest.mark.parametrize("name, order, dq", TOGETHER)
+def test_sequences_go_together(name, order, dq, monkeypatch):
+    kernels = ("backward_keys", "backward_dq")
+    check_sequences_go_together("sm_90a", backward.backward, kernels, name, order, dq, monkeypatch)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_chain_takes_short_sequences_together(name, monkeypatch):
+    b, want, low = varlen_request(d=256, **SHORT[name])
+    names = launches.one_by_one(monkeypatch)
+    run(b)
+    assert names == ["backward_rows", "backward_scores"] * 2
+    check(b, want, low)
+
+
+def test_tensors_that_cannot_be_addressed_are_copied():
+    """Gradients with strides of 8 elements and a few; dout expanded, as .sum() makes it."""
+    b, want, low = request(t=70, s=90, heads=(2, 1), d=64)
+    odd = [torch.empty(*x.shape[:-1], 68, dtype=x.dtype)[..., :64] for x in (b.dq, b.dk, b.dv)]
+    one = torch.ones((), dtype=BF16).expand(b.dout.shape)
+    p = b.forward
+    b = replace(b, dout=one, dq=odd[0], dk=odd[1], dv=odd[2])
+    run(b)
+    check(b, reference_backward.fmha(p.q, p.k, p.v, one), reference_backward.fmha(p.q, p.k, p.v, one, p_dtype=BF16))
+
+
+ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("d, t, s, dtype", [
+    (64, 500, 150, BF16), (64, 152, 1000, BF16), (256, 300, 520, BF16),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (128, 500, 150, BF16), (128, 150, 1000, BF16), (512, 300, 520, BF16),
+        (64, 300, 400, FP16), (128, 300, 400, FP16), (256, 300, 520, FP16), (256, 1, 200, FP16),
+    )),
+])  # fmt: skip
+def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, monkeypatch):
+    """Seven tiles and more for each of two multiprocessors, four slots full and more for a CTA: every slot is filled
+    again and again."""
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
+    b, want, low = request(t=t, s=s, heads=(1, 1), d=d, dtype=dtype, causal=True)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
+        backward.backward(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)

@@ -1,0 +1,314 @@
+"""The Hopper kernels on a CPU, through softsm: one case per part of the code; the rest of the suites is slow."""
+
+import dataclasses
+import math
+
+import launches
+import pytest
+import torch
+from agreement import assert_agrees, assert_right
+
+import dsv4
+import softsm
+from dsv4 import reference, suites
+from dsv4.fmha import problem
+from dsv4.fmha.kernels import prepare
+from dsv4.fmha.kernels.sm90 import entry as fmha
+from dsv4.fmha.kernels.sm90 import rows, rows_loop, wide
+from dsv4.kernels import combine
+from dsv4.runtime import calls, checks, dispatch, splits
+
+SEED = 7
+WHERE = suites.Where("softsm", "sm_90a")
+CASES = {str(case): case for case in suites.fmha()}
+QUICK = [
+    "fmha/causal-odd-gqa-d64-bf16",  # one consumer, packed heads, masks
+    "fmha/varlen-d64-bf16",  # rows of neighbours zeroed
+    "fmha/paged-12-d64-fp16",  # pages that TMA boxes do not tile
+    "fmha/window-sink-mqa-d64-bf16",
+]
+if dispatch.triton_version() < (3, 9):
+    QUICK.append("fmha/t129-s257-d64-fp16")  # three consumers; a newer Triton compiles these elsewhere
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_one_case_of_each_part(name):
+    result = suites.run_case(CASES[name], WHERE, SEED)
+    assert result.ok, result.why()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_the_other_cases(name):
+    result = suites.run_case(CASES[name], WHERE, SEED)
+    assert result.ok, result.why()
+
+
+@pytest.mark.parametrize(
+    "head_dim, same_kv", [(64, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False), (512, True)))]
+)
+def test_split_keys_are_merged_in_order(head_dim, same_kv):
+    """Three splits of two tiles, the last without keys, NaN in the buffers; twice the same bits."""
+    q = torch.randn(1, 1, 8, head_dim).bfloat16()
+    k = torch.randn(1, 200, 1, head_dim).bfloat16()
+    v = k if same_kv else torch.randn_like(k)
+    sink = torch.randn(8)
+    plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=head_dim, max_seqlen_k=200, device="cpu")
+    outs = []
+    for _ in range(2):
+        scratch = torch.full((3 * 8 * (head_dim + 1),), float("nan"))
+        plan = dataclasses.replace(plan, num_splits=3, scratch=scratch)
+        with softsm.use("sm_90a"):
+            outs.append(dsv4.fmha(q, k, v, sink=sink, return_lse=True, plan=plan, backend="softsm"))
+    (out, lse), (again, _) = outs
+    assert torch.equal(out, again)
+    assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
+
+
+def test_short_partial_results_hold_values_of_any_size(monkeypatch):
+    """Many partial results of head dim 512 are 16 bits wide; each half of a row has its own power of two."""
+    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    calls.forget()
+    q, k = torch.randn(1, 1, 8, 512).bfloat16(), torch.randn(1, 300, 1, 512).bfloat16()
+    size = torch.cat([torch.full((256,), 1e30), torch.full((256,), 1e-30)])
+    v = (torch.randn(1, 300, 1, 512) * size).bfloat16()
+    v[..., 7] = 0
+    plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 8 * 513,), float("nan")))
+    names = launches.launched(monkeypatch)
+    with softsm.use("sm_90a"), softsm.checking(races=True) as report:
+        out = dsv4.fmha(q, k, v, plan=plan, backend="softsm")
+    calls.forget()
+    assert names[-1] == "combine_short"
+    assert "nothing found" in str(report), str(report)
+    want, low = reference.fmha(q, k, v)[0], reference.fmha(q, k, v, p_dtype=torch.bfloat16)[0]
+    for half in (slice(0, 256), slice(256, 512)):  # in one comparison the first would hide the second
+        assert_right(out[..., half], want[..., half], low[..., half])
+
+
+LARGE = [(64, False), (128, True), (128, False), (256, True)]
+
+
+@pytest.mark.parametrize(
+    "head_dim, causal", [(64, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)]
+)
+def test_one_block_loops_over_many_tiles(head_dim, causal):
+    """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
+    q = torch.randn(2, 330, 2, head_dim).bfloat16()
+    k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
+    two = dispatch.compile_target("sm_90a")._replace(multiprocessors=2)
+    assert fmha.tiling(problem.dense(q, k, v, causal=causal), two).loop
+    out = torch.full_like(q, float("nan"))
+    with softsm.use("sm_90a", sms=2), softsm.checking(races=True, order="latest") as report:
+        _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
+    assert "nothing found" in str(report), str(report)
+    assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
+
+
+ORDERS = ("eager", "latest", "random")
+
+
+@pytest.mark.parametrize(
+    "head_dim, order",
+    [(128, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128, 256) for o in ORDERS
+                        if (d, o) != (128, "latest"))],
+)  # fmt: skip
+def test_tiles_that_every_row_sees_are_not_masked(head_dim, order):
+    """Without a mask, whole tiles of keys. The keys grow, so that tiles raise the maximum of some rows by more than 8
+    and of some by less: O is rescaled, or left as it is."""
+    q, v = torch.randn(1, 330, 2, head_dim).bfloat16(), torch.randn(1, 512, 2, head_dim).bfloat16()
+    k = (torch.randn(1, 512, 2, head_dim) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
+    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    early = head_dim > 64 or dispatch.triton_version() < (3, 9)
+    assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"] == early
+    sink, out = torch.randn(2), torch.full_like(q, float("nan"))
+    with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+        _, lse = dsv4.fmha(q, k, v, sink=sink, out=out, return_lse=True, backend="softsm")
+    assert "nothing found" in str(report), str(report)
+    assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
+    s = (torch.einsum("bthd,bshd->bhts", q.float(), k.float()) * head_dim**-0.5 / math.log(2)).unflatten(3, (4, 128))
+    grown = s.amax(4).cummax(3).values.diff(dim=3)
+    assert (grown > 8).any() and (grown < 8).any()
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_rows_that_see_few_keys_or_none_of_a_tile(order):
+    """Head dim 128, more queries than keys, windows: rows that see nothing, that begin late, that end early."""
+    q = torch.randn(1, 500, 1, 128).bfloat16()
+    k, v = (torch.randn(1, 260, 1, 128).bfloat16() for _ in "kv")
+    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    assert fmha.tiling(problem.dense(q, k, v, causal=True), one).loop
+    for window in ((-1, 0), (90, 20)):
+        out = torch.full_like(q, float("nan"))
+        with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+            _, lse = dsv4.fmha(q, k, v, window=window, out=out, return_lse=True, backend="softsm")
+        assert "nothing found" in str(report), str(report)
+        assert_agrees((out, lse), reference.fmha, q, k, v, window=window)
+
+
+def test_every_head_dim_has_a_configuration():
+    for d, tokens in ((64, 1), (64, 300), (128, 1), (128, 300), (256, 1), (256, 300), (512, 1), (512, 300)):
+        q = torch.empty(1, tokens, 1, d, dtype=torch.bfloat16)
+        c = fmha.tiling(problem.dense(q, q, q), dispatch.compile_target("sm_90a"))
+        assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
+
+
+@pytest.mark.parametrize(
+    "head_dim, same_kv, order",
+    [
+        (128, False, "latest"),
+        pytest.param(512, True, "latest", marks=pytest.mark.slow),
+        *(pytest.param(512, False, order, marks=pytest.mark.slow) for order in ("eager", "latest", "random")),
+    ],
+)
+def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order):
+    """Asynchronous operations complete at once, as late as they may, or at random: the race checker is silent.
+
+    Three steps at head dim 512, so that every slot is filled again and again. Keys grow, so that O is rescaled in all
+    of them."""
+    q = torch.randn(1, 70, 1, head_dim).bfloat16()
+    k = (torch.randn(1, 300, 1, head_dim) * torch.linspace(0.5, 8, 300)[:, None, None]).bfloat16()
+    v = k if same_kv else torch.randn_like(k)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
+        got = dsv4.fmha(q, k, v, causal=True, return_lse=True, backend="softsm")
+    assert "nothing found" in str(report), str(report)
+    assert_agrees(got, reference.fmha, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("splits, seed, same_kv", [
+    (2, 1, False), *(pytest.param(1, n, same, marks=pytest.mark.slow) for n in (1, 2, 3, 4) for same in (False, True)),
+])  # fmt: skip
+def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkeypatch):
+    """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
+    splits make short partial results: the kernel that the test of their values compiles. A window and a sink too."""
+    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    calls.forget()
+    keys = 850 * splits
+    q, k = torch.randn(1, 64, 1, 512).bfloat16(), torch.randn(1, keys, 1, 512).bfloat16()
+    v = k if same_kv else torch.randn_like(k)
+    plan = dsv4.plan(
+        dsv4.fmha, batch=1, q_heads=1, kv_heads=1, head_dim=512, max_seqlen_q=64, max_seqlen_k=keys, device="cpu"
+    )
+    plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.full((splits * 64 * 513,), float("nan")))
+    seen = dict(window=(keys - 80, 20), sink=torch.randn(1))
+    with softsm.use("sm_90a"), softsm.checking(order="random", seed=seed) as report:
+        got = dsv4.fmha(q, k, v, **seen, plan=plan, return_lse=True, backend="softsm")
+    calls.forget()
+    assert not report, str(report)
+    assert_agrees(got, reference.fmha, q, k, v, **seen)
+
+
+@pytest.mark.parametrize("page, head_dim, dtype, splits", [
+    (16, 256, torch.bfloat16, 2), (5, 64, torch.float16, 1), *(
+        pytest.param(*x, 2, marks=pytest.mark.slow)
+        for x in ((16, 64, torch.bfloat16), (5, 64, torch.float16), (16, 512, torch.bfloat16))
+    ),
+])  # fmt: skip
+def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, splits, monkeypatch):
+    """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split. At head
+    dim 256 the scale is negative, which is a variant of its own; so is that of the deterministic rows below."""
+    monkeypatch.setattr(checks, "values_checked", lambda x: False)
+    scale = -0.0625 if head_dim == 256 else head_dim**-0.5
+    q = torch.randn(3, 2, 2, head_dim).to(dtype)
+    k, v = (torch.randn(40, page, 1, head_dim).to(dtype) for _ in "kv")
+    pages = -(-200 // page)
+    table = torch.randint(0, 40, (3, pages), dtype=torch.int32)
+    lengths = torch.tensor([200, 190, 77], dtype=torch.int32)
+    bad = torch.zeros(3, pages, dtype=torch.bool)
+    bad[0, [0, 3, pages - 1]] = bad[1] = True  # some; all of a sequence; none
+    table[bad] = torch.tensor([-1, 40, -(1 << 31), (1 << 31) - 1], dtype=torch.int32).repeat(pages)[: int(bad.sum())]
+    plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=head_dim, max_seqlen_q=2,
+                     max_seqlen_k=pages * page, device="cpu")  # fmt: skip
+    plan = dataclasses.replace(plan, num_splits=splits)
+    with softsm.use("sm_90a"), softsm.checking(order="latest") as report:
+        out, lse = dsv4.fmha_paged(
+            q, k, v, table, lengths, softmax_scale=scale, plan=plan, return_lse=True, backend="softsm"
+        )
+    assert not report, str(report)
+    for n, length in enumerate(lengths.tolist()):
+        seen = (~bad[n]).repeat_interleave(page)[:length]
+        kn, vn = (x[table[n].clamp(0, 39)].flatten(0, 1)[:length][seen][None] for x in (k, v))
+        assert_agrees((out[n : n + 1], lse[n : n + 1]), reference.fmha, q[n : n + 1], kn, vn, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [pytest.param(-0.2, marks=pytest.mark.slow), 0.0, -0.0, 1e-46])
+def test_any_sign_of_the_scale_without_a_copy(scale):
+    q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (20, 70, 70))
+    p = dataclasses.replace(problem.dense(q, k, v, softmax_scale=scale), out=torch.empty_like(q))
+    (launch,) = calls.launches_of(p, dispatch.compile_target("sm_90a"))
+    assert launch.arguments[0].name == "q"
+    with softsm.use("sm_90a"):
+        got = dsv4.fmha(q, k, v, causal=True, softmax_scale=scale, return_lse=True, backend="softsm")
+    assert_agrees(got, reference.fmha, q, k, v, causal=True, softmax_scale=scale)
+
+
+def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
+    """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table.
+
+    Clones, because Triton compiles a variant more for a pointer into the middle of a tensor."""
+    monkeypatch.setattr(splits, "DETERMINISTIC_KEYS", 128)
+    q, sink = torch.randn(2, 1, 2, 256).bfloat16(), torch.randn(2)
+    k, v = (torch.randn(24, 16, 1, 256).bfloat16() for _ in "kv")
+    table = torch.randperm(24).to(torch.int32).view(2, 12)
+    lengths = torch.tensor([190, 40], dtype=torch.int32)
+
+    def run(rows: slice, table):
+        own, length = table[rows].clone(), lengths[rows].clone()
+        with softsm.use("sm_90a"):
+            return dsv4.fmha_paged(q[rows], k, v, own, length, sink=sink, softmax_scale=-0.0625, deterministic=True,
+                                   return_lse=True, backend="softsm")  # fmt: skip
+
+    both, both_lse = run(slice(0, 2), table)
+    for n, pages in ((0, 12), (1, 3), (1, 12)):
+        rows = slice(n, n + 1)
+        alone, alone_lse = run(rows, table[:, :pages].contiguous())
+        assert torch.equal(alone, both[rows]) and torch.equal(alone_lse, both_lse[rows])
+    assert_agrees((both, both_lse), reference.fmha_paged, q, k, v, table, lengths, sink=sink, softmax_scale=-0.0625)
+
+
+def test_deterministic_splits_are_added_in_an_order_that_does_not_depend_on_the_room_for_them():
+    """How many splits a block table has room for, 3 or 32, is no property of a sequence."""
+    q, k = torch.empty(1, 1, 64, 512, dtype=torch.bfloat16), torch.empty(2, 64, 1, 512, dtype=torch.bfloat16)
+    found = []
+    for pages in (64, 1024):
+        table, lengths = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        p = dataclasses.replace(problem.paged(q, k, k, table, lengths), deterministic=True, out=torch.empty_like(q))
+        found.append(calls.launches_of(p, dispatch.compile_target("sm_90a"))[-1])
+    assert [launch.kernel.__name__ for launch in found] == ["combine"] * 2
+    assert found[0].constants == found[1].constants
+
+
+def test_a_deterministic_tiling_does_not_depend_on_the_batch():
+    def tilings(build):
+        target = dispatch.compile_target("sm_90a")
+        return [fmha.tiling(dataclasses.replace(build(n), deterministic=True), target) for n in (1, 600)]
+
+    cu = torch.zeros(2, dtype=torch.int32)
+    for d in (64, 128, 256, 512):
+        one, many = tilings(lambda n, d=d: problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3))
+        assert one == many and not one.loop
+        rows = torch.empty(600, 1, d, dtype=torch.bfloat16)
+        one, many = tilings(lambda n, r=rows: problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
+        assert one == many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_calls_of_a_size_that_was_warmed_up_compile_nothing(head_dim):
+    def compiled():
+        kernels = [rows.fmha_rows, rows_loop.fmha_rows_loop, wide.fmha_wide, combine.combine]
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    sizes = dict(batch=2, q_heads=4, kv_heads=2, head_dim=head_dim, max_seqlen_q=1, max_seqlen_k=64, device="cpu")
+    with softsm.use("sm_90a"):
+        plan = dsv4.warmup(dsv4.fmha_paged, backend="softsm", page_size=16, **sizes)
+        before = compiled()
+        q = torch.randn(2, 1, 4, head_dim).bfloat16()
+        k, v = (torch.randn(8, 16, 2, head_dim).bfloat16() for _ in "kv")
+        table = torch.arange(8, dtype=torch.int32).view(2, 4)
+        lengths = torch.tensor([50, 64], dtype=torch.int32)
+        for values in (k, v):
+            for causal, deterministic in ((False, False), (True, True)):
+                dsv4.fmha_paged(q, k, values, table, lengths, causal=causal, deterministic=deterministic, plan=plan,
+                                window=(30, -1), sink=torch.zeros(4), backend="softsm")  # fmt: skip
+        assert before > 0 and compiled() == before

@@ -1,0 +1,138 @@
+"""The index_topk kernels on a CPU, through softsm: the scores of each architecture, one choice for both."""
+
+from dataclasses import replace
+
+import index_cases
+import pytest
+import torch
+
+import dsv4
+from dsv4.index import cpu, problem, sizes
+from dsv4.kernels.compat import TRITON_VERSION
+from dsv4.runtime import calls, launch
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def arch(request):
+    if request.param == "sm_100a" and TRITON_VERSION < (3, 9):
+        pytest.skip("the Blackwell kernels need triton >= 3.9")
+    return request.param
+
+
+def test_requests_in_pages_with_ties(arch):
+    arguments = index_cases.ragged()
+    index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
+
+
+def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypatch):
+    """Where values are not checked, as on a GPU."""
+    monkeypatch.setattr("dsv4.runtime.checks.values_checked", lambda x: False)
+    arguments = index_cases.ragged()
+    arguments["weights"] = -arguments["weights"].abs() - 1  # all scores are negative: zeros would come first
+    arguments["block_table"][0, 3] = -7
+    arguments["block_table"][2, 1] = 10**6
+    lists, scores = index_cases.kernel(arch, **arguments)
+    given = problem.build(**arguments)
+    want = replace(given, out=torch.empty_like(lists), scores=torch.empty_like(scores))
+    cpu.forward(want)
+    assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
+
+
+@pytest.mark.parametrize("arch, page, heads, dtype", [
+    ("sm_90a", 64, 33, torch.bfloat16), ("sm_90a", 128, 12, torch.float16),
+    pytest.param("sm_100a", 64, 33, torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("sm_100a", 128, 12, torch.float16, marks=pytest.mark.slow),
+], indirect=["arch"])  # fmt: skip
+def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dtype, monkeypatch):
+    """128 dims: TMA copies them on Hopper, for four queries at a time, of 33 heads in two products. Requests of 7 and 1
+    queries, a CTA has both. 512 rows have as many groups as those of index_cases.ragged: the same choice."""
+    monkeypatch.setattr("dsv4.runtime.checks.values_checked", lambda x: False)
+    whole = index_cases.whole_numbers
+    k = torch.cat([whole(9, page, 128), torch.full((9, page, 8), index_cases.NAN)], -1)[..., :128]  # rows apart
+    table = torch.full((2, 512 // page), 99, dtype=torch.int32)
+    table[:, :3] = torch.tensor([[4, 0, 7], [2, -1, 5]])
+    lengths = torch.tensor([3 * page, 2 * page + 1, page, 1, 0, 7, 130, 3 * page - 7], dtype=torch.int32)
+    weights = -whole(8, heads, size=2).float().abs() - 1  # all scores are negative: zeros would come first
+    arguments = dict(q=whole(8, heads, 128).to(dtype), k=k.to(dtype), weights=weights, topk=20, scale=1.0,
+                     lengths=lengths, block_table=table,
+                     request_starts=torch.tensor([0, 7, 8], dtype=torch.int32))  # fmt: skip
+    lists, scores = index_cases.kernel(arch, **arguments)
+    want = replace(problem.build(**arguments), out=torch.empty_like(lists), scores=torch.empty_like(scores))
+    cpu.forward(want)
+    assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
+
+
+# What chooses is one kernel for both architectures.
+@pytest.mark.parametrize("arch, rows", [("sm_90a", 2100), *(
+    pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_90a", 300), ("sm_100a", 300), ("sm_100a", 2100))
+)], indirect=["arch"])  # fmt: skip
+def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
+    """Two CTAs to a query; 2100 rows have more groups than are looked into. Ties everywhere, so that more rows than
+    there is room for are not below the first cut; a list that is not full."""
+    monkeypatch.setattr(sizes, "LEAST_SHARES", 2)
+    whole, seen = index_cases.whole_numbers, []
+    ready = launch.ready_launch
+    monkeypatch.setattr(launch, "ready_launch", lambda given, target: seen.append(given) or ready(given, target))
+    arguments = dict(q=whole(2, 4, 16), k=whole(rows, 16), weights=whole(2, 4).float(), topk=20, scale=1.0,
+                     lengths=torch.tensor([rows, 7], dtype=torch.int32))  # fmt: skip
+    calls.forget()
+    index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
+    calls.forget()
+    assert seen[-1].constants["SHARES"] == 2 and seen[-1].grid == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["eager", "latest", "random"])
+def test_one_sequence_of_the_models_size(arch, order):
+    arguments = index_cases.one_sequence()
+    index_cases.assert_best(index_cases.kernel(arch, order, **arguments), **arguments)
+
+
+@pytest.mark.slow
+def test_many_queries_share_keys(arch):
+    """Nine queries, four to a CTA; six tiles and more than one split."""
+    arguments = index_cases.one_sequence(n=9, rows=700, lengths=(700, 699, 640, 129, 128, 127, 1, 0, 513), topk=100)
+    index_cases.assert_best(index_cases.kernel(arch, **arguments), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, d", [(1, 8), (5, 24), (16, 64), (128, 128), (33, 256), (128, 256)])
+def test_heads_and_dims(arch, heads, d):
+    arguments = index_cases.one_sequence(n=5, rows=200, heads=heads, d=d, topk=7, lengths=(200, 150, 7, 6, 0))
+    index_cases.assert_best(index_cases.kernel(arch, **arguments), **arguments)
+
+
+@pytest.mark.slow
+def test_a_batch_and_float16_and_strides(arch):
+    q, k, w = (index_cases.whole_numbers(*s).half() for s in ((3, 5, 4, 16), (3, 150, 16), (3, 5, 4)))
+    arguments = dict(q=q, k=k, weights=w, topk=11, positions=torch.randint(0, 602, (3, 5)), scale=1.0)
+    index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
+    wide = dict(arguments, q=q.mT.contiguous().mT, k=torch.stack([k, k + 1], -1)[..., 0], weights=w.mT.contiguous().mT)
+    assert torch.equal(index_cases.kernel(arch, **wide)[0], index_cases.kernel(arch, **arguments)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", [1, 5, 100, 128, 1000])
+@pytest.mark.parametrize("what", ["random", "equal", "two values", "rising", "far apart"])
+def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
+    """Pieces of 256 items: 900 rows take two rounds, more for wide lists."""
+    monkeypatch.setattr(sizes, "INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.index.kernels.prepare.INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.index.kernels.prepare.MAX_TOPK_BY_GROUPS", 0)  # not by groups
+    g = torch.Generator().manual_seed(topk)
+    scores = {
+        "random": torch.randn(900, generator=g),
+        "equal": torch.full((900,), -3.0),
+        "two values": torch.randint(0, 2, (900,), generator=g).float(),
+        "rising": torch.arange(900.0) / 7,
+        "far apart": torch.randn(900, generator=g) * 10.0 ** torch.randint(-37, 38, (900,), generator=g),
+    }[what].bfloat16()
+    index_cases.assert_select(arch, scores, topk)
+
+
+@pytest.mark.slow
+def test_blocks_of_queries_and_a_plan_that_is_small(arch, monkeypatch):
+    arguments = index_cases.ragged()
+    want = dsv4.index_topk(**arguments)
+    monkeypatch.setattr(sizes, "INDEX_BYTES", 4 * 2 * sizes.index_words(12 * 24, 20))  # two queries at a time
+    assert torch.equal(index_cases.kernel(arch, **arguments)[0], want)

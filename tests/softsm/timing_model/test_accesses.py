@@ -1,0 +1,80 @@
+"""Wavefronts of shared memory and sectors of global memory."""
+
+import numpy as np
+import pytest
+
+from softsm.timing_model import accesses
+
+LANES = np.arange(32)
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "wanted"),
+    [
+        (4, 4, 1),  # 32 banks
+        (0, 4, 1),  # one word for all
+        (8, 4, 2),
+        (128, 4, 32),
+        (16, 16, 4),  # 512 bytes, 128 a cycle
+        (8, 8, 2),
+        (1024, 16, 32),  # rows of a tile that is not swizzled
+    ],
+)
+def test_wavefronts(stride, size, wanted) -> None:
+    assert accesses.wavefronts(LANES[None] * stride, size).tolist() == [wanted]
+
+
+def test_a_sector_is_fetched_by_the_load_that_asks_first() -> None:
+    sectors = np.array([[1, 2, 2, 3], [3, 4, 5, 5], [1, 2, 3, 4]])
+    fresh = np.array([[True, True, False, True], [True, True, True, False], [True] * 4])
+    assert accesses.first_asked(sectors, fresh).tolist() == [3, 2, 0]
+
+
+def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
+    monkeypatch.setattr(accesses, "L1_BYTES", 3 * 32)
+    sectors = np.array([[1, 2], [3, 4], [1, 2], [1, 2]])
+    assert accesses.first_asked(sectors, np.ones((4, 2), bool)).tolist() == [2, 2, 2, 0]
+
+
+def test_warps_of_a_cta_ask_in_step() -> None:
+    """The emulator runs warp after warp. On a GPU the first loads of all warps come before their second ones."""
+    addresses = 32 * np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
+    turn = accesses.turns_of(np.array([0, 0, 1, 1]))
+    assert turn.tolist() == [0, 1, 0, 1]
+    units, missed, _ = accesses.sectors_of(None, lambda: addresses, np.zeros(4, bool), np.zeros(4, int), turn)
+    assert units.tolist() == [1, 1, 1, 1]
+    assert missed.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("step", [0, 4, 16, 32, 64, -16, None])
+def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
+    """Counted one by one. Two warps ask for the same rows; a step of None is no step at all."""
+    random = np.random.default_rng(3)
+    starts = 4096 + 512 * random.integers(0, 6, 12)
+    offsets = LANES * step if step is not None else 4 * random.integers(0, 400, (12, 32))
+    addresses, turn = starts[:, None] + offsets, accesses.turns_of(np.arange(12) // 6)
+    ends = addresses[:, [0, -1]] if step in (0, 4, 16, 32) else None
+    store, cta = np.arange(12) == 5, np.zeros(12, int)
+    units, missed, lines = accesses.sectors_of(ends, addresses.copy, store, cta, turn)
+    asked: set[int] = set()
+    for n in sorted(range(12), key=lambda n: int(turn[n])):
+        mine = set((addresses[n] >> 5).tolist())
+        assert (units[n], lines[n]) == (len(mine), len({s >> 2 for s in mine}))
+        assert missed[n] == (len(mine) if n == 5 else len(mine - asked))  # 5 is a store
+        asked |= mine if n != 5 else set()
+
+
+@pytest.mark.parametrize("pages", [1, 5, 1000])
+def test_the_first_places_of_values_on_few_pages_and_on_many(pages) -> None:
+    values = np.random.default_rng(pages).integers(0, pages << accesses.PAGE, 4000)
+    assert sorted(accesses.first_places(values)) == sorted(np.unique(values, return_index=True)[1])
+
+
+@pytest.mark.parametrize("kept", [1, 3, 7, 1000])
+def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> None:
+    monkeypatch.setattr(accesses, "L1_BYTES", 8 * 32 * kept)
+    first = 8 * np.random.default_rng(kept).integers(0, 5, 40)
+    sectors = first[:, None] + np.arange(8)
+    wanted = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
+    found = accesses.ranges_first_asked(sectors[:, [0, -1]], np.full(40, 8))
+    assert found is not None and found.tolist() == wanted.tolist()

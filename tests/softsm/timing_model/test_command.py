@@ -1,0 +1,91 @@
+"""`softsm time`: what a user reads when the program ends, however it does."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import softsm
+from softsm.cli import app
+from softsm.doors.triton.runtime import bench_once
+from softsm.timing_model import command
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+PTX = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry doubled(.param .u64 x, .param .u32 n)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<4>, %f<2>; .reg .b64 %d<4>; .reg .pred %p<2>;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r3, [n]; mov.u32 %r1, %tid.x; mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1;
+  ld.global.b32 %f1, [%d2]; mov.u32 %r2, 0;
+LOOP:
+  add.rn.f32 %f1, %f1, %f1; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, %r3; @%p1 bra LOOP;
+  st.global.b32 [%d2], %f1; ret;
+}"""
+PROGRAM = f"""
+import numpy as np
+import sys
+import softsm
+kernel = softsm.load('''{PTX}''')
+x = np.ones(32, np.float32)
+def launch(n):
+    kernel.launch(1, 32, [x, n])
+"""
+
+
+def timed(path, text: str, *options: str):
+    (path / "program.py").write_text(PROGRAM + text)
+    return CliRunner().invoke(app, ["time", "--gpu", "h200", *options, str(path / "program.py")])
+
+
+def test_launches_before_a_failed_check_have_their_times(tmp_path) -> None:
+    done = timed(tmp_path, "launch(1)\nassert False, 'far off'\nlaunch(2)\n")
+    assert done.exit_code == 1
+    assert done.output.count("doubled on H200: ") == 1
+    assert "AssertionError: far off" in done.output and "If it was a check of results" in done.output
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
+def test_a_program_that_exits_has_its_times(tmp_path, status, code) -> None:
+    done = timed(tmp_path, f"launch(1)\nsys.exit({status})\n")
+    assert done.exit_code == code and "doubled on H200: " in done.output
+    assert ("ended with status 3" in done.output) == bool(code)
+
+
+def test_a_program_that_checks_its_kernels_is_timed_without(tmp_path) -> None:
+    done = timed(tmp_path, "with softsm.checking(order='latest') as report:\n    launch(1)\nassert not report\n")
+    assert done.exit_code == 0, done.output
+    assert "doubled on H200: " in done.output
+
+
+def test_equal_launches_are_shown_once(tmp_path) -> None:
+    """The first reads from device memory what the others find in L2."""
+    done = timed(tmp_path, "for n in (1, 1, 1, 400, 1):\n    launch(n)\n")
+    assert done.exit_code == 0 and done.output.count("us predicted") == 3
+    assert "launch 1: doubled on H200: " in done.output and "launch 4: doubled on H200: " in done.output
+    assert "launches 2 to 3, 5: doubled on H200: " in done.output and "5 launches in a row: " in done.output
+    printing = "for n in (1, 1):\n    launch(n)\nprint('no JSON')\n"
+    each = json.loads(timed(tmp_path, printing, "--json").stdout)["launches"]
+    assert len(each) == 2
+
+
+def test_ranges_of_launches() -> None:
+    assert command.ranges([1]) == "1" and command.ranges([1, 2, 4, 7, 8, 9]) == "1 to 2, 4, 7 to 9"
+
+
+def test_a_tuner_gets_predicted_times_while_launches_are_timed() -> None:
+    import numpy as np
+
+    def call(n: int):
+        return lambda: softsm.load(PTX).launch(1, 32, [np.ones(32, np.float32), n])
+
+    with softsm.use("sm_90a", sms=132):
+        counted = bench_once(call(1)), bench_once(call(1000))
+        with softsm.timing("h200") as timer:
+            short, [long, _] = bench_once(call(1)), bench_once(call(1000), quantiles=(0.5, 0.2))
+    assert counted[0] < counted[1] and short < long
+    assert [short, long] == pytest.approx([p.us * 1e-3 for p in timer.predictions])

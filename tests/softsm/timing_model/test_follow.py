@@ -1,0 +1,124 @@
+"""Programs whose path depends on CTAs that a timing run does not execute get a message, not a number."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.errors import Deadlock
+from softsm.timing_model import report
+from softsm.timing_model.follow import CannotFollow, branch_on_atomic
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+HEAD = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 n)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<8>; .reg .b64 %d<4>; .reg .pred %p<4>;
+  .shared .b32 box;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r4, [n]; mov.u32 %r1, %ctaid.x; mov.u32 %r6, %tid.x;
+"""
+FLAG = (
+    HEAD
+    + """
+  setp.eq.u32 %p1, %r1, 0; @%p1 bra WAIT;
+  mov.u32 %r2, 1; st.release.gpu.global.u32 [%d1], %r2; ret;
+WAIT:
+  ld.acquire.gpu.global.u32 %r3, [%d1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra WAIT;
+  ret;
+}"""
+)
+COUNTER = (
+    HEAD
+    + """
+NEXT:
+  setp.eq.u32 %p3, %r6, 0;
+  @%p3 atom.global.add.u32 %r1, [%d1], 1;
+  @%p3 st.shared.b32 [box], %r1;
+  bar.sync 0;
+  ld.shared.b32 %r2, [box]; bar.sync 0;
+  setp.lt.u32 %p2, %r2, %r4; @%p2 bra NEXT;
+  ret;
+}"""
+)
+PLACES = (
+    HEAD
+    + """
+  atom.global.add.u32 %r2, [%d1], 1;
+  and.b32 %r2, %r2, 0; mul.wide.u32 %d2, %r2, 4; add.u64 %d2, %d2, %d1; st.global.u32 [%d2+4], %r6;
+  setp.eq.u32 %p2, %r1, 77; @%p2 bra END;
+END: ret;
+}"""
+)
+
+
+def timed(ptx: str, grid: int, n: int = 0):
+    with softsm.timing("h200") as timer:
+        softsm.load(ptx).launch(grid, 32, [np.zeros(64, np.uint32), n])
+    return timer.predictions[0]
+
+
+def test_a_wait_for_a_cta_that_does_not_run() -> None:
+    with pytest.raises(CannotFollow, match=r"k: waits for CTAs that a timing run does not execute \(1 of 2 ran\)"):
+        timed(FLAG, 2)
+
+
+def test_a_deadlock_of_the_whole_grid_is_called_one() -> None:
+    with pytest.raises(Deadlock):
+        timed(FLAG, 1)
+
+
+def test_work_from_a_counter() -> None:
+    with pytest.raises(CannotFollow, match=r"k: the branch at PTX line \d+ depends on what the atomic operation"):
+        timed(COUNTER, 132, 1320)
+
+
+def test_a_grid_that_runs_whole_is_followed() -> None:
+    assert timed(COUNTER, 1, 50).cycles > 50
+
+
+def test_an_atomic_result_that_is_no_branch_is_followed() -> None:
+    assert timed(PLACES, 132).us > 0
+    assert branch_on_atomic(PLACES, range(1, 40)) is None
+
+
+def test_lines_that_did_not_run_do_not_count() -> None:
+    atomic = next(n for n, line in enumerate(COUNTER.splitlines(), 1) if "atom" in line)
+    assert branch_on_atomic(COUNTER, range(1, 40)) == (atomic, atomic + 4)
+    assert branch_on_atomic(COUNTER, set(range(1, 40)) - {atomic}) is None
+
+
+@pytest.mark.parametrize("address", ["[ %r7 + 0 ]", "[%r5]", "[box + 0]"])
+def test_a_shared_address_is_known_by_any_name(address) -> None:
+    """Triton stores through a register and loads by the symbol."""
+    by_register = COUNTER.replace("NEXT:", "mov.b32 %r7, box; add.s32 %r5, %r7, 0;\nNEXT:").replace(
+        "st.shared.b32 [box]", f"st.shared.b32 {address}"
+    )
+    assert branch_on_atomic(by_register, range(1, 40)) is not None
+    elsewhere = by_register.replace("ld.shared.b32 %r2, [box]", "ld.shared.b32 %r2, [box+4]")
+    assert branch_on_atomic(elsewhere, range(1, 40)) is None
+
+
+ROWS = (
+    HEAD
+    + """
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.u32 %r2, [%d2]; mov.u32 %r3, 0;
+TURN:
+  add.u32 %r3, %r3, 1; st.volatile.shared.b32 [box], %r3; setp.lt.u32 %p1, %r3, %r2; @%p1 bra TURN;
+  ret;
+}"""
+)
+
+
+def test_a_length_that_is_loaded_makes_a_guess_where_ctas_differ() -> None:
+    def doubt(lengths: np.ndarray) -> str:
+        with softsm.timing("h200") as timer:
+            softsm.load(ROWS).launch(len(lengths), 32, [lengths, 0])
+        return report.doubt(timer.predictions[0])
+
+    assert doubt(np.full(400, 7, np.uint32)) == ""
+    words = doubt(np.arange(400, dtype=np.uint32))
+    assert words.startswith("a guess") and "the 3 of 400 that were looked at differ" in words

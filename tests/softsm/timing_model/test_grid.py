@@ -1,0 +1,70 @@
+"""From a few clusters to the whole grid."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.timing_model import grid, lower, model
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+# If asked to, CTAs with an odd number make twice as many turns as their neighbours.
+UNEVEN = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 odd)
+.reqntid 128, 1, 1
+{
+  .reg .b32 %r<8>, %f<4>; .reg .b64 %d<4>; .reg .pred %p<4>;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r5, [odd]; mov.u32 %r1, %tid.x; mov.u32 %r4, %ctaid.x; mov.u32 %r2, 0;
+  cvt.rn.f32.u32 %f1, %r1; and.b32 %r4, %r4, %r5; shl.b32 %r4, %r4, 5; add.u32 %r4, %r4, 32;
+LOOP:
+  ex2.approx.ftz.f32 %f1, %f1;
+  add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, %r4; @%p1 bra LOOP;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; st.global.b32 [%d2], %f1; ret;
+}"""
+
+
+def one_after_another(durations: list[float], slots: int, more: float) -> float:
+    ends = [0.0] * slots
+    for n, d in enumerate(durations):
+        place = ends.index(min(ends))
+        ends[place] += d + (more if n < slots else 0.0)
+    return max(ends)
+
+
+@pytest.mark.parametrize(("ctas", "slots"), [(5, 8), (8, 8), (9, 8), (100, 8), (7, 1)])
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_last_cta_ends_as_if_each_took_the_first_free_place(ctas, slots, equal) -> None:
+    durations = np.full(ctas, 3.25) if equal else np.random.default_rng(ctas).uniform(1, 4, ctas)
+    assert grid.makespan(durations, slots, 0.5) == pytest.approx(one_after_another(durations.tolist(), slots, 0.5))
+
+
+def timed(odd: int) -> model.Model:
+    with softsm.timing("h200") as timer:
+        softsm.load(UNEVEN).launch(132 * 100 + 1 + odd, 128, [np.zeros(128, np.float32), odd])
+    prediction = timer.predictions[0]
+    return model.Model(prediction.trace, prediction.gpu)
+
+
+def test_ctas_that_do_the_same_are_one_kind() -> None:
+    assert timed(0).kinds == [0, 0, 0]
+    assert timed(1).kinds == [0, 1, 1]  # numbers 0, 6601 and 13201
+
+
+def test_streams_differ_if_an_event_does() -> None:
+    def streams(size: int) -> lower.Streams:
+        one = np.zeros(3, np.int32)
+        return lower.Streams([lower.Path(one, one - 1, one, one)], [0], np.array([[4.0, 0, size, 0]]))
+
+    assert lower.kinds_of([streams(64), streams(32), streams(64), streams(32)]) == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_replay_that_is_cut_short_begins_every_cta_when_the_whole_one_does(odd) -> None:
+    m = timed(odd)
+    queues = m._queues(m.occupancy, 5)
+    whole, short = (m.replay(queues, 1.98, 132, whole=x) for x in (True, False))
+    assert whole.end.min() > 0 and short.end.min() < 0  # some have not ended
+    assert whole.start.tolist() == short.start.tolist()

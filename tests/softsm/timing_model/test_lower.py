@@ -1,0 +1,52 @@
+"""Which machine instructions a warp issues for the blocks of PTX that it runs through."""
+
+from softsm.timing_model import sass
+from softsm.timing_model.lower import Lowering
+from softsm.timing_model.trace import ARRIVE, BAR, WAIT, Blocks
+
+PTX_LINES = {1: 0, 2: 1, 3: 1, 4: 2}  # a loop of one block (1) between two others
+BLOCKS = Blocks([0, 1, 3], PTX_LINES, [1, 2, 3, 4], [], loops=[0, 1, 0])
+
+
+def code(rows: list[tuple[int, str]]) -> sass.Code:
+    text = "".join(
+        f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/                   {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    return sass.read(text, "")
+
+
+def test_a_loop_that_the_assembler_unrolled_whole_is_issued_once() -> None:
+    turns = [(2, "FADD R1, R1, R3"), (3, "BAR.SYNC 0x0")] * 10
+    found = code([(1, "MOV R1, R2"), *turns, (4, "EXIT")])
+    assert len(found.blocks) == 1
+    lowering = Lowering(found, BLOCKS)
+    path = lowering._path([0, *[1] * 10, 2], [*range(11), 10], [(3, BAR)] * 10)
+    assert path.instructions.tolist() == list(range(22))
+    assert [n for n, e in enumerate(path.events.tolist()) if e >= 0] == list(range(2, 22, 2))
+
+
+def test_a_loop_of_the_machine_code_is_issued_turn_by_turn() -> None:
+    rows = [(1, "MOV R1, R2"), *[(2, "FADD R1, R1, R3")] * 20, (3, "@P0 BRA `(.L_x_0)"), (4, "EXIT")]
+    text = "".join(
+        (".L_x_0:\n" if n == 1 else "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lowering = Lowering(sass.read(text, ""), BLOCKS)
+    path = lowering._path([0, 1, 1, 1, 2], [0] * 5, [])
+    assert len(path.instructions) == 1 + 3 * 21 + 1
+
+
+def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code() -> None:
+    """The first try has a neighbour's line. Another wait's first try is a short block too, but asks something else."""
+    rows = [
+        (1, "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR25], R71"), (1, "@!P2 BRA `(.L_x_5)"),
+        (3, "SYNCS.ARRIVE.TRANS64 RZ, [UR25+0x8], R2"), (3, "@!P1 BRA `(.L_x_6)"),
+        (3, "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR25+0x10], R71"), (3, "@!P4 BRA `(.L_x_7)"), (3, "EXIT"),
+        (2, "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR25], R71"), (2, "@!P2 BRA `(.L_x_5)"), (2, "EXIT"),
+    ]  # fmt: skip
+    lowering = Lowering(code(rows), Blocks([0], {1: 0, 2: 0, 3: 0}, [1, 2, 3], [], loops=[0]))
+    path = lowering._path([0], [0], [(2, WAIT), (3, ARRIVE)])
+    placed = [path.instructions[n] for n, e in enumerate(path.events.tolist()) if e >= 0]
+    assert placed == [0, 2]

@@ -1,0 +1,32 @@
+"""Blocks, lines and scheduling words of machine code, read from nvdisasm's text."""
+
+from softsm.timing_model import sass
+
+TEXT = """
+\t//## File ".nv_debug_ptx_txt", line 7
+        /*0000*/                   LDG.E.128 R4, desc[UR6][R2.64] ;           /* 0x0000000602047981 */
+                                                                              /* 0x000ea4000c1e1d00 */
+        /*0010*/              @!P0 BRA `(.L_x_0) ;                            /* 0x0000000000048947 */
+                                                                              /* 0x000fea0003800000 */
+\t//## File ".nv_debug_ptx_txt", line 9
+        /*0020*/                   FADD R1, R4, R3 ;                          /* 0x0000000304017221 */
+                                                                              /* 0x004fe20000000000 */
+.L_x_0:
+        /*0030*/                   EXIT ;                                     /* 0x000000000000794d */
+                                                                              /* 0x000fea0003800000 */
+"""
+
+
+def test_blocks_end_at_branches_and_labels() -> None:
+    code = sass.read(TEXT, "ptxas info : Used 40 registers\n 8 bytes stack frame, 8 bytes spill stores")
+    assert [list(b) for b in code.blocks] == [[0, 1], [2], [3]]
+    assert [i.line for i in code.instructions] == [7, 7, 9, 9]
+    assert [i.guarded for i in code.instructions] == [False, True, False, False]
+    assert (code.registers, code.spills) == (40, 8)
+
+
+def test_a_load_raises_a_scoreboard_that_its_user_waits_for() -> None:
+    load, branch, add, _ = sass.read(TEXT, "").instructions
+    assert (load.stall, load.sets, load.holds, load.waits) == (2, 2, sass.NONE, 0)
+    assert (branch.stall, branch.sets, branch.holds, branch.waits) == (5, sass.NONE, sass.NONE, 0)
+    assert (add.stall, add.sets, add.waits) == (1, sass.NONE, 1 << load.sets)

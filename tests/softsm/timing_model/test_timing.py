@@ -1,0 +1,141 @@
+"""softsm.timing(): predictions of small kernels whose limits are known."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.timing_model import costs, lower, model, parameters, report, sass, trace
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+STREAM = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x, .param .u32 n)
+.reqntid 256, 1, 1
+{
+  .reg .b32 %r<8>, %f<8>; .reg .b64 %d<8>; .reg .pred %p<4>;
+  ld.param.u64 %d1, [x]; ld.param.u32 %r3, [n]; mov.u32 %r1, %tid.x; mov.u32 %r2, 0; cvt.rn.f32.u32 %f1, %r1;
+  mov.b32 %f2, 0x3f000000; mov.b32 %f3, 0x3f800000;
+LOOP:
+%BODY%
+  add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, %r3; @%p1 bra LOOP;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; st.global.b32 [%d2], %f1; ret;
+}"""
+
+
+def predicted(body: str, rounds: int = 50, grid: int = 132):
+    x = np.zeros(1024, np.float32)
+    with softsm.timing("h200") as timer:
+        softsm.load(STREAM.replace("%BODY%", body)).launch(grid, 256, [x, rounds])
+    return timer.predictions[0]
+
+
+def test_a_chain_of_dependent_instructions_takes_their_latencies() -> None:
+    p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
+    chain = 50 * 16 * parameters.GPUS["h200"]["latency.mufu"]
+    assert chain < p.cycles < 1.25 * chain
+    assert p.clock == pytest.approx(1.98)
+
+
+def test_the_pipe_limits_independent_instructions() -> None:
+    body = "".join(
+        f"  ex2.approx.ftz.f32 %f{4 + i % 4}, %f1; add.f32 %f1, %f1, %f{4 + (i + 1) % 4};\n" for i in range(16)
+    )
+    slow, none = predicted(body), predicted("")
+    # two warps on a scheduler, 16 of these each, eight cycles of the pipe each
+    assert slow.cycles - none.cycles > 50 * 2 * 16 * 8 * 0.95
+
+
+def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
+    body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
+    one, two = predicted(body, 100), predicted(body, 200)
+    assert two.cycles / one.cycles == pytest.approx(2, rel=0.1)
+    many = predicted(body, 100, grid=132 * 8 * 3)
+    assert many.waves == pytest.approx(3) and many.cycles > 2.5 * one.cycles
+
+
+def test_words_say_gpu_clock_band_and_what_waits() -> None:
+    p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
+    text = report.text(p)
+    assert " on H200: " in text and " us predicted (" in text and "at 1.98 GHz" in text
+    assert "warps: MUFU waits for an operand at PTX line " in text and "132 CTAs of 256 threads" in text
+    assert "one wave" in text and "bound by exp " in text
+    assert report.as_dict(p)["us_low"] < p.us < report.as_dict(p)["us_high"]
+
+
+def test_every_parameter_has_bounds_and_a_source() -> None:
+    for gpu in parameters.GPUS.values():
+        for name, p in gpu.values.items():
+            assert p.low <= p.value <= p.high and p.source and p.unit and p.confidence in "ABCD", name
+
+
+def test_a_gpu_of_another_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpu: got b200, which runs sm_100a; the program was compiled for sm_90a"):
+        parameters.gpu_for("b200", "sm_90a")
+
+
+def test_a_timing_run_emulates_the_ctas_it_looks_at_and_each_of_their_instructions_once() -> None:
+    """Counted in instructions of PTX; the seconds that a trace and a replay take beside them are in docs/timing.md."""
+    body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
+    with softsm.counting() as plain:
+        softsm.load(STREAM.replace("%BODY%", body)).launch(1, 256, [np.zeros(1024, np.float32), 50])
+    one = sum(role.instructions for role in plain.roles.values())
+    with softsm.counting() as timed:
+        p = predicted(body, 50, grid=132 * 100)
+    assert p.trace is not None and len(p.trace.clusters) == 3
+    assert sum(role.instructions for role in timed.roles.values()) == 3 * one
+
+
+def test_warps_of_small_ctas_are_spread_over_the_schedulers() -> None:
+    """Four CTAs of one warp each on a multiprocessor take no longer than one."""
+    text = STREAM.replace("%BODY%", "  fma.rn.f32 %f1, %f1, %f2, %f3;\n" * 64).replace("256, 1, 1", "32, 1, 1")
+    cycles = {}
+    for grid in (132, 4 * 132):
+        with softsm.timing("h200") as timer:
+            softsm.load(text).launch(grid, 32, [np.zeros(1024, np.float32), 50])
+        cycles[grid] = timer.predictions[0].cycles
+    assert cycles[4 * 132] < 1.1 * cycles[132]
+
+
+def test_what_does_not_change_between_launches_is_made_once(monkeypatch) -> None:
+    """Counted, since seconds depend on the machine: disassembly, blocks, costs and ways of the second launch are those
+    of the first, and a CTA that leaves device memory idle is replayed once."""
+    made: list[str] = []
+
+    def counted(place, name: str) -> None:
+        plain = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, **k: made.append(name) or plain(*a, **k))
+
+    for place, name in ((sass, "disassemble"), (trace, "blocks_of"), (trace, "Instructions"), (costs, "fixed_costs"),
+                        (lower.Lowering, "_path"), (model.Model, "replay")):  # fmt: skip
+        counted(place, name)
+    kernel = softsm.load(STREAM.replace("%BODY%", "  ex2.approx.ftz.f32 %f1, %f1;\n" * 7))
+    sass.code_of.cache_clear()
+    kernel.__dict__.pop("_timed", None)
+    for launch in range(2):
+        with softsm.timing("h200"):
+            kernel.launch(1, 256, [np.zeros(1024, np.float32), 50])
+        if launch == 0:
+            assert sorted(set(made)) == ["Instructions", "_path", "blocks_of", "disassemble", "fixed_costs", "replay"]
+            assert made.count("_path") == 1  # eight warps go one way
+            made.clear()
+    assert made == ["replay"]
+
+
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_warp_with_a_scheduler_of_its_own_goes_ahead_and_takes_as_long(threads) -> None:
+    """Others notice nothing of what it does by itself; who of two comes first at the same time may differ."""
+    body = """  ex2.approx.ftz.f32 %f1, %f1; fma.rn.f32 %f2, %f1, %f1, %f2; bar.sync 0;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.b32 %f3, [%d2]; add.rn.f32 %f1, %f1, %f3;"""
+    text = STREAM.replace("%BODY%", body).replace("256, 1, 1", f"{threads}, 1, 1")
+    with softsm.timing("h200") as timer:
+        softsm.load(text).launch(1, threads, [np.zeros(128, np.float32), 100])
+    found = timer.predictions[0]
+    again = model.Model(found.trace, found.gpu)
+    again.costs.products = True  # with products none goes ahead
+    other = again.predict()
+    assert found.cycles == pytest.approx(other.cycles, rel=1e-3)
+    assert found.run.issued.tolist() == other.run.issued.tolist()
+    assert found.run.stalls.sum() == pytest.approx(other.run.stalls.sum(), rel=0.01)

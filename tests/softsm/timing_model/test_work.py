@@ -1,0 +1,59 @@
+"""What a grid asks of the engines, and what its first CTAs cost more than the others."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.timing_model.parameters import GPUS
+from softsm.timing_model.work import mma_cycles
+
+pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+
+WORK = 800
+KERNEL = """
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x)
+.reqntid 128, 1, 1
+{
+  .reg .b32 %r<8>, %f<12>; .reg .b64 %d<8>;
+  ld.param.u64 %d1, [x]; mov.u32 %r1, %tid.x; cvt.rn.f32.u32 %f1, %r1;
+  mov.b32 %f2, 0x3f000000; mov.b32 %f3, 0x3f800000;
+  mov.b32 %f4, %f1; mul.f32 %f5, %f1, %f1; mul.f32 %f6, %f5, %f1; mul.f32 %f7, %f6, %f1;
+%BODY%
+  add.f32 %f4, %f4, %f5; add.f32 %f4, %f4, %f6; add.f32 %f4, %f4, %f7;
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; st.global.b32 [%d2], %f4; ret;
+}""".replace("%BODY%", "\n".join(f"  fma.rn.f32 %f{4 + i % 4}, %f{4 + i % 4}, %f2, %f3;" for i in range(WORK)))
+
+
+@pytest.fixture(scope="module")
+def predictions() -> dict:
+    """By waves. No loop, so that all code is fetched once; shared memory lets one CTA run on a multiprocessor."""
+    out = {}
+    for waves in (1, 10, 20):
+        with softsm.timing("h200") as timer:
+            softsm.load(KERNEL).launch(132 * waves, 128, [np.zeros(128, np.float32)], shared=200 << 10)
+        out[waves] = timer.predictions[0]
+    return out
+
+
+def test_an_engine_is_as_busy_as_its_work_is_of_the_predicted_time(predictions) -> None:
+    for waves, p in predictions.items():
+        assert p.resident == 1 and p.waves == waves
+        least = waves * WORK * GPUS["h200"]["interval.fma"]  # cycles of a scheduler, which has one warp
+        assert p.busy["fma"] * p.body_us == pytest.approx(least / p.clock / 1e3, rel=0.02)
+        assert p.busy["issue"] * p.body_us == pytest.approx(p.roofline["issue"], rel=1e-6)
+
+
+def test_only_the_first_cta_of_a_slot_begins_with_cold_code(predictions) -> None:
+    one, ten, twenty = (predictions[waves].cycles for waves in (1, 10, 20))
+    each = (twenty - ten) / 10  # a CTA in the middle of the grid, and the gap before it
+    assert ten == pytest.approx(one + 9 * each, rel=0.02)
+    assert one + GPUS["h200"]["cta.gap"] > 1.2 * each
+
+
+def test_cycles_of_products_in_tensor_memory() -> None:
+    """As measured on a B200 (SemiAnalysisAI/microbench-blackwell): SS and TS, one CTA and a pair."""
+    cases = np.array([(128, 256, 0), (128, 64, 0), (128, 256, 2), (128, 256, 1), (256, 256, 1)])
+    assert np.maximum(*mma_cycles(*cases.T)).tolist() == [128, 48, 128, 64, 128]
