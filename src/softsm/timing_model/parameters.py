@@ -133,7 +133,7 @@ HOPPER = {
     "tmem.latency": _p(180, "cycles", QRC, "C", 100, 420),
     "commit": _p(10, "cycles", SA, "C"),
     "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
-    "l2.coincide": _p(0.028, "share of the sharers", "NOTES.md v7: 268 M lines asked, 97 M answered", "B", 0.0, 0.1),
+    "l2.coincide": _p(0.028, "share of the sharers", "NOTES.md, head dim 512: 97 M of 268 M sectors", "B", 0.0, 0.1),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "queue.l2": _p(25, "ns", OURS, "B", 0, 50),
     "queue.hbm": _p(200, "ns", OURS, "B", 130, 260),
@@ -154,7 +154,7 @@ HOPPER = {
     # alone, every 3.1, do not.
     "product.delay": _p(0.24, CLOSE, TURNS, "B", 0.18, 0.243),
     "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
-    "clock.full": _p(0.5, "tensor-core use", "NOTES.md, V4 lists: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
+    "clock.full": _p(0.5, "tensor-core use", "NOTES.md, clock: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
 }
 BLACKWELL = HOPPER | {
     "sms": _p(148, "count", "driver", "A"),

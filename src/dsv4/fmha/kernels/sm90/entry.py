@@ -11,7 +11,7 @@ head dim   problems                                    kernel
 =========  ==========================================  ===================
 
 pair.py halves what crosses the L2, but that is not the limit on an H200, where wide_kv.py is the faster one
-(benchmarks/NOTES.md, version 7). So it is taken only where the environment asks for it.
+(benchmarks/NOTES.md, head dim 512). So it is taken only where the environment asks for it.
 """
 
 from dataclasses import replace
