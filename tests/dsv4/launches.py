@@ -5,10 +5,10 @@ from dsv4.runtime.driver import DriverLaunch
 from dsv4.runtime.launch import TritonLaunch
 
 
-def multiprocessors(monkeypatch, count: int) -> None:
+def num_sms(monkeypatch, count: int) -> None:
     """As on a GPU with so many."""
     real = dispatch.softsm_target
-    monkeypatch.setattr(dispatch, "softsm_target", lambda: real()._replace(multiprocessors=count))
+    monkeypatch.setattr(dispatch, "softsm_target", lambda: real()._replace(num_sms=count))
 
 
 def launched(monkeypatch) -> list[str]:

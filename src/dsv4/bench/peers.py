@@ -236,8 +236,8 @@ class DeepGEMM:
         """q e4m3 [requests, queries, H, 128], pages uint8 [pages, 64, 132], weights fp32 [N, H], lengths int32
         [requests, queries] -> scores fp32 [N, table width * 64]; what is not seen is left as it was."""
         longest, lib = table.shape[1] * 64, self.module
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        schedule = lib.get_paged_mqa_logits_metadata(lengths, 64, multiprocessors)
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        schedule = lib.get_paged_mqa_logits_metadata(lengths, 64, num_sms)
         cache = pages.view(pages.shape[0], 64, 1, 132)
         return lambda: lib.fp8_paged_mqa_logits(q, cache, weights, lengths, table, schedule, longest)
 

@@ -229,7 +229,7 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
     """Queries of a request together: each. Keys in pages; a request is one query, or those between two starts."""
     pages = -(-sizes.index_rows // sizes.page_size)
     # As many queries as several CTAs each, fewer and fewer, choose rows for (index_shares); one each; many.
-    counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.MULTIPROCESSORS})
+    counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.DEFAULT_NUM_SMS})
     heads, dims = sizes.index_heads, sizes.index_dims
     for requests, starts in itertools.product(counts_of_requests, (True, False) if each == 1 else (True,)):
         n = requests * each

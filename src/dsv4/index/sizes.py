@@ -48,9 +48,9 @@ def index_groups(capacity: int) -> int:
     return power_of_two(index_line(capacity) // GROUP)
 
 
-def index_shares(queries: int, multiprocessors: int) -> int:
+def index_shares(queries: int, num_sms: int) -> int:
     """CTAs to a query for the choice by groups: a power of two."""
-    fit = min(multiprocessors // max(queries, 1), MOST_SHARES)
+    fit = min(num_sms // max(queries, 1), MOST_SHARES)
     return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES else 1
 
 

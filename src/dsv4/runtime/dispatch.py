@@ -23,7 +23,7 @@ from dsv4.runtime.settings import settings
 ARCHITECTURES = {(9, 0): ("sm90", "sm_90a", (3, 6)), (10, 0): ("sm100", "sm_100a", (3, 9))}
 OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4
 DEFAULT_SOFTSM_ARCH = "sm_100a"
-MULTIPROCESSORS = 132  # assumed where kernels are only compiled
+DEFAULT_NUM_SMS = 132  # assumed where kernels are only compiled
 
 
 class Target(NamedTuple):
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
     backend: str  # cuda, softsm
     capability: tuple[int, int]
-    multiprocessors: int
+    num_sms: int
     pair: bool = False  # DSV4_PAIR=1: Hopper's kernel of two CTAs, where it serves the problem
     aot: Path | None = None  # compiled kernels are taken from here (aot.py)
     aot_only: bool = False  # and from nowhere else
@@ -100,7 +100,7 @@ def softsm_target() -> Target:
 def compile_target(arch: str, pair: bool = False) -> Target:
     """For kernels that are only compiled."""
     capability = next(capability for capability, entry in ARCHITECTURES.items() if entry[1] == arch)
-    return Target("cuda", capability, MULTIPROCESSORS, pair)
+    return Target("cuda", capability, DEFAULT_NUM_SMS, pair)
 
 
 def softsm_arch() -> str:

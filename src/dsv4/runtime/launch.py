@@ -26,10 +26,10 @@ from dsv4.runtime.program import Launch, Null, Number, Program, Slot
 
 
 class Ready:
-    """run(tensors) allocates the rooms and takes the steps. Holds no tensor: any number of threads may run it."""
+    """run(tensors) allocates the workspace and takes the steps. Holds no tensor: any number of threads may run it."""
 
     def __init__(self, program: Program, target: Target):
-        self.rooms = program.rooms
+        self.buffers = program.buffers
         self.device = program.device
         self.watched: list[Any] = []  # the steps where there are hooks
         self.steps: list[Any] = []
@@ -39,9 +39,9 @@ class Ready:
             self.steps.append(step)
 
     def run(self, memory: list[Tensor | None], addresses: list[int]) -> None:
-        """Both lists become longer by the rooms."""
-        for room in self.rooms:
-            x = room.empty(self.device)
+        """Both lists become longer by the workspace buffers."""
+        for buffer in self.buffers:
+            x = buffer.empty(self.device)
             memory.append(x)
             addresses.append(x.data_ptr())
         stream = driver.active.get_current_stream(self.device.index)

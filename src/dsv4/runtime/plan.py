@@ -106,13 +106,13 @@ def plan(
         words = 0
         if where.type == "cuda":
             words = index_block(batch, max_seqlen_k) * index_words(max_seqlen_k)
-            words += _multiprocessors(where) * index_share_words(max_seqlen_k)
+            words += _num_sms(where) * index_share_words(max_seqlen_k)
         return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
-    splits = 1 if where.type != "cuda" else _splits(_multiprocessors(where), **sizes)
+    splits = 1 if where.type != "cuda" else _splits(_num_sms(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
     if where.type == "cuda" and name == "v4_attention":
         tiles, blocks = batch * -(-q_heads // NARROW_HEADS), -(-max_seqlen_k // NARROW_KEYS) + 2  # of two lists
-        partials = max(partials, narrow_splits(tiles, _multiprocessors(where), blocks) * batch * q_heads)
+        partials = max(partials, narrow_splits(tiles, _num_sms(where), blocks) * batch * q_heads)
     if deterministic and where.type == "cuda" and name == "v4_attention":
         partials = max(partials, max(deterministic_cut(q_heads, max_seqlen_k)[0], 1) * batch * q_heads)
     if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):
@@ -126,12 +126,10 @@ def plan(
     return Plan(name, head_dim=head_dim, num_splits=splits, scratch=scratch, **sizes)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _splits(
-    multiprocessors: int, *, batch: int, q_heads: int, kv_heads: int, max_seqlen_q: int, max_seqlen_k: int
-) -> int:
+def _splits(num_sms: int, *, batch: int, q_heads: int, kv_heads: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
     tiles = batch * kv_heads * -(-max_seqlen_q * (q_heads // kv_heads) // ROWS_PER_TILE)
-    return choose_splits(tiles, multiprocessors, max_seqlen_k)
+    return choose_splits(tiles, num_sms, max_seqlen_k)

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.kv import Fp8Cache
+
+@runtime_checkable
+class Pages(Protocol):
+    """Rows as bytes in one flat tensor: what a program has to know of a cache (dsv4.caches)."""
+
+    storage: Any
+
+    def with_storage(self, storage: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
     """A tensor of the call, or a part of one, as far as its shapes tell. It has a tensor's questions, and no memory."""
 
-    index: int  # among the tensors of the call, then the program's rooms
+    index: int  # among the tensors of the call, then the program's workspace buffers
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -154,12 +161,12 @@ TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"
 
 
 class Program:
-    """Steps in order, and the rooms (memory that only this call needs) that are allocated before them."""
+    """Steps in order, and the workspace buffers (memory that only this call needs) that are allocated before them."""
 
     def __init__(self, tensors: Mapping[str, Tensor | None], device: torch.device):
         self.device = device
         self.inputs = list(tensors)
-        self.rooms: list[Layout] = []
+        self.buffers: list[Layout] = []
         self.steps: list[Copy | Fill | Launch] = []
         self._slots = {id(x): Slot.of(i, name, x) for i, (name, x) in enumerate(tensors.items()) if x is not None}
 
@@ -170,20 +177,20 @@ class Program:
             x = getattr(problem, field.name)
             if isinstance(x, Tensor):
                 changed[field.name] = self._slots[id(x)]
-            elif isinstance(x, Fp8Cache):
+            elif isinstance(x, Pages):
                 changed[field.name] = x.with_storage(self._slots[id(x.storage)])
         return replace(problem, **changed)
 
-    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
+    def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         layout = Layout.contiguous(shape, dtype)
-        self.rooms.append(layout)
-        return Slot(len(self.inputs) + len(self.rooms) - 1, name, *layout, self.device)
+        self.buffers.append(layout)
+        return Slot(len(self.inputs) + len(self.buffers) - 1, name, *layout, self.device)
 
     def copied(self, x: Slot) -> Slot:
         """A contiguous copy of a tensor that a kernel cannot read as it lies."""
-        room = self.room(f"copy of {x.name}", x.shape, x.dtype)
-        self.copy(room, x)
-        return room
+        made = self.workspace(f"copy of {x.name}", x.shape, x.dtype)
+        self.copy(made, x)
+        return made
 
     def flattened(self, x: Slot) -> Slot:
         """The first two dimensions as one: the same memory where its strides allow that, else a copy."""
@@ -214,5 +221,5 @@ class Program:
 def tensors_of(problem: Any) -> dict[str, Tensor]:
     """The tensors of a problem by the names of its fields."""
     found = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    found = {name: x.storage if isinstance(x, Fp8Cache) else x for name, x in found.items()}
+    found = {name: x.storage if isinstance(x, Pages) else x for name, x in found.items()}
     return {name: x for name, x in found.items() if isinstance(x, Tensor)}

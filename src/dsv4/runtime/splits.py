@@ -13,7 +13,7 @@ DETERMINISTIC_ROWS = 1024
 NARROW_HEADS, NARROW_KEYS = 16, 64  # of a thread block of V4 attention where few queries are all there is
 
 
-def choose_splits(tiles: int, multiprocessors: int, keys: int, merged: bool = True) -> int:
+def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True) -> int:
     """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
 
     Time in units of STEP keys: tiles * n blocks run in rounds, each block costs its steps and one more to start and
@@ -21,25 +21,25 @@ def choose_splits(tiles: int, multiprocessors: int, keys: int, merged: bool = Tr
     more, the last round is a small part of all, and partial results of every row would be a large one: no splits.
     merged: whether there are partial results.
     """
-    if merged and tiles >= WHOLE * multiprocessors:
+    if merged and tiles >= WHOLE * num_sms:
         return 1
     steps = -(-keys // STEP)
 
     def cost(n: int) -> float:
-        rounds = -(-tiles * n // multiprocessors)
+        rounds = -(-tiles * n // num_sms)
         return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
 
     return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
 
 
-def uneven(tiles: int, multiprocessors: int, steps: int, splits: int) -> tuple[int, int, int]:
+def uneven(tiles: int, num_sms: int, steps: int, splits: int) -> tuple[int, int, int]:
     """(splits, thread blocks that have one of the equal splits each, steps from which on splits are uneven).
 
     Where one step is left over, it becomes a split by itself instead of making others longer: the multiprocessors that
     have none of the equal splits share those of all tiles. The host knows how many steps there can be, the kernel how
     many there are: it cuts evenly what is shorter than uneven_from, or leaves over more than one step.
     """
-    free = multiprocessors - tiles * splits
+    free = num_sms - tiles * splits
     if 1 < splits < MERGED_AT_ONCE and free > 0 and steps % splits == 1:
         each = -(-tiles // free)  # short items of a thread block; about as long as two steps
         if each <= MOST_SHORT and 2 * each <= steps // splits:
@@ -60,8 +60,8 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
     return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
 
 
-def narrow_splits(tiles: int, multiprocessors: int, blocks: int) -> int:
+def narrow_splits(tiles: int, num_sms: int, blocks: int) -> int:
     """Splits of one block of keys or more where latency counts: thread blocks for three quarters of the
     multiprocessors; 0 = there are more tiles than that."""
-    places = 3 * multiprocessors // 4
+    places = 3 * num_sms // 4
     return max(1, min(blocks, places // tiles)) if tiles <= places else 0

@@ -44,7 +44,7 @@ def recording(arch):
         patch.setattr(launch, "now", lambda kernel, grid, *arguments, **constants: note(kernel, arguments, constants))
         patch.setattr(launch, "ready_launch", ready)
         patch.setattr(checks, "values_checked", lambda x: False)  # rows that nothing has chosen
-        launches.multiprocessors(patch, dispatch.MULTIPROCESSORS)
+        launches.num_sms(patch, dispatch.DEFAULT_NUM_SMS)
         yield found
     calls.forget()
 

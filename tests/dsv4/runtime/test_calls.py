@@ -37,8 +37,8 @@ def v4_problem(dtype=torch.bfloat16):
 
 
 def test_a_call_like_an_earlier_one_is_not_prepared_again(prepared):
-    """Split and merged, so that there are two launches and a room; other tensors each time. In fp16, as test_v4.py has
-    splits."""
+    """Split and merged, so that there are two launches and a workspace; other tensors each time. In fp16, as test_v4.py
+    has splits."""
     for _ in range(3):
         problem = v4_problem(torch.float16) | {"softmax_scale": -0.1}
         got = dsv4.v4_attention(**problem, return_lse=True, deterministic=True, backend="softsm")

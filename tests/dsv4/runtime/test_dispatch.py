@@ -93,7 +93,7 @@ def played(monkeypatch):
 
     def kernels(operation, capability):
         def prepare(problem, target, program):
-            assert seen.inside is not None and target.multiprocessors == 3
+            assert seen.inside is not None and target.num_sms == 3
             seen.problems.append((capability, problem))
             program.fill(problem.out, 7)
             if problem.lse is not None:

@@ -101,7 +101,7 @@ def drivers(monkeypatch):
         return found, found
 
     def watched(self, memory, addresses):
-        tensors.append(memory)  # which gets the rooms, too
+        tensors.append(memory)  # which gets the workspace, too
         run(self, memory, addresses)
 
     monkeypatch.setattr(launch, "ready_launch", by_driver)

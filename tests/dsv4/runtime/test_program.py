@@ -1,4 +1,4 @@
-"""What a program does besides launches: rooms, copies of tensors and of parts of them, fills."""
+"""What a program does besides launches: workspace, copies of tensors and of parts of them, fills."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from dsv4.runtime.program import Copy, Fill, Program, Slot
 
 
 def run(program: Program, tensors: list) -> list:
-    memory = tensors + [torch.full(room.shape, -1.0, dtype=room.dtype) for room in program.rooms]
+    memory = tensors + [torch.full(x.shape, -1.0, dtype=x.dtype) for x in program.buffers]
     for step in program.steps:
         assert isinstance(step, Copy | Fill)
         step.run(memory)

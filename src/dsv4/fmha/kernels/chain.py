@@ -120,7 +120,7 @@ class Chain:
             self.keys, p.group, NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
             self._pieces(rows), self._pieces(self.keys), pairs, slab.pairs.start, self.heads,
         ]  # fmt: skip
-        grid = (min(items, multiprocessors(self.q.device)),)
+        grid = (min(items, num_sms(self.q.device)),)
         launch.now(type(self).kernel, grid, *arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
 
     def _products(self, p_slab, ds_slab, place: tuple, rows: slice, dq, dk, dv, sums) -> None:
@@ -180,12 +180,12 @@ class Chain:
         return min(first, size), max(last, min(first, size))
 
 
-def multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Of the GPU, or of the emulator."""
     if device.type == "meta":  # only compiled
-        return dispatch.MULTIPROCESSORS
+        return dispatch.DEFAULT_NUM_SMS
     target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
-    return target.multiprocessors
+    return target.num_sms
 
 
 def _ranges(size: int, piece: int) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     splits, tiles_per_split = _splits(p, target, c, row_tiles)
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
     if c.loop:
-        grid = (min(row_tiles * p.kv_heads * p.batch, target.multiprocessors // c.ctas),)
+        grid = (min(row_tiles * p.kv_heads * p.batch, target.num_sms // c.ctas),)
     elif grid[1] > MAX_GRID:
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
@@ -68,7 +68,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     else:
         k_desc = _descriptor(k, box, c.ctas)
         v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
-    out = p.out if is_aligned(p.out) else program.room("out", p.out.shape, p.out.dtype)
+    out = p.out if is_aligned(p.out) else program.workspace("out", p.out.shape, p.out.dtype)
     varlen, paged = p.kind == "varlen", p.kind == "paged"
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
     part: Any = Null(torch.float32)
@@ -175,7 +175,7 @@ def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
     """Steps of so many keys that a multiprocessor makes one after the other, with one more for each tile and split."""
     tiles = _row_tiles(p, c)
     splits, _ = _splits(p, target, c, tiles)
-    rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.multiprocessors)
+    rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.num_sms)
     return rounds * (-(-_longest(p) // (splits * c.keys)) + 1)
 
 
@@ -205,11 +205,11 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     if p.num_splits > 0:
         return p.num_splits, 0
     tiles = row_tiles * p.kv_heads * p.batch * c.ctas
-    return splitting.choose_splits(tiles, target.multiprocessors, longest), 0
+    return splitting.choose_splits(tiles, target.num_sms, longest), 0
 
 
 def partials(p: Any, program: Program, splits: int, rows: int, short: bool = False) -> tuple[Slot, Slot]:
-    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or short ones: the plan's, else a room."""
+    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or short ones: the plan's, else workspace."""
     columns = splits * rows * p.head_dim // (2 if short else 1)
     each = 4 if short else 1
     size = columns + each * splits * rows
@@ -220,7 +220,7 @@ def partials(p: Any, program: Program, splits: int, rows: int, short: bool = Fal
                              f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
         scratch = None
     if scratch is None:
-        scratch = program.room("scratch", (size,), torch.float32)
+        scratch = program.workspace("scratch", (size,), torch.float32)
     return scratch.view((columns,), (1,)), scratch.view((each * splits * rows,), (1,), columns)
 
 

@@ -62,9 +62,9 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
         room = index_block(p.batch, p.max_seqlen_k, p.topk) * words
-        shares = index_shares(p.batch, target.multiprocessors)
+        shares = index_shares(p.batch, target.num_sms)
         room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
-        scratch = program.room("scratch", (room,), torch.float32)
+        scratch = program.workspace("scratch", (room,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     how, names = _how(p, program)
     q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
@@ -93,7 +93,7 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
             x = getattr(p, name)
             if x is not None:
                 whole = x.shape[0] <= 1 or x.shape[1] <= 1 or x.stride(0) == x.shape[1] * x.stride(1)
-                changes[name] = program.flattened(x if whole else program.room(name, x.shape, x.dtype))
+                changes[name] = program.flattened(x if whole else program.workspace(name, x.shape, x.dtype))
     return replace(p, **changes)
 
 
@@ -128,7 +128,7 @@ def _score(
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
-    places = residents * target.multiprocessors
+    places = residents * target.num_sms
     splits = choose_splits(blocks, places, p.max_seqlen_k, merged=False)
     if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
         splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
@@ -175,7 +175,7 @@ def _choose(
     line = index_line(p.max_seqlen_k)
     kept = index_kept(p.max_seqlen_k, p.topk)
     at = count * (line + line // GROUP)
-    shares = index_shares(count, target.multiprocessors)
+    shares = index_shares(count, target.num_sms)
     if at + count * shares * index_share_words(p.max_seqlen_k, p.topk) > scratch.numel():  # a plan for others
         shares = 1
     size = count * shares * kept
@@ -184,7 +184,7 @@ def _choose(
     else:
         keys, groups_at = scratch.words(at, size, torch.int32), at + size
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
-    warps, high = (16, 8) if count < 4 * target.multiprocessors else (8, 4)
+    warps, high = (16, 8) if count < 4 * target.num_sms else (8, 4)
     arguments = names | dict(
         source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line // LINE_UNIT,
         kept_ptr=keys, groups_ptr=scratch.words(groups_at, size, torch.int32),

@@ -63,13 +63,13 @@ def prepare_listed(
     if splits == 0:
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
         if "uneven_from" in kernel.arg_names and not p.deterministic and p.num_splits == 0:
-            splits, alone, uneven_from = uneven(tiles, target.multiprocessors, -(-p.max_seqlen_k // step), splits)
+            splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
     split = splits > 1 or p.deterministic or is_partial(p)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
-    out = p.out if is_aligned(p.out) else program.room("out", p.out.shape, p.out.dtype)
+    out = p.out if is_aligned(p.out) else program.workspace("out", p.out.shape, p.out.dtype)
     part: Any = Null(torch.float32)
     part_lse = part
     if split:
@@ -117,7 +117,7 @@ def prepare_listed(
     if "splits_inverse" in kernel.arg_names:
         grid = (tiles // p.batch, p.batch, splits)
     if "items" in kernel.arg_names:
-        grid = (min(tiles * splits, target.multiprocessors // ctas),)
+        grid = (min(tiles * splits, target.num_sms // ctas),)
     equal = dict(num_splits=splits - (alone > 0))
     program.launch(
         kernel, grid, arguments | equal, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
@@ -149,7 +149,7 @@ def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, i
         return max(splits, 1), each // step
     if p.num_splits > 0:
         return p.num_splits, 0
-    return choose_splits(tiles, target.multiprocessors, p.max_seqlen_k), 0
+    return choose_splits(tiles, target.num_sms, p.max_seqlen_k), 0
 
 
 class PoolArguments:

@@ -96,7 +96,7 @@ def _one_pool(p: V4Problem) -> bool:
 def _unpacked(cache: Fp8Cache, program: Program):
     pool = PoolArguments.of(program, cache)
     rows = pool.sizes["rows"]
-    out = program.room("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
+    out = program.workspace("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
     sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
     program.launch(v4_unpack, (-(-rows // ROWS),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), ROWS=ROWS,
                    WORDS=WORDS, num_warps=WARPS)  # fmt: skip

@@ -39,7 +39,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
             return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2), short=False)
         return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
-    many = p.kind == "dense" and tiles >= 4 * target.multiprocessors
+    many = p.kind == "dense" and tiles >= 4 * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):

@@ -81,7 +81,7 @@ def many(p: V4Problem, target: Target) -> bool:
     """Whether CTAs have several items each, all rows of a query: O leaves from registers (PIECES), which is less work
     than to go through shared memory, and more code."""
     whole = not p.deterministic and p.num_splits <= 1 and not is_partial(p)
-    return whole and p.batch * -(-p.q_heads // 64) >= WHOLE * target.multiprocessors
+    return whole and p.batch * -(-p.q_heads // 64) >= WHOLE * target.num_sms
 
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
@@ -92,7 +92,7 @@ def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     if p.deterministic or len(fp8) > 1 or p.q.dtype != torch.bfloat16:
         return None
     plain = int(False in fp8)
-    places = target.multiprocessors
+    places = target.num_sms
     tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
     splits = p.num_splits or choose_splits(tiles, places, steps * STEP)
     rounds = -(-tiles * splits // places)

@@ -138,7 +138,7 @@ def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three
 )
 def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
-    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
     b, want, low = request(t=300, s=520, heads=(1, 1), d=d, causal=True)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)

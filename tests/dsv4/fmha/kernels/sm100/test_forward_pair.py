@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from agreement import assert_agrees
-from launches import launched, multiprocessors
+from launches import launched, num_sms
 
 import dsv4
 import softsm
@@ -30,7 +30,7 @@ ORDERS = [("eager", 0), ("latest", 0), *(("random", seed) for seed in range(4))]
 def pairs(monkeypatch):
     """Two multiprocessors, so that one pair takes all; every launch is one of the pair kernel."""
     launches = launched(monkeypatch)
-    multiprocessors(monkeypatch, 2)
+    num_sms(monkeypatch, 2)
     yield
     assert set(launches) == {"fmha_pair"}
 
@@ -102,16 +102,16 @@ def test_the_same_bits_whatever_else_is_in_the_call(pairs):
 
 @pytest.mark.parametrize(("change", "taken"), [
     ({}, True), ({"t": 64}, True), ({"t": 63}, False), ({"d": 256}, False), ({"window": (200, 0)}, True),
-    ({"window": (199, 0)}, False), ({"splits": 2}, True), ({"splits": 4, "multiprocessors": 148}, False),
-    ({"multiprocessors": 148}, False), ({"t": 16384, "s": 2048, "multiprocessors": 148}, True),
+    ({"window": (199, 0)}, False), ({"splits": 2}, True), ({"splits": 4, "num_sms": 148}, False),
+    ({"num_sms": 148}, False), ({"t": 16384, "s": 2048, "num_sms": 148}, True),
     ({"deterministic": True}, False), ({"deterministic": True, "t": 512}, True),
 ], ids=str)  # fmt: skip
 def test_what_pairs_take(change, taken):
     """Whole tiles of rows, keys that are not better split, and none that no query sees. 256 tiles are 3.5 rounds of 74
     pairs; split in two for one CTA they would be 7 rounds of half the keys, at half the rate."""
-    size = dict(t=300, s=500, d=512, window=(-1, -1), splits=0, deterministic=False, multiprocessors=2) | change
+    size = dict(t=300, s=500, d=512, window=(-1, -1), splits=0, deterministic=False, num_sms=2) | change
     q, k = (torch.empty(1, n, h, size["d"], dtype=BF16) for n, h in ((size["t"], 2), (size["s"], 1)))
     p = problem.dense(q, k, k, window=size["window"], deterministic=size["deterministic"])
     p = replace(p, num_splits=size["splits"])
-    target = dispatch.compile_target("sm_100a")._replace(multiprocessors=size["multiprocessors"])
+    target = dispatch.compile_target("sm_100a")._replace(num_sms=size["num_sms"])
     assert fmha.pairs(p, target) == taken

@@ -77,7 +77,7 @@ def test_slabs_and_pieces_do_not_show(monkeypatch):
     """A slab of 128 tokens of one head, so that dK and dV are summed; pieces of 128; two multiprocessors."""
     monkeypatch.setattr(chain, "SLAB_BYTES", 0)
     monkeypatch.setattr(chain.Chain, "_pieces", lambda self, size: 128)
-    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
     b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
     run(b)
     check(b, want, low)
@@ -145,7 +145,7 @@ ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager",
 def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, monkeypatch):
     """Seven tiles and more for each of two multiprocessors, four slots full and more for a CTA: every slot is filled
     again and again."""
-    monkeypatch.setattr(chain, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
     b, want, low = request(t=t, s=s, heads=(1, 1), d=d, dtype=dtype, causal=True)
     with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
         backward.backward(b)

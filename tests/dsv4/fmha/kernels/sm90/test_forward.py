@@ -96,7 +96,7 @@ def test_one_block_loops_over_many_tiles(head_dim, causal):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
-    two = dispatch.compile_target("sm_90a")._replace(multiprocessors=2)
+    two = dispatch.compile_target("sm_90a")._replace(num_sms=2)
     assert fmha.tiling(problem.dense(q, k, v, causal=causal), two).loop
     out = torch.full_like(q, float("nan"))
     with softsm.use("sm_90a", sms=2), softsm.checking(races=True, order="latest") as report:
@@ -118,7 +118,7 @@ def test_tiles_that_every_row_sees_are_not_masked(head_dim, order):
     and of some by less: O is rescaled, or left as it is."""
     q, v = torch.randn(1, 330, 2, head_dim).bfloat16(), torch.randn(1, 512, 2, head_dim).bfloat16()
     k = (torch.randn(1, 512, 2, head_dim) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
-    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
     early = head_dim > 64 or dispatch.triton_version() < (3, 9)
     assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"] == early
     sink, out = torch.randn(2), torch.full_like(q, float("nan"))
@@ -136,7 +136,7 @@ def test_rows_that_see_few_keys_or_none_of_a_tile(order):
     """Head dim 128, more queries than keys, windows: rows that see nothing, that begin late, that end early."""
     q = torch.randn(1, 500, 1, 128).bfloat16()
     k, v = (torch.randn(1, 260, 1, 128).bfloat16() for _ in "kv")
-    one = dispatch.compile_target("sm_90a")._replace(multiprocessors=1)
+    one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
     assert fmha.tiling(problem.dense(q, k, v, causal=True), one).loop
     for window in ((-1, 0), (90, 20)):
         out = torch.full_like(q, float("nan"))

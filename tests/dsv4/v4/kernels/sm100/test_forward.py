@@ -11,7 +11,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 
 import pytest
 import torch
-from launches import multiprocessors
+from launches import num_sms
 from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, run
 
 import dsv4
@@ -51,7 +51,7 @@ def test_fp16(order):
 def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
     """Four queries in two CTAs; one has no rows, the last an odd number of blocks, so that the ring goes on in its
     middle."""
-    multiprocessors(monkeypatch, 2)
+    num_sms(monkeypatch, 2)
     problem = plain(4, heads=8)
     problem["window_lengths"] = torch.tensor([70, 3, 0, 64], dtype=torch.int32)
     problem["compressed_lengths"] = torch.tensor([0, 65, 0, 100], dtype=torch.int32)
@@ -61,7 +61,7 @@ def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_cta_takes_one_query_of_fp8_rows_after_the_other(order, monkeypatch):
     """Of three blocks, the last in part; of none; of one: the ring goes on in its middle."""
-    multiprocessors(monkeypatch, 1)
+    num_sms(monkeypatch, 1)
     cache = dsv4.Fp8Cache.pack(rows(60), rows_per_page=4)
     compare(*run(
         order, q=torch.randn(3, 8, 512).bfloat16(), window=cache, window_indices=numbers(3, 140, of=60),

@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when 
 
 import pytest
 import torch
-from launches import launched, multiprocessors
+from launches import launched, num_sms
 from v4_on_blackwell import NAN, compare, fp8, in_fp16, numbers, plain, rows, run
 
 import dsv4
@@ -48,7 +48,7 @@ def wide(problem: dict, heads: int = 128) -> dict:
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_takes_one_query_of_fp8_rows_after_the_other(pairs, order, monkeypatch):
     """Of two blocks, the last in part; of none; of one."""
-    multiprocessors(monkeypatch, 3)
+    num_sms(monkeypatch, 3)
     cache = dsv4.Fp8Cache.pack(rows(60), rows_per_page=4)
     compare(*run(
         order, q=torch.randn(3, 128, 512).bfloat16(), window=cache, window_indices=numbers(3, 140, of=60),
@@ -64,14 +64,14 @@ def test_fp16(pairs, order):
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_fp8_rows_by_block_table_and_requests(pairs, order, monkeypatch):
     """One pair takes all four queries, of one or two blocks, the last in part."""
-    multiprocessors(monkeypatch, 3)
+    num_sms(monkeypatch, 3)
     compare(*run(order, **wide(fp8())))
 
 
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_a_pair_takes_one_query_after_the_other(pairs, order, monkeypatch):
     """Three queries in one pair: of three blocks, the last in part; of none; of one."""
-    multiprocessors(monkeypatch, 3)
+    num_sms(monkeypatch, 3)
     problem = plain(3, heads=128)
     problem["window_lengths"] = torch.tensor([70, 0, 64], dtype=torch.int32)
     problem["compressed_lengths"] = torch.tensor([150, 0, 0], dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_many_blocks_and_256_heads(pairs, order):
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_items_of_one_and_two_blocks_in_turn(pairs, order, monkeypatch):
     """Places change hands between items while the products of the one before run."""
-    multiprocessors(monkeypatch, 2)
+    num_sms(monkeypatch, 2)
     problem = plain(7, heads=128)
     problem["window_lengths"] = torch.tensor([70, 1, 0, 70, 70, 0, 9], dtype=torch.int32)
     problem["compressed_lengths"] = torch.tensor([0, 0, 0, 65, 0, 150, 1], dtype=torch.int32)
@@ -95,7 +95,7 @@ def test_items_of_one_and_two_blocks_in_turn(pairs, order, monkeypatch):
 
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_fp8_rows_by_two_lists(pairs, order, monkeypatch):
-    multiprocessors(monkeypatch, 2)
+    num_sms(monkeypatch, 2)
     cache = dsv4.Fp8Cache.pack(rows(200), rows_per_page=8)
     compare(*run(
         order, q=torch.randn(3, 128, 512).bfloat16(), window=cache, window_indices=numbers(3, 130, of=200),

@@ -38,7 +38,7 @@ def launch_of(**arguments):
 @pytest.fixture
 def check(monkeypatch):
     """What the narrow kernel gives, races checked, against the definition."""
-    launches.multiprocessors(monkeypatch, 132)  # with the few that are emulated, v4_listed would take these calls
+    launches.num_sms(monkeypatch, 132)  # with the few that are emulated, v4_listed would take these calls
     names = launches.launched(monkeypatch)
 
     def checked(order: str = "latest", **arguments) -> None:
