@@ -33,7 +33,7 @@ PYTEST  := $(VENV)/bin/python -m pytest $(if $(ONE_FILE),,$(PARALLEL))
 TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules tests/dsv4/kernels \
                   tests/dsv4/*/kernels/sm90 tests/dsv4/*/kernels/test_*.py)
 # What ruff reads.
-CODE    := src tests benchmarks tutorials docs tools
+CODE    := src tests benchmarks examples tutorials docs tools
 
 .PHONY: demo test test-slow test-gpu test-triton test-engines docs fuzz lint bench setup clean known-tests
 

@@ -1,11 +1,11 @@
 """DeepSeek-V4 end to end on a GPU: a random model with the attention of V4-Flash, few layers and small experts.
 
-    python benchmarks/model.py [text]          # only parts whose name contains the text
+    PYTHONPATH=examples python benchmarks/model.py [text]          # only parts whose name contains the text
 
 Decode: batches of requests, each with so many tokens behind it, one token each per step. Their rows are random and were
 never computed: nothing here depends on what they hold. Three ways through the same model:
 
-    graph      dsv4.model.paged_model, a step is one CUDA graph
+    graph      deepseek_v4.paged_model, a step is one CUDA graph
     no graph   the same step, launched operation by operation
     eager      transformers' own attention and cache
 
@@ -24,11 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deepseek_v4 import paging
+from deepseek_v4.paged_model import PagedModel
+from deepseek_v4.step import CSA, HCA
 from dsv4 import suites
 from dsv4.bench import time_call
-from dsv4.model import paging
-from dsv4.model.paged_model import PagedModel
-from dsv4.model.step import CSA, HCA
 
 SWA = "sliding_attention"
 LAYERS = [SWA, CSA, HCA, CSA, HCA]  # V4-Flash has 2 + 21 + 20

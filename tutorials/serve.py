@@ -15,13 +15,17 @@ Watch the columns: `c` comes while `a` decodes, and `a` goes on token by token. 
 given their pages back. In the end all pages are free, and every request has said what it says when it is alone.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from dsv4.model.paged_model import PagedModel
-from dsv4.model.serving import Serving
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from deepseek_v4.paged_model import PagedModel  # noqa: E402
+from deepseek_v4.serving import Serving  # noqa: E402
 
 ARRIVALS = {0: {"a": (45, 12), "b": (10, 6)}, 2: {"c": (70, 4)}, 3: {"d": (60, 5)}}  # step: name: (prompt, new tokens)
 

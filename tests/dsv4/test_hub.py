@@ -55,7 +55,7 @@ def test_the_same_sources_give_the_same_name(build, tmp_path):
 def test_every_kernel_is_in_the_build_and_no_command_is(build):
     modules = build[2]
     assert {"v4.kernels.sm90.entry", "fmha.kernels.sm100.entry", "runtime.dispatch"} <= set(modules)
-    assert not [m for m in modules if m.startswith(("commands", "suites", "model", "integrations.vllm"))]
+    assert not [m for m in modules if m.startswith(("commands", "suites", "integrations.vllm"))]
 
 
 def test_it_computes_attention_without_the_package_and_under_two_names(build, tmp_path):

@@ -9,7 +9,7 @@ pytest.importorskip("transformers.models.deepseek_v4")
 
 from tiny_v4 import build  # noqa: E402
 
-from dsv4.model.paged_model import PagedModel  # noqa: E402
+from deepseek_v4.paged_model import PagedModel  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

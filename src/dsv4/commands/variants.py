@@ -292,7 +292,7 @@ def _compress_problem(
 
 
 def model_launches(sizes: Sizes) -> list[Launch]:
-    """The steps between the products of a layer in `dsv4.model`: norms, RoPE, rows into pages, compressor, streams."""
+    """The steps between the products of a layer (elementwise.py): norms, RoPE, rows into pages, compressor, streams."""
     from dsv4.caches.kernels.normed_rows import normed
     from dsv4.compress.kernels.rings import compress_rings
     from dsv4.kernels.hyper_connections import collapse, spread

@@ -12,9 +12,9 @@ import torch  # noqa: E402
 
 import dsv4  # noqa: E402
 import softsm  # noqa: E402
+from deepseek_v4.paged_model import PagedModel  # noqa: E402
+from deepseek_v4.step import CSA, HCA  # noqa: E402
 from dsv4.commands import variants  # noqa: E402
-from dsv4.model.paged_model import PagedModel  # noqa: E402
-from dsv4.model.step import CSA, HCA  # noqa: E402
 from dsv4.runtime import aot, calls, checks, dispatch, launch  # noqa: E402
 
 SIZES = variants.Sizes(

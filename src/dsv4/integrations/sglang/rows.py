@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dsv4 import elementwise
 from dsv4.caches.kv import HEAD_DIM, ROW_BYTES, Fp8Cache
 from dsv4.integrations.sglang import PARTS_SWITCH, calls, refuse
-from dsv4.model import elementwise
 
 tables = WeakTensorKeyDictionary()  # SGLang's angles -> dsv4's, for as long as SGLang's live
 

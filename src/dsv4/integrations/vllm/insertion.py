@@ -6,8 +6,8 @@ vLLM has one kernel for both; here they are two launches of one kernel, which is
 
 from torch import Tensor
 
+from dsv4 import elementwise
 from dsv4.caches.kv import Fp8Cache
-from dsv4.model import elementwise
 
 
 def insert(

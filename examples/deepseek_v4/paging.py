@@ -138,11 +138,3 @@ def pool(pages: int, rows: int, width: int, fp8: bool, dtype: torch.dtype, devic
     if fp8:
         return Fp8Cache.empty(pages + 1, rows, device=device)
     return torch.zeros(pages + 1, rows, width, dtype=dtype, device=device)
-
-
-def write(target: Pool, slots: Tensor, rows: Tensor) -> None:
-    """Rows [n, width] to the row numbers slots [n], on a CPU."""
-    if isinstance(target, Fp8Cache):
-        target.write(slots, rows)
-    else:
-        target.view(-1, target.shape[-1])[slots] = rows.to(target.dtype)

@@ -13,9 +13,10 @@ from tiny_v4 import build  # noqa: E402
 
 import dsv4  # noqa: E402
 import softsm  # noqa: E402
-from dsv4.model import paging, step  # noqa: E402
-from dsv4.model.paged_model import PagedModel  # noqa: E402
-from dsv4.model.serving import Serving  # noqa: E402
+from deepseek_v4 import step  # noqa: E402
+from deepseek_v4.paged_model import PagedModel  # noqa: E402
+from deepseek_v4.serving import Serving  # noqa: E402
+from dsv4.caches import kv  # noqa: E402
 
 SMALL = dict(tokens=640, requests=4, chunk=160, page_tokens=32, window_page=8)
 
@@ -153,14 +154,14 @@ def test_fp8_rows_bit_for_bit(ids, monkeypatch):
         return [engine.step(feed, all_logits=True) for feed in steps]
 
     packed = run(rows="fp8")
-    real = paging.write
+    real = kv.write_rows
 
     def rounded(target, slots, rows):
         if rows.shape[-1] == 512:
             rows = dsv4.Fp8Cache.pack(rows).unpack(rows.dtype)[: len(rows)]
         real(target, slots, rows)
 
-    monkeypatch.setattr(paging, "write", rounded)
+    monkeypatch.setattr(kv, "write_rows", rounded)
     plain = run()
     for got, want in zip(packed, plain):
         assert all(torch.equal(got[name], want[name]) and got[name].isfinite().all() for name in want)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.model import paging
+from dsv4.caches import kv
 from dsv4.runtime import dispatch
 from dsv4.v4.problem import Pool
 
@@ -40,7 +40,7 @@ class Torch:
 
     def store(self, pool: Pool, slots: Tensor, x: Tensor, by: Any, cos_sin: Tensor, positions: Tensor) -> None:
         """Rows [N, D], normed by the module ``by`` and rotated at positions [N], to the row numbers slots [N]."""
-        paging.write(pool, slots, _rope(_normed(x, by.variance_epsilon, by.weight), cos_sin, positions))
+        kv.write_rows(pool, slots, _rope(_normed(x, by.variance_epsilon, by.weight), cos_sin, positions))
 
 
 class Kernels(Torch):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.caches import kv as caches
 from dsv4.compress.api import pooled
+from dsv4.elementwise import Kernels
 from dsv4.index.api import index_topk
-from dsv4.model import paging
-from dsv4.model.elementwise import Kernels
 from dsv4.runtime.plan import Plan
 from dsv4.v4.api import v4_attention
 from dsv4.v4.problem import Pool
@@ -173,7 +173,7 @@ class Step:
             if rows.overlap:
                 value, logit = (_halves(s) for s in (value, logit))
             made = pooled(value, logit, part.kv_norm.weight, part.kv_norm.variance_epsilon, cos_sin, rows.rope)
-            paging.write(pool, rows.targets, made)
+            caches.write_rows(pool, rows.targets, made)
             if kept is None:  # a token takes the place of one that no row to come is made of
                 for state, new in zip(states, (kv, gate)):
                     state.index_copy_(0, rows.places, new)

@@ -1,6 +1,6 @@
 """Continuous batching on a PagedModel: requests arrive at any time, and prompts run together with decoding requests.
 
-    from dsv4.model.serving import Serving
+    from deepseek_v4.serving import Serving
     serving = Serving(PagedModel(model, rows="fp8"))
     job = serving.submit(prompt, new_tokens=100, stop=1)
     while serving:
@@ -15,14 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from dsv4.runtime import checks
-
-if TYPE_CHECKING:
-    from dsv4.model.paged_model import PagedModel
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class Serving:
     fed     (job, tokens) of the last step
     """
 
-    def __init__(self, served: PagedModel):
+    def __init__(self, served: Any):  # a PagedModel
         self.served = served
         self.jobs: list[Job] = []
         self.fed: list[tuple[Job, int]] = []

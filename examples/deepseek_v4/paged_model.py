@@ -1,6 +1,6 @@
 """transformers' DeepSeek-V4 with dsv4's caches: several requests at once, chunked prefill together with decode.
 
-    from dsv4.model.paged_model import PagedModel
+    from deepseek_v4.paged_model import PagedModel
     served = PagedModel(model, tokens=100_000, rows="fp8")
     logits = served.step({"a": prompt_a, "b": prompt_b})      # prompts of any lengths
     logits = served.step({"a": [7], "c": prompt_c})           # a decodes, c begins, b waits
@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepseek_v4 import paging
+from deepseek_v4.serving import Serving
+from deepseek_v4.step import CSA, HCA, Step
+from dsv4 import elementwise as parts
 from dsv4.caches.kv import HEAD_DIM, ROPE
 from dsv4.integrations.transformers import note_layers
-from dsv4.model import elementwise as parts
-from dsv4.model import paging
-from dsv4.model.serving import Serving
-from dsv4.model.step import CSA, HCA, Step
 from dsv4.runtime import checks
 from dsv4.runtime.plan import plan
 from dsv4.v4.api import v4_attention
