@@ -35,13 +35,38 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Cost(), "cost")
         config.pluginmanager.register(Start(), "start")
     if worker or not getattr(config.option, "numprocesses", None):
-        from hypothesis import HealthCheck, settings
+        from hypothesis import HealthCheck, register_random, settings
+
+        register_random(TORCH)
 
         # No limits of time: another process may have the core.
         settings.register_profile(
             "dsv4", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40, print_blob=True
         )
         settings.load_profile("dsv4")
+
+
+class TorchRandom:
+    """torch's generator as Hypothesis wants it. Hypothesis sets it before every example, as it does with `random` and
+    numpy's: what an example draws is a function of the example, and a failure replays."""
+
+    def seed(self, seed: int) -> None:
+        import torch
+
+        torch.default_generator.manual_seed(seed)
+
+    def getstate(self) -> Any:
+        import torch
+
+        return torch.default_generator.get_state()
+
+    def setstate(self, state: Any) -> None:
+        import torch
+
+        torch.default_generator.set_state(state)
+
+
+TORCH = TorchRandom()  # Hypothesis keeps a weak reference
 
 
 COMPILED = {"kernels": 0, "seconds": 0.0}  # by Triton in this process, those in its cache left out

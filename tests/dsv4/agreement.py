@@ -1,9 +1,11 @@
 """Inputs, and the one comparison of a result with the oracle that the fmha tests share."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from dsv4.suites.calls import FEATURES, Rule, judge, judge_lse, relative
+from dsv4.suites.calls import FEATURES, Rule, judge, judge_lse, relative, rounded
 
 # torch's CPU flash kernel may be off by 20 units in the last place in exp, 20 * 2^-24; fp32 products and sums add less.
 FP32_BOUND = 2.0**-19
@@ -15,14 +17,19 @@ def qkv(b: int, t: int, s: int, hq: int, hkv: int, d: int, dtype=torch.float32, 
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def assert_agrees(got: tuple[Tensor, Tensor], reference_call, *args, merged: bool = False, **options) -> None:
+def assert_agrees(
+    got: tuple[Tensor, Tensor], reference_call, *args, merged: bool = False, sink_last: bool = False, **options
+) -> None:
     """(out, lse) of a public operation against its definition with the same arguments.
 
     merged: of partial results, each rounded to the dtype once more; in fp32 their weights are as far off as they are.
+    sink_last: rounded before the sink is applied as well, as by fmha's cpu backend (`cpu.sink_last`).
     """
     out, lse = got
     want, want_lse = reference_call(*args, **options)
-    low = None if out.dtype == torch.float32 else reference_call(*args, p_dtype=out.dtype, **options)[0]
+    low = None
+    if out.dtype != torch.float32:
+        low = rounded(partial(reference_call, *args), options, out.dtype, sink_last)
     assert_right(out, want, low, merged)
     assert_lse(lse, want_lse)
 

@@ -79,6 +79,11 @@ def native(dtype: torch.dtype) -> bool:
     return platform.machine() in ("x86_64", "AMD64") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+def sink_last(dtype: torch.dtype) -> bool:
+    """Whether a result is rounded twice: by the flash kernel, and once more when the sink is applied to it."""
+    return dtype != torch.float32 and native(dtype)
+
+
 def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
     """The problem as batches of sequences of one length."""
     row_bytes = 2 * 4 * p.kv_heads * p.head_dim  # K and V of one key in fp32

@@ -6,7 +6,7 @@ written shows as NaN, one written outside shows in the buffer around it. Inputs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import dsv4
 from dsv4 import reference
+from dsv4.fmha import cpu
 
 from .case import Check, Where
 
@@ -29,6 +30,12 @@ class Rule:
     norm   ||o - ref|| / ||ref|| over the whole result <= max(1.5 x the same of the rounded oracle, floor).
     row    the worst single row likewise, 3 x and four times the floor: a lost row drowns in the norm of a large case.
     cosine of the whole result at least this.
+
+    Below 100 rows the norm of the rounding errors is itself random. A kernel that rounds P relative to another maximum
+    than the oracle (an earlier tile's, a split's) draws other errors, and the oracle's largest P is exactly 1. Over
+    10^5 draws of one row that sees two keys the ratio of the two errors is 4/3 on average, with a standard deviation of
+    1/3; with more keys both are less. So R rows may have 4/3 + 5 standard deviations of 1/3 / sqrt(R), and the norm of
+    one row has the bound of a row.
     """
 
     cosine: float | None = None
@@ -61,7 +68,9 @@ def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule, reach: float = 1.0)
         return [Check("NaN elements", float(got.isnan().sum()), 0.0)]
     eps = torch.finfo(dtype).eps
     floor = eps / 4 if rule.floor is None else rule.floor
-    checks = [Check("norm", relative(got - ref, ref), max(1.5 * relative(low - ref, ref), floor))]
+    few = max(int((ref != 0).any(-1).sum()), 1) ** -0.5
+    bound = max(max(1.5, 4 / 3 + 5 / 3 * few) * relative(low - ref, ref), max(1, 4 * few) * floor)
+    checks = [Check("norm", relative(got - ref, ref), bound)]
     if rule.cosine is not None:
         cosine = torch.nn.functional.cosine_similarity(got.flatten(), ref.flatten(), dim=0).item()
         checks.append(Check("cosine", cosine, rule.cosine, at_least=True))
@@ -89,6 +98,14 @@ def judge_lse(got: Tensor, ref: Tensor) -> list[Check]:
         bound = LSE_BOUND * max(1.0, ref[live].abs().max().item())
         checks.append(Check("lse", (got - ref)[live].abs().max().item(), bound))
     return checks
+
+
+def rounded(oracle: Callable, args: dict[str, Any], dtype: torch.dtype, sink_last: bool = False) -> Tensor:
+    """The oracle's output with P rounded to the dtype. sink_last: the output too, before the sink is applied."""
+    if not sink_last or args.get("sink") is None:
+        return oracle(**args, p_dtype=dtype)[0]
+    out, lse = oracle(**{**args, "sink": None}, p_dtype=dtype)
+    return reference.merge_states([out.to(dtype)], [lse], args["sink"])[0]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -142,9 +159,11 @@ class Call:
     out_pad: int = 0
     repeat: bool = False  # run twice with deterministic=True: the bits must be equal
     extra: dict[str, Any] = field(default_factory=dict)  # keywords the oracle does not take
+    sink_last: bool = False  # set by run: see rounded
 
     def run(self, where: Where) -> tuple[Tensor, Tensor | None, list[Check]]:
         before = [raw_bytes(t).clone() for t in self._inputs()]
+        self.sink_last = where.backend == "cpu" and self.op != "v4_attention" and cpu.sink_last(self.args["q"].dtype)
         out, lse, spilled = self._once(where)
         checks = [Check("spilled elements", spilled, 0.0)]
         if self.repeat:
@@ -188,6 +207,6 @@ class Call:
         out, lse, checks = got
         oracle = getattr(reference, self.op)
         ref, ref_lse = oracle(**self.args)
-        low, _ = oracle(**self.args, p_dtype=out.dtype)
+        low = rounded(oracle, self.args, out.dtype, self.sink_last)
         checks = judge(out, ref, low, self.rule, self._reach()) + checks
         return checks if lse is None else checks + judge_lse(lse, ref_lse)
