@@ -6,7 +6,7 @@ from itertools import pairwise
 import launches
 import pytest
 import torch
-from dsink import assert_dsink
+from dsink import FAR_SINKS, assert_dsink
 
 from dsv4 import reference
 from dsv4.fmha import problem
@@ -105,6 +105,24 @@ def check_a_large_gradient_of_the_lse(run, d, name):
     b = replace(b, dout=dout, dlse=dlse, **{other: None for other in ("dq", "dk", "dv") if other != name})
     run(b)
     check(b, *(reference_backward.fmha(p.q, p.k, p.v, dout, dlse, p_dtype=x) for x in (None, FP16)))
+
+
+def check_sinks_far_above_the_lse(run, dtype=BF16, dkv=True):
+    """d lse / dq and dk do not depend on the sink, however large it is; what it leaves of dO's terms is nothing."""
+    b, _, _ = request(t=4, s=9, heads=(4, 2), d=64, dtype=dtype, causal=True, sink=True, dlse=True)
+    b = b if dkv else replace(b, dk=None, dv=None)
+    sink = torch.tensor(FAR_SINKS)
+    inputs = (b.forward.q, b.forward.k, b.forward.v)
+    out, lse = reference.fmha(*inputs, causal=True, sink=sink)
+    b = replace(b, forward=replace(b.forward, sink=sink, out=out.to(dtype), lse=lse.float()))
+    run(b)
+    want, low = (
+        reference_backward.fmha(*inputs, b.dout, b.dlse, causal=True, sink=sink, p_dtype=x) for x in (None, dtype)
+    )
+    check(b, want, low)
+    for head, far in enumerate(FAR_SINKS):
+        got, ref, rounded = (x[:, :, head].double() for x in (b.dq, want.q, low.q.to(dtype)))
+        assert (got - ref).norm() <= 1.5 * (rounded - ref).norm(), f"sink {far}: |dq| {got.norm()} for {ref.norm()}"
 
 
 # Of VARLEN, in which order, dQ too: quickly, dK and dV alone.

@@ -52,6 +52,8 @@ def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, de
             compressed_lengths=torch.full((n,), 13, dtype=torch.int32),
         )
     args["sink"] = draw(heads, seed=5, dtype=torch.float32) if sink else None
+    if isinstance(sink, tuple):  # of as many heads; the others have the last
+        args["sink"] = torch.tensor([*sink, *sink[-1:] * (heads - len(sink))])
     args["inverse_rope"] = (reference.rope_table(60, rope), torch.arange(n) * 9 % 60) if rope else None
     args = {name: tuple(part.to(device) for part in x) if isinstance(x, tuple) else x if x is None else x.to(device)
             for name, x in args.items()}  # fmt: skip
@@ -72,6 +74,10 @@ def check(b, want, low):
         ref, rounded = getattr(want, name), getattr(low, name).to(got.dtype).double()
         error, bound = (float((x - ref).norm() / ref.norm()) for x in (got.double(), rounded))
         assert error <= 1.5 * bound, f"d{name}: {error:.2e}, rounded {bound:.2e}"
+    for head in range(4):
+        ref, rounded, got = (x[:, head].double() for x in (want.q, low.q.to(b.dq.dtype), b.dq))
+        error, bound = (float((x - ref).norm() / ref.norm()) for x in (got, rounded))
+        assert error <= 2 * bound, f"dq of head {head}: {error:.2e}, rounded {bound:.2e}"
     assert not b.dwindow[7].any() and not b.dq[-1].any()
     if b.dsink is not None:
         p = b.forward

@@ -5,12 +5,15 @@ the LSE (sink excluded) and L' = log(e^L + e^sink)::
 
     P  = 2^(s - lse2),  lse2 = L' / ln 2      +inf where the row sees nothing: P is 0 without a branch
     dS = P (dP - delta),  delta = dO . O - dL e^(L' - L)
+
+The last factor must stay finite, and its product with P, which is e^(s - L) dL, must not depend on the sink. So where
+dL is not 0 both stop at L' = L + 60: of a sink that is farther above the LSE, dO's own terms are e^-60 of their size
+rather than less.
 """
 
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.softmax import LOG2E
 
-# dL e^(L' - L) must stay finite: past this a sink leaves P below e^-60, which is nothing beside dL's own term.
 FARTHEST = gl.constexpr(60.0)
 
 
@@ -32,8 +35,9 @@ def terms(dot, lse, sink, dlse):
     # L' - L = log(1 + e^over), also where e^over is none
     small = gl.minimum(over, FARTHEST)
     beyond = gl.where(over > FARTHEST, over, gl.log2(1.0 + gl.exp2(small * LOG2E)) / LOG2E)
-    lse2 = gl.where(empty, float("inf"), (lse + beyond) * LOG2E)
-    delta = plain - gl.where(empty, 0.0, dlse) * gl.exp2(gl.minimum(beyond, FARTHEST) * LOG2E)
+    near = gl.minimum(beyond, FARTHEST)
+    lse2 = gl.where(empty, float("inf"), (lse + gl.where(dlse == 0.0, beyond, near)) * LOG2E)
+    delta = plain - gl.where(empty, 0.0, dlse) * gl.exp2(near * LOG2E)
     share = gl.where(empty, 0.0, gl.where(over > FARTHEST, 1.0, gl.exp2((small - beyond) * LOG2E)))
     return lse2, delta, plain, share
 

@@ -12,6 +12,7 @@ from fmha_gradients import (
     check,
     check_a_large_gradient_of_the_lse,
     check_sequences_go_together,
+    check_sinks_far_above_the_lse,
     request,
     varlen_request,
 )
@@ -151,3 +152,7 @@ def test_autograd_takes_them():
     (case,) = suites.select("backward", "backward/causal-gqa-sink-d64-bf16")
     result = suites.run_case(case, suites.Where("softsm", "sm_100a", checked=True), seed=1)
     assert result.ok, result.why()
+
+
+def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
+    check_sinks_far_above_the_lse(run, FP16, dkv=False)

@@ -14,6 +14,7 @@ from fmha_gradients import (
     check,
     check_a_large_gradient_of_the_lse,
     check_sequences_go_together,
+    check_sinks_far_above_the_lse,
     request,
     varlen_request,
 )
@@ -151,3 +152,7 @@ def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, mo
         backward.backward(b)
     assert "nothing found" in str(report), str(report)
     check(b, want, low)
+
+
+def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
+    check_sinks_far_above_the_lse(run)

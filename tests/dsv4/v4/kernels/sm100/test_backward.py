@@ -6,6 +6,7 @@ bf16 with atomic additions."""
 from functools import partial
 
 import pytest
+from dsink import FAR_SINKS
 from v4_gradients import (
     ANY_SIZE_FP16,
     BF16,
@@ -26,6 +27,10 @@ check = partial(check_in_softsm, "sm_100a", backward)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_two_pools_rotation_and_the_gradient_of_the_lse(deterministic):
     check(TWO_POOLS, deterministic=deterministic)
+
+
+def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
+    check(LONG_LISTS, sink=FAR_SINKS, dtype=FP16, deterministic=True)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from dsink import FAR_SINKS
 from v4_gradients import (
     ANY_SIZE_FP16,
     BF16,
@@ -43,6 +44,10 @@ def test_window_alone():
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_pools_rotation_and_the_gradient_of_the_lse(deterministic):
     check_problem(TWO_POOLS, deterministic=deterministic)
+
+
+def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
+    check_problem(TWO_POOLS, sink=FAR_SINKS)
 
 
 @pytest.mark.slow
