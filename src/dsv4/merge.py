@@ -45,22 +45,23 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | 
     return _merged(list(outs), list(lses), sink)
 
 
-def _weights(lses: list[Tensor], sink: Tensor | None, four: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it [*lse])."""
+def _weights(lses: list[Tensor], sink: Tensor | None, four: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it and what it takes [*lse])."""
     parts = torch.stack(lses)
     parts = torch.where(parts == float("inf"), float("-inf"), parts)
     lse = parts.logsumexp(0)
     empty = lse == float("-inf")
     shares = torch.where(parts == float("-inf"), 0, (parts - torch.where(empty, 0, lse)).exp())
-    keep = torch.ones_like(lse)
+    keep, lost = torch.ones_like(lse), torch.zeros_like(lse)
     if sink is not None:
-        keep = torch.sigmoid(lse - torch.where(empty, float("inf"), sink[:, None] if four else sink))
-    return lse, shares, keep
+        over = torch.where(empty, float("inf"), sink[:, None] if four else sink) - lse
+        keep, lost = torch.sigmoid(-over), torch.sigmoid(over)  # 1 - keep would lose its bits where lost is small
+    return lse, shares, keep, lost
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor], sink: Tensor | None) -> tuple[Tensor, Tensor]:
     first = outs[0]
-    lse, shares, keep = _weights(lses, sink, first.ndim == 4)
+    lse, shares, keep, _ = _weights(lses, sink, first.ndim == 4)
     weights = shares * keep
     weights = (weights.transpose(2, 3) if first.ndim == 4 else weights)[..., None]  # [n, *out[:-1], 1]
     total = torch.zeros(first.shape, dtype=torch.float32, device=first.device)
@@ -70,7 +71,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor], sink: Tensor | None) -> tupl
     return total.to(first.dtype), lse
 
 
-# The operators with gradients; reference_backward.py has the formulas.
+# The operators with gradients; reference/backward.py has the formulas.
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -92,7 +93,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
 
 def _backward(dout, dlse, outs, lses, sink) -> list[Tensor]:
     four, first = outs[0].ndim == 4, outs[0]
-    lse, shares, keep = _weights(lses, sink, four)
+    lse, shares, keep, lost = _weights(lses, sink, four)
     keep = torch.where(lse == float("-inf"), 0, keep)
     dout = torch.zeros_like(first) if dout is None else dout
     dots, douts = [], []
@@ -104,12 +105,12 @@ def _backward(dout, dlse, outs, lses, sink) -> list[Tensor]:
         dots.append(dot.transpose(1, 2) if four else dot)
     g = torch.stack(dots)
     mean = (shares * g).sum(0)
-    per_lse = keep * (g - mean) + keep * (1 - keep) * mean
+    per_lse = keep * (g - mean) + keep * lost * mean
     if dlse is not None:
         per_lse = per_lse + torch.where(lse == float("-inf"), 0, dlse)
     grads = [*douts, *(x * y for x, y in zip(shares, per_lse))]  # one by one: results of an operator share no memory
     if sink is not None:
-        of_sink = -(keep * (1 - keep) * mean)
+        of_sink = -(keep * lost * mean)
         grads.append((of_sink.transpose(1, 2) if four else of_sink).flatten(0, -2).sum(0))
     return [x.contiguous() for x in grads]
 

@@ -215,9 +215,10 @@ def merge_states(
     lse = parts.logsumexp(0)
     empty = lse == NEG_INF
     w = torch.where(parts == NEG_INF, 0, (parts - torch.where(empty, 0, lse)).exp())
-    keep = torch.ones_like(lse)
+    keep, lost = torch.ones_like(lse), torch.zeros_like(lse)
     if sink is not None:
-        keep = torch.sigmoid(lse - (sink.to(compute)[:, None] if lse.ndim == 3 else sink.to(compute)))
+        over = (sink.to(compute)[:, None] if lse.ndim == 3 else sink.to(compute)) - lse
+        keep, lost = torch.sigmoid(-over), torch.sigmoid(over)
     keep = torch.where(empty, 0, keep)
     four = dout.ndim == 4
     dots = []
@@ -226,11 +227,11 @@ def merge_states(
         dots.append(dot.transpose(1, 2) if four else dot)
     g = torch.stack(dots)
     mean = (w * g).sum(0)
-    dlses = w * (keep * (g - mean) + keep * (1 - keep) * mean + (0 if dlse is None else dlse.to(compute)))
+    dlses = w * (keep * (g - mean) + keep * lost * mean + (0 if dlse is None else dlse.to(compute)))
     douts = [dout.to(compute) * reference._as_rows(weight * keep, dout) for weight in w]
     dsink = None
     if sink is not None:
-        dsink = -(keep * (1 - keep) * mean).transpose(-1, -2 if four else -1).sum(tuple(range(lse.ndim - 1)))
+        dsink = -(keep * lost * mean).transpose(-1, -2 if four else -1).sum(tuple(range(lse.ndim - 1)))
     return douts, list(dlses), dsink
 
 
