@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import softsm
 from dsv4 import bench as measuring
-from dsv4.bench import backward, measured, peers, summary, timing
+from dsv4.bench import backward, drawn, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.v4 import V4Case
 from dsv4.cli import app
@@ -33,11 +33,12 @@ def test_a_file_without_marks_is_refused():
 
 
 def test_what_was_recorded_are_cases_with_a_peer():
-    names = {case.name for case in measuring.cases("all")}
     assert RECORDS
-    for case in (case for record in RECORDS for case in record["cases"] if summary.has_peer(case)):
-        assert case["case"] in names
-        assert case["microseconds"]["dsv4"] > 0 and bench.best_peer(case) in case["microseconds"]
+    for record in RECORDS:
+        names = {case.name for case in measuring.cases(**record.get("drawn", {"suite": "all"}))}
+        for case in (case for case in record["cases"] if summary.has_peer(case)):
+            assert case["case"] in names
+            assert case["microseconds"]["dsv4"] > 0 and bench.best_peer(case) in case["microseconds"]
 
 
 def test_a_summary_counts_losses_and_wins_of_a_kind():
@@ -49,9 +50,9 @@ def test_a_summary_counts_losses_and_wins_of_a_kind():
     cases += [case("write 1 FP8 rows", 1.0, b=1.0), case("write 9 FP8 rows", 1.0)]  # the last has no peer
     record = {"device": "G", "torch": "1", "triton": "2", "ceilings": {}, "cases": cases}
     text = summary.table([record])
-    assert "| prefill hd64 | 2 | a | 0.50x | 2.25x | 4.00x |" in text
-    assert "| decode hd64 | 3 | b (2), a (1) | 1.00x | 2.00x | 2.00x |" in text
-    assert "| write | 1 | b | 1.00x | 1.00x | 1.00x |" in text
+    assert "| prefill hd64 | 2 | a | 0.50x | 0.85x | 2.25x | 4.00x |" in text
+    assert "| decode hd64 | 3 | b (2), a (1) | 1.00x | 1.20x | 2.00x | 2.00x |" in text
+    assert "| write | 1 | b | 1.00x | 1.00x | 1.00x | 1.00x |" in text
     assert summary.is_record(record) and not summary.is_record([record])
 
 
@@ -228,3 +229,17 @@ def test_the_clock_is_read_against_the_timer():
     begin, end = stamps[0, :2], stamps[0, 2:]
     assert (end > begin).all() and end[1] - begin[1] >= 500
     assert timing.megahertz(torch.tensor([[10, 1000, 1760, 2000], [0, 0, 3500, 2000]])) == 1750.0
+
+
+@pytest.mark.parametrize("suite", measuring.SUITES)
+def test_cases_drawn_at_random_are_a_function_of_the_seed(suite):
+    first, again, other = (measuring.cases(suite, seed, 12) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({case.name for case in first}) == 12
+    assert all(0 < case.flops <= drawn.MOST_FLOPS and 0 < case.bytes <= drawn.MOST_BYTES for case in first)
+    assert all(summary.kind(case.name) for case in first)
+
+
+def test_the_worst_tenth_is_the_first_decile():
+    assert summary.worst_tenth([3.0]) == 3.0
+    assert summary.worst_tenth([float(n) for n in range(10, -1, -1)]) == pytest.approx(1.0)

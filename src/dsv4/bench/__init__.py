@@ -6,6 +6,7 @@
     v4          v4_attention beside FlashMLA
     index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
     backward    the gradients of fmha beside torch, FFPA and flash-attn; those of v4_attention
+    drawn       cases of every suite, drawn at random by a seed
     measured    one case: every contender is checked first, then timed; as JSON
 
 `python -m dsv4 bench` runs a suite and prints its table.
@@ -19,10 +20,12 @@ __all__ = ["SUITES", "Case", "Measured", "cases", "ceilings", "measure", "time_c
 SUITES = ("dense", "v4", "index", "backward")
 
 
-def cases(suite: str) -> list[Case]:
-    """The cases of a suite, or of all."""
-    from dsv4.bench import backward, dense, index, v4
+def cases(suite: str, seed: int | None = None, count: int = 20) -> list[Case]:
+    """The cases of a suite, or of all; with a seed, so many drawn at random of each."""
+    from dsv4.bench import backward, dense, drawn, index, v4
 
+    if seed is not None:
+        return [case for name in (SUITES if suite == "all" else (suite,)) for case in drawn.cases(name, seed, count)]
     modules = {"dense": dense, "v4": v4, "index": index, "backward": backward}
     by_name: dict[str, list[Case]] = {name: [*module.CASES] for name, module in modules.items()}
     return [case for name in (SUITES if suite == "all" else (suite,)) for case in by_name[name]]

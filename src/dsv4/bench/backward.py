@@ -195,4 +195,7 @@ CASES = [  # those that a limit of time should not cut off first
     V4BackwardCase(4096, 64, 128, 0), V4BackwardCase(4096, 64, 128, 32),
     *(training(128, causal, 1, tokens=16384) for causal in (False, True)),
     *(training(d, True, 2, 32, 4, 8192) for d in (512, 128)),
+    *(training(128, causal, 3, 20, 20, 5000) for causal in (False, True)), training(128, True, 1, 40, 8, 12288),
+    training(64, True, 2, 64, 8, 4096), training(64, False, 8, 8, 8, 8192),
+    training(128, True, 16, 16, 16, 512), training(128, False, 6, 12, 12, 1024),
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class DenseCase:
     causal: bool = False
     same_kv: bool = False
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """All but the name."""
+        return tuple(getattr(self, field.name) for field in fields(self)[1:])
 
     @property
     def flops(self) -> float:
@@ -119,9 +124,11 @@ class DenseContest:
         return worst
 
 
-def prefill(head_dim: int, causal: bool, batch: int = 4, kv_heads: int = 16, keys: int = 4096) -> DenseCase:
+def prefill(
+    head_dim: int, causal: bool, batch: int = 4, kv_heads: int = 16, keys: int = 4096, heads: int = 0
+) -> DenseCase:
     name = f"prefill {'causal' if causal else 'full'} hd{head_dim}"
-    heads = 32 if kv_heads == 4 else 16
+    heads = heads or (32 if kv_heads == 4 else 16)
     if (batch, kv_heads, keys) != (4, 16, 4096):
         name += f" ({batch}, {heads}:{kv_heads}, {keys})"
     return DenseCase(name, batch, heads, kv_heads, keys, keys, head_dim, causal)
@@ -131,7 +138,12 @@ CASES = [
     *(prefill(d, causal) for d in (64, 128, 256, 512) for causal in (False, True)),
     *(prefill(d, causal, 1, 16, 16384) for d in (64, 128, 256, 512) for causal in (False, True)),
     *(prefill(d, causal, 2, 4, 8192) for d in (128, 512) for causal in (False, True)),
+    *(prefill(128, causal, 3, 20, 5000, 20) for causal in (False, True)), prefill(128, True, 1, 8, 12288, 40),
+    prefill(64, True, 2, 8, 4096, 64), prefill(64, False, 8, 8, 8192, 8),
+    prefill(256, True, 2, 8, 6000, 8), prefill(256, False, 1, 2, 10000, 16),
+    prefill(128, True, 2, 16, 2048), prefill(128, True, 16, 16, 512), prefill(128, False, 6, 12, 1024, 12),
+    DenseCase("decode hd512 64:1 b48 x 6000", 48, 64, 1, 1, 6000, 512, same_kv=True),
     DenseCase("decode hd512 64:1 b128 x 4096", 128, 64, 1, 1, 4096, 512, same_kv=True),
     DenseCase("decode hd512 64:1 b1 x 65536", 1, 64, 1, 1, 65536, 512, same_kv=True),
     DenseCase("decode hd128 64:8 b64 x 8192", 64, 64, 8, 1, 8192, 128),
-]
+]  # fmt: skip

@@ -12,6 +12,10 @@ Nothing of theirs is part of this package. To bring one to a GPU machine, unpack
 | DeepGEMM | sgl-deep-gemm 0.1.4, apache-tvm-ffi (compiles at run time) | deep_gemm | index scores of FP8 keys |
 | FFPA | ffpa-attn, quack-kernels, nvidia-cutlass-dsl[cu13], apache-tvm-ffi, einops | ffpa_attn | dense, head dim 512 |
 | flash-attn | flash-attn, flash-attn-3 (built) | flash_attn, flash_attn_interface | dense, head dims to 256 |
+| FlashAttention-4 | flash-attn-4 4.0.0b36, nvidia-cutlass-dsl 4.6.2 and its -libs-base, -libs-core, -libs-cu13, | | |
+| | quack-kernels 0.6.4, apache-tvm-ffi 0.1.15, einops | flash_attn.cute | dense, head dims to 256 |
+
+The modules of nvidia-cutlass-dsl are two folders down: PYTHONPATH needs peers/nvidia_cutlass_dsl/dsl_packages, too.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ PEERS = {
     "FFPA": (("ffpa_attn",), ("ffpa-attn",)),
     "flash-attn 3": (("flash_attn_interface",), ("flash-attn-3", "flash_attn_3")),
     "flash-attn": (("flash_attn",), ("flash-attn",)),
+    "FlashAttention-4": (("flash_attn.cute",), ("flash-attn-4",)),
 }
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
@@ -118,10 +123,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
                     *mine, is_causal=causal, enable_gqa=grouped, forward_backend=backend
                 ).transpose(1, 2),
             )
-    for name in ("flash-attn 3", "flash-attn"):
-        flash = module(name)
-        if flash is not None and d <= 256:
-            yield name, lambda flash=flash: _first(flash.flash_attn_func(q, k, v, causal=causal))
+    for name, flash in flash_attentions(d):
+        yield name, lambda flash=flash: _first(flash(q, k, v, causal=causal))
+
+
+def flash_attentions(d: int) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """flash_attn_func of every flash-attn that is here; a folder of that name alone is none."""
+    for name in ("flash-attn 3", "flash-attn", "FlashAttention-4"):
+        function = getattr(module(name), "flash_attn_func", None)
+        if function is not None and d <= 256:
+            yield name, function
 
 
 def gradients(
@@ -163,13 +174,8 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
                 ),
                 tuple(mine[:3]), mine[3], heads_first=True,
             )  # fmt: skip
-    for name in ("flash-attn 3", "flash-attn"):
-        flash = module(name)
-        if flash is not None and d <= 256:
-            yield (
-                name,
-                gradients(lambda q, k, v, flash=flash: flash.flash_attn_func(q, k, v, causal=causal), (q, k, v), dout),
-            )
+    for name, flash in flash_attentions(d):
+        yield name, gradients(lambda q, k, v, flash=flash: flash(q, k, v, causal=causal), (q, k, v), dout)
 
 
 def _first(x: Any) -> Tensor:

@@ -132,4 +132,6 @@ CASES = [
     *(V4Case(128, heads, 128, 512, True) for heads in (8, 16, 32)),
     V4Case(16, 64, 128, 8192, True, each=1), V4Case(64, 64, 128, 8192, True, each=4),
     V4Case(1, 64, 128, 512, False), V4Case(128, 64, 128, 512, False),
+    V4Case(2000, 128, 1536, 0, False, 40_000), V4Case(1024, 64, 2048, 0, False, 65_536),
+    V4Case(48, 128, 128, 1536, True), V4Case(96, 128, 128, 512, True),
 ]  # fmt: skip

@@ -27,6 +27,11 @@ SUITES = ("dense", "v4", "index", "backward", "all")
 
 def bench(
     suite: Annotated[str, typer.Option(help="dense, v4, index, backward or all")] = "dense",
+    shapes: Annotated[
+        str, typer.Option(help="fixed, or random: cases drawn by --seed, --count of each suite")
+    ] = "fixed",
+    seed: Annotated[int, typer.Option(help="of --shapes random")] = 0,
+    count: Annotated[int, typer.Option(help="cases of each suite with --shapes random")] = 20,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     repeats: Annotated[
         int, typer.Option(help="timed replays per call; fewer where they take more than a second, but 5 at least")
@@ -45,11 +50,12 @@ def bench(
 ) -> None:
     """Time dsv4 and every importable peer, alternating: CUDA-graph replays with a cold L2, medians, clocks.
 
-    Peers: torch, FlashMLA, FFPA, DeepGEMM, flash-attn. A wheel unpacked into a folder on PYTHONPATH is enough; the
-    docstring of dsv4.bench.peers has the commands.
+    Peers: torch, FlashMLA, FFPA, DeepGEMM, flash-attn 2 to 4. A wheel unpacked into a folder on PYTHONPATH is
+    enough; the docstring of dsv4.bench.peers has the commands.
     """
-    if suite not in SUITES:
-        refuse(f"--suite {suite}: accepted: {', '.join(SUITES)}")
+    for option, value, accepted in (("--suite", suite, SUITES), ("--shapes", shapes, ("fixed", "random"))):
+        if value not in accepted:
+            refuse(f"{option} {value}: accepted: {', '.join(accepted)}")
     for option, path in (("--json", as_json), ("--plot", plot), ("--write", write)):
         show.file_to_write(option, path)
     if recorded is not None:
@@ -69,17 +75,25 @@ def bench(
         refuse("dsv4 bench needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring
 
-    cases = [case for case in measuring.cases(suite) if match in case.name]
+    everything = measuring.cases(suite, seed if shapes == "random" else None, count)
+    cases = [case for case in everything if match in case.name]
     if not cases:
-        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in measuring.cases(suite))}")
-    record, failed = run(cases, repeats, aot, limit, as_json, peers.split(","))
+        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in everything)}")
+    drawn = {"drawn": {"suite": suite, "seed": seed, "count": count}} if shapes == "random" else {}
+    record, failed = run(cases, repeats, aot, limit, as_json, peers.split(","), drawn)
     if plot is not None:
         draw(record, plot)
     raise typer.Exit(1 if failed else 0)
 
 
 def run(
-    cases: list[Any], repeats: int, aot: Path | None, limit: float, as_json: Path | None, whose: list[str]
+    cases: list[Any],
+    repeats: int,
+    aot: Path | None,
+    limit: float,
+    as_json: Path | None,
+    whose: list[str],
+    drawn: dict[str, Any],
 ) -> tuple[dict[str, Any], bool]:
     """(the record, whether one of ours failed). The JSON is written after every case: an interrupted run loses one."""
     import triton
@@ -92,7 +106,7 @@ def run(
     ceilings = measuring.ceilings()
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "peers": peers.here(), "ceilings": {k: round(v, 3) for k, v in ceilings.items()}, "cases": [],
+        "peers": peers.here(), "ceilings": {k: round(v, 3) for k, v in ceilings.items()}, **drawn, "cases": [],
     }  # fmt: skip
     if aot is not None:
         record["aot_triton"] = ", ".join(sorted({json.loads(p.read_text())["triton"] for p in aot.glob("*.json")}))
@@ -114,6 +128,8 @@ def run(
         if as_json is not None:
             as_json.write_text(json.dumps(record, indent=1) + "\n")
     out.print(table)
+    if any(has_peer(case) for case in record["cases"]):
+        out.print(summary.table([record]), markup=False)
     return record, failed
 
 
