@@ -48,6 +48,7 @@ class MemoryAccesses:
         self.module, self.spans = checking_module(), byte_ranges_module()
         self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
+        self.races[sh.PARTS] = address_of(self.order.parts)
         self.one_span = np.zeros(2, np.int64)
         self.one_span_address = address_of(self.one_span)
         self.kept = np.zeros((32, 16), np.uint8)  # lines before a stmatrix
@@ -144,6 +145,8 @@ class MemoryAccesses:
         else:
             self.checker.operations.touches_peer(w, cta)
             base = w.view.at
+            if lane >= 0:
+                w.view.head[1] |= np.uint32(1 << lane)
             self.spans.peer(
                 cta.view.shadow.address,
                 cta.view.shadow.reads_address,
@@ -171,6 +174,7 @@ class MemoryAccesses:
         if i < 0 or i >= len(self.touched.shadows):
             return
         base = w.view.at
+        w.view.head[1] |= np.uint32(1 << lane)
         for word in range(low & ~3, high, 4):
             touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
             self.module.global_record(

@@ -18,8 +18,7 @@ class BarrierChecks:
 
     def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
         self.order.clock_of(barrier).home = barrier.home = cta
-        slot = w.view.slot
-        epoch = w.view.clock.item(slot)
+        slot, epoch = w.view.slot, w.view.epoch
         barrier.origin = [slot, epoch, w.pc, w, 0]
         barrier.watched = cta.view.watch(offset, [barrier.clock.published.at, slot, epoch, 0, -1])
         w.view.initialised.append(barrier)

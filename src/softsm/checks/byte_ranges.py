@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks import shadow
-from softsm.checks.clocks import WORDS
+from softsm.checks.clocks import BEGIN, WORDS
 from softsm.checks.shadow import (
     ASYNC,
     BLOCK,
@@ -27,6 +27,7 @@ from softsm.checks.shadow import (
     QUIET,
     RAW,
     READ_BYTES,
+    READ_LANE,
     RECORD,
     STRONG,
     UNINITIALISED,
@@ -63,12 +64,15 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
         if (readers >> u4(r & 31)) & u4(1):
             mine = reads + (r * words + word) * 8
             seen, place = i8(load32(mine)), i8(load32(mine + 4))
-            if seen and touched & (place >> READ_BYTES) & 15 and i8(load32(clock + 4 * (slot0 + r))) < seen:
-                records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
+            if seen and touched & (place >> READ_BYTES) & 15:
+                found = records.unseen(clock, slot0 + r + 1, seen, records.reader(touched, place), races)
+                if found:
+                    lanes = records.lanes_of(lane, found)
+                    records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes)
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, lane):
+@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, begin, lane):
     """Is the operation `number` ordered behind the last writer of a word? 1 when it is behind all that this one wrote
     in its epoch; 0 when it is not, which has been reported, or when another word of that epoch may be another case."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -81,14 +85,16 @@ def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, 
         if epoch == number or records.complete(fenced if agent == GENERIC_COPY else known, epoch, number):
             return 1
         records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
-    elif i8(load32(clock + 4 * (agent - 1))) < epoch:
-        records.report(races, kind, 0, word * 4, pc, agent, epoch, place, -1)
-    elif agent != me:
-        return 1
     else:
-        other = records.lanes_race(i8(15), theirs, epoch, i8(load32(clock + 4 * (me - 1))), lane, 0)
-        if other >= 0:
-            records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.both(lane, other))
+        found = records.unseen(clock, agent, epoch, records.writer(i8(15), theirs), races)
+        if found:
+            records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.lanes_of(i8(-1), found))
+        elif agent != me:
+            return i8(load32(clock + 4 * (agent - 1))) & 1
+        else:
+            other = records.lanes_race(i8(15), theirs, epoch, begin, lane, 0)
+            if other >= 0:
+                records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.both(lane, other))
     return 0
 
 
@@ -97,14 +103,15 @@ def global_word(at, address, touched, write, number, agent_kind, clock, known, f
     newest = number
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     if agent and not touched & theirs & STRONG:
-        when = records.written(at, touched, theirs, epoch, 40)
-        if agent >= ASYNC:
-            bad = epoch != number and not records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
-        else:
-            bad = i8(load32(clock + 4 * (agent - 1))) < when
-        if bad and when >= 0:
-            kind = WAW if write else RAW
-            records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), -1)
+        when, found = records.written(at, touched, theirs, epoch, 40), i8(0)
+        if agent < ASYNC:
+            if when >= 0:
+                found = records.unseen(clock, agent, when, records.writer(touched, theirs), races)
+        elif when >= 0 and epoch != number:
+            found = 1 - records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
+        if found:
+            kind, lanes = WAW if write else RAW, records.lanes_of(i8(-1), found)
+            records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
     if not write:
         records.global_reader(at, agent_kind, number, pc, 0)
         return
@@ -118,29 +125,31 @@ def global_word(at, address, touched, write, number, agent_kind, clock, known, f
 @compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
-    now = i8(load32(clock + 4 * (me - 1)))
+    now, who = i8(load32(clock + 4 * (me - 1))) - 1, i8(NOBODY) if lane < 0 else lane
     for word in range(low >> 2, (high + 3) >> 2):
         records.apart(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
         at = shadow + word * 4 * RECORD
         touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-        if agent == 0:
-            if not write:
-                records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
-        elif records.unordered(at, touched, 36, pc, me, clock, known, newest):
-            kind = records.behind_write(touched, write)
-            records.report(races, kind, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        found = i8(0)
+        if agent:
+            found = records.unordered(at, touched, 36, pc, me, clock, known, newest, races)
+        elif not write:
+            records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
+        if found:
+            kind, lanes = records.behind_write(touched, write), records.lanes_of(lane, found)
+            records.report(races, kind, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lanes)
         if not write:
             store32(at + 24, u4(me))
             store32(at + 28, u4(now))
-            store32(at + 32, u4(pc))
+            store32(at + 32, u4(pc | who << READ_LANE))
             continue
         if theirs & LIVE:
             records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
         if not touched & STRONG:
             readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane)
             records.other_readers(at, word, pc, me, clock, known, newest, races, lane)
-        records.written_by(at, me, now, pc, touched, theirs, agent, i8(NOBODY), 36)
+        records.written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
 @inner("i8(i8, i8, i8)")
@@ -176,9 +185,10 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
     fenced = known if generic else known + 4 * WORDS
     # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
     clock = at_clock if write or generic else at_clock + 4 * slots
-    # Writes of the issuer's other lanes are before it unless the epoch that its proxy sees is the present one.
-    current = load32(clock + 4 * slot) >> u4(1) == load32(at_clock + 4 * slot) >> u4(1)
-    me, agent_kind = slot + 1 if current else i8(0), i8(GENERIC_COPY) if generic else i8(ASYNC)
+    # Writes of the issuer's other lanes are before it, if the lanes have met since its proxy was told of them.
+    begin = i8(load32(at_clock + BEGIN))
+    me = slot + 1 if i8(load32(clock + 4 * slot)) > begin else i8(0)
+    agent_kind = i8(GENERIC_COPY) if generic else i8(ASYNC)
     if told:
         clock = told
     behind = w0 = w1 = ~np.uint64(0)  # a writer that is over; what was judged last
@@ -198,7 +208,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
             writer, what = load64(at), load64(at + 8)
             if writer != behind and (writer != w0 or what != w1):
                 w0, w1 = writer, what
-                if behind_writer(at, here, write, number, clock, known, fenced, races, pc, me, lane):
+                if behind_writer(at, here, write, number, clock, known, fenced, races, pc, me, begin, lane):
                     behind = writer
             readers = load64(at + 16)
             if not write:

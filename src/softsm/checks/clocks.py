@@ -30,6 +30,8 @@ from softsm.engine.program import (
 compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
 WORDS = 512  # of a set of asynchronous operations
+HEAD = 4  # uint32 before each clock, of which a warp's own uses two:
+BEGIN, DIRTY = -16, -12  # where they lie: the epoch in which its lanes met last, and the lanes with accesses since then
 PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
 
 
@@ -66,10 +68,19 @@ def join(target, source, clocks, sections, used):
             union(target + at, source + at)
 
 
+@compiled("void(i8, i8)")
+def met(clock, slot):
+    """The lanes of the warp of this slot have met, or all of them have passed on what they did: see Order.tick."""
+    epoch = load32(clock + 4 * slot) + u4(2)
+    store32(clock + 4 * slot, epoch)
+    store32(clock + BEGIN, epoch - u4(1))
+    store32(clock + DIRTY, u4(0))
+
+
 @compiled("void(i8, i8, i8, i8, i8, i8, i8)")
 def publish(target, clock, slot, clocks, sections, private, used):
-    """A warp passes on what it has seen, and a new epoch of it begins (Order.tick). private: a section that it keeps
-    to itself, or -1."""
+    """A warp passes on what it has seen, all its lanes, and a new epoch of it begins (Order.tick). private: a section
+    that it keeps to itself, or -1."""
     for at in range(0, 4 * clocks, 16):
         later(target + at, clock + at)
     for s in range(sections):
@@ -77,7 +88,7 @@ def publish(target, clock, slot, clocks, sections, private, used):
             first = 4 * (clocks + s * WORDS)
             for at in range(first, first + 4 * used, 16):
                 union(target + at, clock + at)
-    store32(clock + 4 * slot, u4((load32(clock + 4 * slot) | u4(1)) + u4(1)))
+    met(clock, slot)
 
 
 @compiled("void(i8, i8, i8, i8, i8, i8)")
@@ -99,7 +110,7 @@ def commit(target, clock, slot, issued, bit, layout):
                 if k == bit >> 5:
                     bits |= u4(1) << u4(bit & 31)
             store32(target + first + 4 * k, bits)
-    store32(clock + 4 * slot, u4((load32(clock + 4 * slot) | u4(1)) + u4(1)))
+    met(clock, slot)
 
 
 @compiled("void(i8, i8, i8, i8, i8)")
@@ -181,8 +192,7 @@ def members(R, S, row, m):
 @compiled("i8(i8)")
 def tick(S):
     """bar.warp.sync: Order.tick for the warp of S. MACRO when nobody keeps clocks here."""
-    clock = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(S + 8 * S_SLOT))
     if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):
         return i8(MACRO)
-    store32(clock, u4((load32(clock) | u4(1)) + u4(1)))
+    met(i8(load64(S + 8 * S_CLOCK)), i8(load64(S + 8 * S_SLOT)))
     return i8(0)

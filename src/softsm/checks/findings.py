@@ -11,6 +11,10 @@ from softsm.report.roles import function_at, role_of
 BETWEEN_LANES = (
     "the two are lanes of one warp: put bar.warp.sync between them; running in lockstep does not order memory"
 )
+NOT_RELEASED = (
+    "the warp of the other access has released, but only {lanes} did, and a release passes on what its own lane did: "
+    "put bar.warp.sync before it, or let every lane arrive"
+)
 ONE_INSTRUCTION = (
     "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"
 )
@@ -81,9 +85,13 @@ class Findings:
             else:
                 other_op = None
                 other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
-            fix = "" if other_lane < 0 else ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
-            fix = fix or self.across(w, them)
+            if other_lane < 0:
+                fix = self.across(w, them)
+            elif them is w:
+                fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
+            else:
+                fix = NOT_RELEASED.format(lanes=self.checker.order.releasing(them, epoch))
             if not fix and kind == sh.WAW and op is None and agent < sh.ASYNC and pc == other_pc:
                 fix = BETWEEN_WARPS
             found = self.race(this, other, f"{memory} memory", other_op, fix)

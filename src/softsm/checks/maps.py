@@ -29,7 +29,7 @@ class MapChecks:
 
     def written(self, w, address: int, released: bool) -> None:
         slot = w.view.slot
-        self.maps[address] = WrittenMap(w, slot, int(w.view.clock[slot]), w.pc, released)
+        self.maps[address] = WrittenMap(w, slot, w.view.epoch, w.pc, released)
 
     def fence(self, w, address: int | None) -> None:
         """fence.proxy.tensormap: acquire of the map at an address, or release (None) of what the warp knows of."""
@@ -40,7 +40,7 @@ class MapChecks:
         written = self.maps.get(address)
         if written is not None and self.has_seen(w, written.slot, written.epoch):
             slot = w.view.slot
-            written.acquired.append((slot, int(w.view.clock[slot])))
+            written.acquired.append((slot, w.view.epoch))
 
     def has_seen(self, w, slot: int, epoch: int) -> bool:
         return slot == w.view.slot or int(w.view.clock[slot]) >= epoch

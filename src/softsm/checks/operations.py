@@ -175,7 +175,11 @@ class Operations:
         order, view = self.order, op.warp.view
         op.publishes = order.borrow()
         issued = view.issued[op.lane].at if op.lane in view.issued else 0
+        begin, dirty = view.begin, view.dirty
         order.commit(op.publishes.at, view.at, view.slot, issued, op.number % sh.OPS, order.newest_address)
+        if order.parted(op.warp, 1 << op.lane, begin, dirty):
+            order.withhold(op.publishes.values, view.slot, begin, (0, 0))
+            view.head[:2] = begin, dirty
 
     def uses_peers(self, op) -> None:
         places = [r[1] for r in (*op.reads, *op.writes) if r[0] in ("shared", "spans")]
@@ -207,7 +211,7 @@ class Operations:
     def touches_peer(self, w, cta) -> None:
         """The warp accesses the shared memory, or an mbarrier, of another CTA of its cluster."""
         slot = w.view.slot
-        cta.view.touched_by[slot] = int(w.view.clock[slot]), w.pc, w
+        cta.view.touched_by[slot] = w.view.epoch, w.pc, w
 
     def left_by_peers(self, cta) -> None:
         """Did the CTA know, when it ended, that its peers were done with its shared memory?"""

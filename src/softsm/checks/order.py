@@ -5,6 +5,10 @@ async proxy (after fence.proxy.async); and sets of asynchronous operations as bi
 of them that are visible to the async proxy, and at the strict level those that its tcgen05 operations come after, and
 those it passes on to who synchronises with it. Barriers, fences and waits move these clocks.
 
+A release by some lanes of a warp is theirs: it passes on what they did, and what all lanes had done when they last met
+(bar.warp.sync, a barrier, a release by all of them). That lanes converge, exchange values (shfl.sync, vote.sync) or
+elect one of them orders no memory.
+
 Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, and an initialised
 mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to
 the letter.
@@ -19,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.checks import shadow as sh
-from softsm.checks.clocks import WORDS
+from softsm.checks.clocks import HEAD, WORDS
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp
 
@@ -54,13 +58,14 @@ class Order:
         self.room: list[Clock] = []  # of the last sheet, not yet used
         self.sheet_of: dict[int, Sheet] = {}  # by the address of the clock: all that live long
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
+        self.parts = np.zeros((slots, sh.PARTS_KEPT, 2), np.uint32)  # (begin, lanes): see shadow.released
 
     def new_clock(self) -> Clock:
         if not self.room:
-            sheet = Sheet(2 * self.slots + self.words)
+            sheet = Sheet(HEAD + 2 * self.slots + self.words)
             self.sheets.append(sheet)
-            first, step = address_of(sheet.rows), sheet.rows.strides[0]
-            self.room = [Clock(row, first + k * step) for k, row in enumerate(sheet.rows)]
+            first, step = address_of(sheet.rows) + 4 * HEAD, sheet.rows.strides[0]
+            self.room = [Clock(row[HEAD:], first + k * step, row[:HEAD]) for k, row in enumerate(sheet.rows)]
             self.sheet_of.update((clock.at, sheet) for clock in self.room)
         return self.room.pop()
 
@@ -93,21 +98,81 @@ class Order:
         if not number & 31:
             self.used = self.newest[pg.USED] = min(number // 32 + 4 & ~3, WORDS)
             for sheet in self.sheets if number >= sh.OPS else ():
-                sheet.rows[:, 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
+                sheet.rows[:, HEAD + 2 * self.slots + number % sh.OPS // 32 :: WORDS] = 0
         return number
 
     def tick(self, w) -> None:
-        """A new epoch, an even number: the lanes of the warp have met, or what was before has been passed on."""
+        """A new epoch: the lanes of the warp have met, or what all of them did before has been passed on."""
         view = w.view
-        view.clock[view.slot] = (view.clock.item(view.slot) | 1) + 1
+        self.new_epoch(view)
+        view.head[:2] = view.clock.item(view.slot) - 1, 0
 
-    def snapshot(self, w) -> np.ndarray:
+    @staticmethod
+    def new_epoch(view) -> None:
+        """A warp's clock holds its own epoch plus one: see checks/shadow.py."""
+        view.clock[view.slot] = view.clock.item(view.slot) + 2
+
+    def snapshot(self, w) -> Snapshot:
         """What the warp can pass on now; its own later accesses are not part of it."""
-        copy = w.view.clock.copy()
+        view = w.view
+        copy = view.clock.copy()
         if self.strict:
             copy[self.tensor] = 0
-        self.tick(w)
-        return copy
+        self.new_epoch(view)
+        return Snapshot(copy, address_of(copy), self.machine.lanes, view.begin, view.dirty)
+
+    def parted(self, w, lanes: int, begin: int, dirty: int) -> bool:
+        """Do these lanes release without others, which have accessed memory since the lanes last met, in the epoch
+        `begin`? Then they are written down. Lanes that have released one by one count as all of them."""
+        if not dirty or not w.alive & ~lanes:
+            return False
+        table = self.parts[w.view.slot]
+        row = int((table[:, 0] == begin).argmax())  # 0 when there is none
+        if table.item(row, 0) != begin:
+            row = int(table[:, 0].argmin())
+            table[row] = begin, 0
+        table[row, 1] = lanes = lanes | table.item(row, 1)
+        return w.alive & ~lanes != 0
+
+    def releasing(self, w, epoch: int) -> str:
+        """The lanes of the warp that released without the others, in words; `epoch` is of something they left out."""
+        table = self.parts[w.view.slot]
+        at = int(np.where(table[:, 0] <= epoch, table[:, 0], 0).argmax())
+        lanes = [lane for lane in range(32) if table.item(at, 1) >> lane & 1]
+        return (
+            f"lane{'s' if len(lanes) > 1 else ''} {', '.join(map(str, lanes[:4]))}{', ...' if len(lanes) > 4 else ''}"
+        )
+
+    def withhold(self, target: np.ndarray, slot: int, begin: int, before: tuple[int, int]) -> None:
+        """`target`, which said `before` of the warp, has taken in its clock, but is told by some lanes only."""
+        for at, old in zip((slot, self.slots + slot), before):
+            new = target.item(at)
+            target[at] = max(old, new & ~1 if new > begin else new)
+
+    def send(self, target: Clock, w) -> None:
+        """`target` takes in what the running lanes of the warp can pass on; a new epoch begins."""
+        view, lanes = w.view, self.machine.lanes
+        if w.alive & ~lanes and self.parted(w, lanes, view.begin, view.dirty):
+            values, slot, begin, dirty = target.values, view.slot, view.begin, view.dirty
+            before = values.item(slot), values.item(self.slots + slot)
+            self.pass_on(target.at, view.at, slot, self.clocks, self.sections, self.private, self.used)
+            self.withhold(values, slot, begin, before)
+            view.head[:2] = begin, dirty
+        else:
+            self.pass_on(target.at, view.at, view.slot, self.clocks, self.sections, self.private, self.used)
+
+    def send_earlier(self, target: Clock, w, snapshot: Snapshot) -> bool:
+        """The same for what the lanes could pass on when the snapshot was made, those of them that run now or have met
+        those since. Was it for all lanes?"""
+        slot, (_, at, lanes, begin, dirty) = w.view.slot, snapshot
+        if w.view.begin == begin:
+            lanes &= self.machine.lanes
+        before = target.values.item(slot), target.values.item(self.slots + slot)
+        self.join(target.at, at)
+        if not self.parted(w, lanes, begin, dirty):
+            return True
+        self.withhold(target.values, slot, begin, before)
+        return False
 
     def spans_cluster(self, scope: str) -> bool:
         """Does an mbarrier operation of this scope reach other CTAs? '' is .cta by the letter; Triton means the cluster
@@ -124,13 +189,13 @@ class Order:
             else:
                 self.join(target.at, op.publishes.at)
             return
-        view = self.machine.current.view
+        w = self.machine.current
         if not relaxed:
-            self.pass_on(target.at, view.at, view.slot, self.clocks, self.sections, self.private, self.used)
+            self.send(target, w)
             return
-        for scope, clock in view.released.items():
+        for scope, snapshot in w.view.released.items():
             if scope in fences:
-                self.join(target.at, address_of(clock))
+                self.send_earlier(target, w, snapshot)
 
     def tell(self, clock: np.ndarray, op) -> None:
         """What the completion of an operation tells: that it is complete."""
@@ -164,17 +229,15 @@ class Order:
 
     def fence_async(self, w, wide: bool) -> None:
         """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
-        on does not. The odd epoch that begins tells that apart, and is no new one for the order of lanes. `wide`: of
-        the cluster's shared memory too; Triton arrives relaxed at the cluster barrier behind it."""
-        n, slot = self.slots, w.view.slot
+        on does not. `wide`: of the cluster's shared memory too; Triton arrives relaxed at the cluster barrier behind
+        it."""
+        n = self.slots
         np.maximum(w.view.clock[n : 2 * n], w.view.clock[:n], out=w.view.clock[n : 2 * n])
         w.view.clock[self.fenced] |= w.view.clock[self.known]
         if wide and not self.strict:
-            w.view.released["cluster"] = w.view.clock.copy()  # the epoch ends below
-        if w.view.clock[slot] & 1:
-            self.tick(w)
+            w.view.released["cluster"] = self.snapshot(w)
         else:
-            w.view.clock[slot] += 1
+            self.new_epoch(w.view)
 
     def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
         """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
@@ -212,11 +275,12 @@ class Order:
                         self.join(address_of(w.view.acquirable[fenced]), place.clocks[key].at)
         if write:
             sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
-            for wide, clock in sent + list(w.view.released.items()):
+            for wide, snapshot in sent + list(w.view.released.items()):
                 for key in reached(w, min(scope, wide, key=rank)):
                     if key not in place.clocks:
                         place.clocks[key] = self.new_clock()
-                    self.join(place.clocks[key].at, address_of(clock))
+                    if self.send_earlier(place.clocks[key], w, snapshot) and sent:
+                        self.tick(w)
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""
@@ -241,10 +305,22 @@ class Order:
 
 
 class Clock(NamedTuple):
-    """A row of a sheet, and its address."""
+    """A row of a sheet, its address, and what lies before it (checks/clocks.py)."""
 
     values: np.ndarray
     at: int
+    head: np.ndarray
+
+
+class Snapshot(NamedTuple):
+    """A warp's clock as it was at a fence or a release, the lanes that came there, and `begin` and `dirty` of its
+    view."""
+
+    clock: np.ndarray
+    at: int  # its address
+    lanes: int
+    begin: int
+    dirty: int
 
 
 class Sheet:
@@ -272,10 +348,7 @@ class SyncClock:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
         order = self.order
         if order.performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
-            view = order.machine.current.view
-            order.pass_on(
-                self.gathering.at, view.at, view.slot, order.clocks, order.sections, order.private, order.used
-            )
+            order.send(self.gathering, order.machine.current)
         elif order.performing is not None or self.home is None or order.machine.current.cta is self.home:
             order.publish(self.gathering, relaxed)
         elif order.spans_cluster(scope):

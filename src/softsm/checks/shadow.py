@@ -23,18 +23,21 @@ bytes, owner]: the last writer, the last two warps or operations that read, and 
 the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
-asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when the warp's
-own epoch has moved on to another even number in between: every barrier, bar.warp.sync among them, and every release
-does that; fence.proxy.async moves it to an odd one. Races are
-appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the records and
-the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest. Compiled by `interpreter.checking_module()`.
+asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when they have
+met in between: at a barrier, bar.warp.sync among them, or in a release by all of them (clocks.BEGIN). Epochs are even
+numbers. What a clock says of a warp is odd where all its lanes have passed on what they did up to that epoch, even
+where only some of them have, without having met the others: `released` tells which.
+
+Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the
+records and the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest. Compiled by
+`interpreter.checking_module()`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from softsm.checks.clocks import WORDS
+from softsm.checks.clocks import BEGIN, DIRTY, WORDS
 from softsm.engine.lanes import i8, load8, load16, load32, load64, store8, store32, store64, u4
 from softsm.engine.program import (
     S_ALLOC,
@@ -83,7 +86,10 @@ SAME = 5  # WAW, but the value was there already
 MAX_RACES = 64
 RACE_FIELDS = 8
 CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # behind the findings: has a word been touched by two clusters, written by one?
-CLUSTERS = CONTENDED + 1  # and behind that the cluster of each slot, counted from 1
+PARTS = CONTENDED + 1  # the address of a table: PARTS_KEPT words for each slot, see `released`
+CLUSTERS = PARTS + 1  # and behind that the cluster of each slot, counted from 1
+PARTS_KEPT = 8
+MANY = 64  # added to a lane: others have touched the same bytes
 WRITTEN = 1 << 30
 SEVERAL_CLUSTERS = 1 << 31
 CLUSTER = WRITTEN - 1
@@ -123,20 +129,74 @@ def report(races, kind, place, address, pc, agent, epoch, other_pc, lane):
         store64(races, np.uint64(n + 1))
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8)")
-def ordered(agent, epoch, me, clock, known, newest):
-    """Did the last writer (agent, epoch) happen before me?"""
-    if agent == 0 or agent == me:
+@compiled("i8(i8, i8, i8, i8, i8)")
+def released(races, slot, upto, epoch, lane):
+    """Some lanes of the warp of `slot` have passed on what they did up to the epoch `upto`. Is an access of `epoch` by
+    `lane` part of that? What came before the lanes had met is. The table has, for each of the last times between two
+    meetings that this happened in: the epoch it began with, and above that the lanes that have passed on something."""
+    table = i8(load64(races + 8 * PARTS)) + 8 * PARTS_KEPT * slot
+    begin, mask = i8(0), u4(0)
+    for k in range(PARTS_KEPT):
+        at = i8(load32(table + 8 * k))
+        if begin < at and at <= upto:
+            begin, mask = at, load32(table + 8 * k + 4)
+    if begin == 0 or epoch < begin or lane & 63 == NOBODY:
         return 1
+    if lane & 63 == WHOLE_WARP or not (mask >> u4(lane & 31)) & u4(1):
+        return 0
+    return 0 if lane & MANY and mask & (mask - u4(1)) == u4(0) else 1
+
+
+@compiled("i8(i8, i8, i8, i8, i8)")
+def unseen(clock, agent, epoch, lane, races):
+    """An access by a warp: 0 when it happened before, as `clock` says, 1 when it did not, 2 + lane when other lanes of
+    its warp have released what they did, and this one has not."""
+    upto = i8(load32(clock + 4 * (agent - 1)))
+    if upto < epoch:
+        return 1
+    if upto & 1 or released(races, agent - 1, upto, epoch, lane):
+        return 0
+    return 2 + (lane & 63)
+
+
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def not_before(agent, epoch, lane, me, clock, known, newest, races):
+    """Did the last writer or reader (agent, epoch) happen before me? As in `unseen`."""
+    if agent == 0 or agent == me:
+        return 0
     if agent >= ASYNC:
-        return complete(known, epoch, newest)
-    return 1 if i8(load32(clock + 4 * (agent - 1))) >= epoch else 0
+        return 1 - complete(known, epoch, newest)
+    return unseen(clock, agent, epoch, lane, races)
 
 
 @compiled("i8(i8, i8)")
 def both(lane, other):
-    """Two lanes of one warp as one number of a finding."""
-    return lane | (other + 1) << 6
+    """Two lanes as one number of a finding."""
+    return (NOBODY if lane < 0 else lane) | (other + 1) << 6
+
+
+@compiled("i8(i8, i8)")
+def lanes_of(lane, found):
+    """The same for what `unseen` has found."""
+    return lane if found < 2 else both(lane, found - 2)
+
+
+@compiled("i8(i8, i8)")
+def writer(touched, theirs):
+    """The lane that wrote the touched bytes, from what the record says of its bytes, or NOBODY."""
+    fresh = (theirs >> FRESH) & 15
+    if touched & fresh == 0 or theirs & SEVERAL and touched & fresh != fresh:
+        return i8(NOBODY)
+    return (theirs >> LANE) & 63 | (MANY if theirs & SEVERAL else 0)
+
+
+@compiled("i8(i8, i8)")
+def reader(touched, place):
+    """The same for a read, by the field with its pc."""
+    whole = (place >> READ_BYTES) & 15
+    if place & READ_SEVERAL and touched & whole != whole:
+        return i8(NOBODY)
+    return (place >> READ_LANE) & 63 | (MANY if place & READ_SEVERAL else 0)
 
 
 @compiled("i8(i8, i8, i8, i8, i8)")
@@ -150,14 +210,14 @@ def written(at, touched, theirs, epoch, older):
     return -1
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
-def unordered(at, touched, older, pc, me, clock, known, newest):
-    """Does warp `me` touch bytes that somebody else wrote, and nothing orders that write before?"""
+@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def unordered(at, touched, older, pc, me, clock, known, newest, races):
+    """Does warp `me` touch bytes that somebody else wrote, and nothing orders that write before? As in `unseen`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     when = written(at, touched, theirs, epoch, older)
     if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:
         return 0
-    return 1 - ordered(agent, when, me, clock, known, newest)
+    return not_before(agent, when, writer(touched, theirs), me, clock, known, newest, races)
 
 
 @compiled("i8(i8, i8)")
@@ -169,11 +229,11 @@ def behind_write(touched, write):
 
 
 @compiled("i8(i8, i8, i8, i8, i8, i8)")
-def lanes_race(touched, theirs, epoch, now, lane, write):
-    """One warp again, in the same epoch: did another lane of it write these bytes? Returns that lane, else -1.
+def lanes_race(touched, theirs, epoch, begin, lane, write):
+    """One warp again, and its lanes have not met: did another lane of it write these bytes? Returns that lane, else -1.
     Bytes that several lanes wrote are held against an access of all of them only: then one was another's."""
     fresh = (theirs >> FRESH) & 15
-    if epoch >> 1 != now >> 1 or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
+    if epoch < begin or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
         return -1
     if write and touched & QUIET:
         return -1
@@ -214,9 +274,12 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
         number = i8(load32(at + 16 + 4 * k))
         if number and not (me == 0 and number == newest) and not complete(known, number, newest):
             report(races, WAR, 0, word * 4, pc, ASYNC, number, 0, lane)
-    reader = i8(load32(at + 24))
-    if reader and reader != me and i8(load32(clock + 4 * (reader - 1))) < i8(load32(at + 28)):
-        report(races, WAR, 0, word * 4, pc, reader, i8(load32(at + 28)), i8(load32(at + 32)), lane)
+    peer = i8(load32(at + 24))
+    if peer and peer != me:
+        place, seen = i8(load32(at + 32)), i8(load32(at + 28))
+        found = unseen(clock, peer, seen, (place >> READ_LANE) & 63, races)
+        if found:
+            report(races, WAR, 0, word * 4, pc, peer, seen, place & PC, lanes_of(lane, found))
 
 
 @compiled("void(i8, i8, i8)")
@@ -243,25 +306,27 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     apart(sget(S, S_SHADOW), (words + BLOCK - 1) >> BLOCK_BITS, word)
     at = sget(S, S_SHADOW) + word * 4 * RECORD
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-    now = i8(load32(clock + 4 * (me - 1)))
+    now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
     who = i8(NOBODY) if lane < 0 else lane
     if agent == 0:
         if not write and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
     elif agent == me:
-        other = lanes_race(touched, theirs, epoch, now, who, write)
+        other = lanes_race(touched, theirs, epoch, begin, who, write)
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     else:
-        if unordered(at, touched, 36, pc, me, clock, known, newest):
-            report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lane)
+        found = unordered(at, touched, 36, pc, me, clock, known, newest, races)
+        if found:
+            lanes = lanes_of(lane, found)
+            report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lanes)
     reads = sget(S, S_READS) + word * 8
     if not write:
         mine = reads + index * words * 8
         before, readers = i8(load32(mine + 4)), load32(at + 40)
         several, bytes_read = i8(0), touched & 15
         # Else what is there is of a CTA that is over (SpareShadows).
-        if (readers >> u4(index & 31)) & u4(1) and i8(load32(mine)) >> 1 == now >> 1:
+        if (readers >> u4(index & 31)) & u4(1) and i8(load32(mine)) >= begin:
             bytes_read |= (before >> READ_BYTES) & 15
             if before & READ_SEVERAL or (before >> READ_LANE) & 63 != who:
                 several = i8(READ_SEVERAL)
@@ -281,9 +346,10 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
             if not seen or not touched & (place >> READ_BYTES) & 15:
                 continue
             if r != index:
-                if i8(load32(clock + 4 * (slot0 + r))) < seen:
-                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lane)
-            elif seen >> 1 == now >> 1 and who != NOBODY and not touched & QUIET:
+                found = unseen(clock, slot0 + r + 1, seen, reader(touched, place), races)
+                if found:
+                    report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes_of(lane, found))
+            elif seen >= begin and who != NOBODY and not touched & QUIET:
                 read = (place >> READ_LANE) & 63
                 if read != NOBODY and (place & READ_SEVERAL or read != who):
                     report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))
@@ -307,15 +373,16 @@ def global_reader(at, agent, epoch, pc, mark):
 def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
     """Are the last reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
     for k in range(2):
-        reader, seen = i8(load32(at + 16 + 12 * k)), i8(load32(at + 20 + 12 * k))
+        agent, seen = i8(load32(at + 16 + 12 * k)), i8(load32(at + 20 + 12 * k))
         place = i8(load32(at + 24 + 12 * k))
         if (
-            reader
-            and not (me == 0 and reader >= ASYNC and seen == newest)
+            agent
+            and not (me == 0 and agent >= ASYNC and seen == newest)
             and not (touched & STRONG and place & READ_SEVERAL)
-            and not ordered(reader, seen, me, clock, known, newest)
         ):
-            report(races, WAR, 1, address, pc, reader, seen, place & ~i8(READ_SEVERAL), lane)
+            found = not_before(agent, seen, (place >> READ_LANE) & 63, me, clock, known, newest, races)
+            if found:
+                report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
 
 
 @compiled("void(i8, i8, i8, i8)")
@@ -337,17 +404,19 @@ def global_owner(at, cluster, write, races):
 def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
     """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-    now = i8(load32(clock + 4 * (me - 1)))
+    now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
     global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
     if agent == me:
-        other = lanes_race(touched, theirs, epoch, now, lane, write)
+        other = lanes_race(touched, theirs, epoch, begin, lane, write)
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     elif agent:
-        if unordered(at, touched, 40, pc, me, clock, known, newest):
-            report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
+        found = unordered(at, touched, 40, pc, me, clock, known, newest, races)
+        if found:
+            lanes = lanes_of(lane, found)
+            report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
     if not write:
-        global_reader(at, me, now, pc, i8(READ_SEVERAL) if touched & STRONG else 0)
+        global_reader(at, me, now, pc, lane << READ_LANE | (READ_SEVERAL if touched & STRONG else 0))
         return
     global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
     written_by(at, me, now, pc, touched, theirs, agent, lane, 40)
@@ -432,6 +501,7 @@ def note(S, size, m, write, flags, pc):
     if sget(S, S_RACES) == 0:
         return
     clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)
+    store32(clock + DIRTY, load32(clock + DIRTY) | m)
     base = sget(S, S_SHARED)
     end = base + sget(S, S_SHARED_SIZE)
     flag = (STRONG if flags & 1 else 0) | (flags & QUIET)

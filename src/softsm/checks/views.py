@@ -87,16 +87,31 @@ class WarpView:
     slot: int  # its place in vector clocks
     clock: np.ndarray  # see checks/order.py
     at: int  # its address
+    head: np.ndarray  # `begin` and `dirty`, which compiled code keeps (checks/clocks.py)
     copies: np.ndarray  # bits of its cp.async, for their arrival on an mbarrier
     loose: np.ndarray  # what relaxed arrivals at the cluster barrier have told it
     issued: dict[int, Issued] = field(default_factory=dict)  # lane -> its tcgen05 operations, for commit
-    released: dict[str, np.ndarray] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
-    acquirable: dict[str, np.ndarray] = field(default_factory=dict)  # pass on, and take in
+    released: dict[str, tuple] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
+    acquirable: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # pass on (Snapshot of checks/order.py), and take in
     suspected: list = field(default_factory=list)  # races of it that may be none (checks/benign_races.py)
     predicates: np.ndarray | None = None  # as they were when it exited
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait
     unwaited_stores: list[AsyncOp] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        return self.clock.item(self.slot) - 1
+
+    @property
+    def begin(self) -> int:
+        return self.head.item(0)
+
+    @property
+    def dirty(self) -> int:
+        return self.head.item(1)
 
     def issued_by(self, lane: int) -> Issued:
         found = self.issued.get(lane)

@@ -9,7 +9,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Two accesses of the same bytes, or of the same tensor-memory cells, are not ordered, and at least one writes.",
         "Put the synchronisation of the two operations between them: an mbarrier arrive and wait, "
         "bar.sync, a group wait, "
-        "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses.",
+        "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses. A release by one "
+        "lane passes on what that lane did: bar.warp.sync before it passes on what its warp did.",
     ),
     "in-flight": (
         "The kernel ends, or frees tensor memory, while an asynchronous operation may still use it.",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from softsm.checks import shadow as sh
-from softsm.checks.clocks import WORDS
+from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
 from softsm.checks.views import SharedShadow, SpareShadows
 from softsm.engine import program as pg
@@ -22,6 +22,8 @@ class Memory:
         self.layout = np.zeros(pg.LAYOUT, np.int64)
         self.layout[: pg.LOG] = 1, 2 * SLOTS, 2, WORDS
         self.races = np.zeros(sh.CLUSTERS + SLOTS, np.int64)
+        self.parts = np.zeros((SLOTS, sh.PARTS_KEPT, 2), np.uint32)
+        self.races[sh.PARTS] = address_of(self.parts)
         self.site = np.array([shadow.address, shadow.reads_address, BYTES // 4, WARPS, 0], np.int64)
         self.states = np.zeros((WARPS, pg.S_FIELDS), np.int64)
         for warp, S in enumerate(self.states):
@@ -57,6 +59,12 @@ class Memory:
             self.shadow.word(sh.BLOCK * block)
 
 
+def new_clocks() -> np.ndarray:
+    clocks = np.zeros((WARPS, HEAD + 2 * SLOTS + 2 * WORDS), np.uint32)[:, HEAD:]
+    clocks[range(WARPS), range(WARPS)] = 1
+    return clocks
+
+
 def pieces_of(random: np.random.Generator) -> list[tuple[int, int]]:
     if random.random() < 0.3:
         low = int(random.integers(BYTES - 1))
@@ -68,12 +76,12 @@ def pieces_of(random: np.random.Generator) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_blocks_say_what_their_words_would(seed):
     random = np.random.default_rng(seed)
-    clocks = np.zeros((WARPS, 2 * SLOTS + 2 * WORDS), np.uint32)
+    clocks = new_clocks()
     blocks, words = (Memory(SharedShadow(BYTES // 4, WARPS), clocks) for _ in range(2))
     found, alike = 0, 0
     for number in range(1, 80):
         clocks[:, : 2 * SLOTS] = np.maximum(clocks[:, : 2 * SLOTS], random.integers(0, number, (WARPS, 2 * SLOTS)))
-        clocks[range(WARPS), range(WARPS)] = 2 * number  # its own epoch
+        clocks[range(WARPS), range(WARPS)] = 2 * number + 1  # its own epoch
         clocks[:, 2 * SLOTS :] |= random.integers(0, 1 << 32, clocks[:, 2 * SLOTS :].shape, np.uint32)
         clocks[:, 2 * SLOTS + (number + 1) // 32 :: WORDS] &= (1 << (number + 1) % 32) - 1  # not of those to come
         warp, write, generic = (int(random.integers(n)) for n in (WARPS, 2, 2))
@@ -92,7 +100,7 @@ def test_blocks_say_what_their_words_would(seed):
 
 
 def test_a_shadow_that_is_used_again_remembers_nothing():
-    clocks = np.zeros((WARPS, 2 * SLOTS + 2 * WORDS), np.uint32)
+    clocks = new_clocks()
     spare = SpareShadows(1)
     used = Memory(spare.take(BYTES // 4, WARPS), clocks)
     for warp in range(WARPS):

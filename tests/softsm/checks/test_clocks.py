@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.checks.clocks import WORDS
+from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
 from softsm.engine.interpreter import clocks_module
 from softsm.engine.scheduler import Machine
@@ -15,7 +15,7 @@ LENGTH = 2 * SLOTS + SECTIONS * WORDS
 
 def clock(random: np.random.Generator) -> np.ndarray:
     """Bits lie in the first USED words of each section."""
-    made = np.zeros(LENGTH, np.uint32)
+    made = np.zeros(HEAD + LENGTH, np.uint32)[HEAD:]
     made[: 2 * SLOTS] = random.integers(0, 1 << 20, 2 * SLOTS)
     made[2 * SLOTS :].reshape(SECTIONS, WORDS)[:, :USED] = random.integers(0, 1 << 32, (SECTIONS, USED), np.uint32)
     return made
@@ -40,14 +40,16 @@ def test_warps_that_meet_know_what_each_of_them_knew(private):
     want_published = joined(published, gathering, *(without(private, w) for w in warps))
     want = [joined(w, want_published) for w in warps]
     for slot, (w, made) in enumerate(zip(warps, want)):
-        made[slot] = max((int(w[slot]) | 1) + 1, int(want_published[slot]))  # a new epoch, and what others knew of it
+        made[slot] = max(int(w[slot]) + 2, int(want_published[slot]))  # a new epoch, and what others knew of it
+    began = [int(w[slot]) for slot, w in enumerate(warps)]
     members = np.array([[address_of(w), slot] for slot, w in enumerate(warps)], np.int64)
     clocks_module().meet(address_of(published), address_of(gathering), address_of(members), len(warps), 2 * SLOTS,
                          SECTIONS, private, USED)  # fmt: skip
     assert not gathering.any()
     np.testing.assert_array_equal(published, want_published)
-    for w, made in zip(warps, want):
+    for slot, (w, made) in enumerate(zip(warps, want)):
         np.testing.assert_array_equal(w, made)
+        assert w.base[:2].tolist() == [began[slot] + 1, 0], "the epoch in which the lanes met, and no access since then"
 
 
 # A copy into shared memory, a wait for it, and a load: by which parity decides whether the two are ordered.

@@ -1,0 +1,145 @@
+"""A release is of the lanes that execute it: it passes on what they did, and what all lanes of the warp did before they
+last met. Lanes meet at bar.warp.sync and at barriers, not by running in step, electing one or exchanging values."""
+
+import numpy as np
+import pytest
+from ruling import findings, holds
+
+from softsm.museum import text as t
+
+SHARED = ".shared .align 16 .b8 a[512]; .shared .align 8 .b64 full; .shared .align 8 .b64 empty;"
+ARGS = [np.zeros(64, np.uint32), np.zeros(64, np.uint32)]
+BLOCK = dict(args=ARGS, block=64)
+SYNC = "bar.warp.sync 0xffffffff;\n"
+LANE = "mov.u32 %r40, a;\nshl.b32 %r41, %r2, 2;\nadd.u32 %r40, %r40, %r41;\n"  # a[lane]
+STORE, LOAD = "st.shared.u32 [%r40], %r0;\n", "ld.shared.u32 %r42, [%r40];\n"
+ONE = "setp.eq.u32 %p5, %r2, 0;\n"  # lane 0 of each warp
+
+
+def when(keep, text):
+    return text if keep else ""
+
+
+def hand_over(produce, consume=LOAD, count=1, shared=SHARED):
+    """Warp 0 produces; warp 1 waits for `full` and consumes."""
+    first, second = t.only("warp 0", produce), t.only("warp 1", t.wait("full", 0) + consume)
+    body = t.init(("full", count), ("empty", 1)) + ONE + LANE + first + second
+    return t.kernel(body, "x out", shared=shared, target="sm_90a", version="8.6")
+
+
+def both_levels(make, **more):
+    for strict in (True, False):
+        report = holds(make, strict=strict, **BLOCK, **more)
+    return report
+
+
+def test_one_lane_that_arrives_releases_its_own_stores_alone():
+    arrive = "@%p5 " + t.arrive("full")
+    report = both_levels(lambda keep: hand_over(STORE + when(keep, SYNC) + arrive))
+    assert "lane 0 did" in report.diagnostics[0].fix and "bar.warp.sync" in report.diagnostics[0].fix
+    assert "lane" in report.diagnostics[0].parties[1].who
+
+
+def test_every_lane_may_arrive_instead():
+    """What cudnn-frontend#426 does: the barrier expects 32 arrivals."""
+    for strict in (True, False):
+        assert not findings(hand_over(STORE + t.arrive("full"), count=32), strict=strict, **BLOCK)
+        one_by_one = "".join(f"setp.eq.u32 %p6, %r2, {lane};\n@%p6 {t.arrive('full')}" for lane in reversed(range(32)))
+        assert not findings(hand_over(STORE + one_by_one, count=32), strict=strict, **BLOCK)
+
+
+def test_a_lane_may_release_what_it_did_itself():
+    own = t.only("%p5", STORE + t.arrive("full"))
+    elsewhere = "st.shared.u32 [%r40+256], %r0;\n"  # of all lanes, which nobody else reads
+    for strict in (True, False):
+        assert not findings(hand_over(elsewhere + own, "ld.shared.u32 %r42, [a];\n"), strict=strict, **BLOCK)
+        assert findings(hand_over(elsewhere + own, "ld.shared.u32 %r42, [a+260];\n"), strict=strict, **BLOCK)
+
+
+EXCHANGES = ("shfl.sync.bfly.b32 %r44, %r0, 1, 31, -1;", "vote.sync.ballot.b32 %r44, %p0, -1;",
+             "elect.sync %r44|%p7, -1;")  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_an_exchange_between_lanes_orders_no_memory(what):
+    both_levels(lambda keep: hand_over(STORE + (SYNC if keep else what + "\n") + "@%p5 " + t.arrive("full")))
+
+
+def test_one_lane_that_arrives_releases_its_own_loads_alone():
+    """Warp 1 reads and gives the slot back; warp 0 overwrites it."""
+
+    def make(keep):
+        again = t.wait("empty", 0) + "st.shared.u32 [%r40], 9;\n"
+        give_back = LOAD + when(keep, SYNC) + "@%p5 " + t.arrive("empty")
+        return hand_over(STORE + SYNC + "@%p5 " + t.arrive("full") + again, give_back)
+
+    both_levels(make)
+
+
+def test_halves_of_a_word_by_two_lanes():
+    half = "mov.u32 %r39, a;\nshl.b32 %r41, %r2, 1;\nadd.u32 %r43, %r39, %r41;\ncvt.u16.u32 %h1, %r0;\n"
+    half += "st.shared.u16 [%r43], %h1;\n"
+    read = "and.b32 %r40, %r40, 0xffffffbf;\n" + LOAD  # 16 words
+    both_levels(lambda keep: hand_over(half + when(keep, SYNC) + "@%p5 " + t.arrive("full"), read))
+
+
+def test_a_copy_behind_a_release_by_one_lane():
+    """Every lane fences its own stores; the copy is issued by another warp."""
+    copy = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 128;\ncp.async.bulk.commit_group;\n"
+    copy += "cp.async.bulk.wait_group 0;\n"
+
+    def make(keep):
+        produce = STORE + "fence.proxy.async;\n" + when(keep, SYNC) + "@%p5 " + t.arrive("full")
+        return hand_over(produce, t.only("%p5", copy))
+
+    both_levels(make)
+
+
+def test_a_copy_may_overwrite_what_every_lane_has_read():
+    load = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [a], [%rd1], 128, [full];\n"
+
+    def make(keep):
+        fill = t.expect("full", 128) + load
+        again = t.wait("empty", 0) + fill
+        produce = t.only("%p5", fill + again) + t.wait("full", 1)
+        return hand_over(produce, LOAD + when(keep, SYNC) + "@%p5 " + t.arrive("empty") + t.wait("full", 1))
+
+    both_levels(make)
+
+
+# -- global memory -----------------------------------------------------------------------------------------------------
+
+GRID = dict(args=ARGS, grid=2, block=32)
+FENCE = "fence.acq_rel.gpu;\n"
+
+
+def message(send, poll="ld.acquire.gpu.global.u32 %r60, [%rd2];\n", after=""):
+    """CTA 0 writes x[lane + 1] and lane 0 sets a flag; CTA 1 polls it and reads x[lane + 1]."""
+    rank = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nsetp.ne.u32 %p6, %r50, 0;\n" + ONE
+    at = "mul.wide.u32 %rd11, %r2, 4;\nadd.s64 %rd11, %rd1, %rd11;\n"
+    wait = f"POLL:\n{poll}setp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n{after}ld.global.u32 %r61, [%rd11+4];\n"
+    body = rank + at + t.only("%p4", "st.global.u32 [%rd11+4], 5;\n" + send) + t.only("%p6", wait)
+    return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+
+SENDS = {
+    "st.release": "@%p5 st.release.gpu.global.u32 [%rd2], 1;\n",
+    "atom.acq_rel": "@%p5 atom.acq_rel.gpu.global.add.u32 %r62, [%rd2], 1;\n",
+    "red.release": "@%p5 red.release.gpu.global.add.u32 [%rd2], 1;\n",
+    "fence and st.relaxed": FENCE + "@%p5 st.relaxed.gpu.global.u32 [%rd2], 1;\n",
+}
+
+
+@pytest.mark.parametrize("how", SENDS)
+def test_one_lane_that_sets_a_flag_releases_its_own_stores_alone(how):
+    for strict in (True, False):
+        holds(lambda keep: message(when(keep, SYNC) + SENDS[how]), strict=strict, **GRID)
+
+
+def test_a_fence_of_every_lane_is_no_meeting():
+    """`__threadfence(); if (lane == 0) flag = 1;` lacks __syncwarp; before the fence of lane 0 it may stand as well."""
+    behind = FENCE + SYNC + "@%p5 st.relaxed.gpu.global.u32 [%rd2], 1;\n"
+    before = SYNC + "@%p5 " + FENCE + "@%p5 st.relaxed.gpu.global.u32 [%rd2], 1;\n"
+    for text in (behind, before):
+        for strict in (True, False):
+            assert not findings(message(text), strict=strict, **GRID)
