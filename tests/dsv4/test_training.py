@@ -140,6 +140,23 @@ def test_strides_of_the_output_gradient():
     assert torch.equal(turned[0], plain[0])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_v4_strides_of_the_output_gradient(packed):
+    """The turned columns too: sum() hands over ones of stride 0."""
+    q, rows = leaves(draw(3, 2, 512)), draw(9, 512)
+    lists, rope = (
+        torch.tensor([[0, 5], [3, -1], [8, 8]], dtype=torch.int32),
+        (reference.rope_table(20, 64), torch.arange(3)),
+    )
+    pool = dsv4.Fp8Cache.pack(rows, rows_per_page=4) if packed else rows
+    (got,) = torch.autograd.grad(dsv4.v4_attention(*q, pool, lists, inverse_rope=rope).sum(), q)
+    seen = pool.unpack(torch.float32) if packed else rows
+    agree(
+        [got],
+        [reference_backward.v4_attention(q[0].detach(), seen, lists, dout=torch.ones(3, 2, 512), inverse_rope=rope).q],
+    )
+
+
 def test_one_tensor_as_keys_and_values():
     q, k, _, _ = dense(heads=(4, 1))
     (got,) = torch.autograd.grad(dsv4.fmha(q, k, k).sum(), (k,))
@@ -160,6 +177,11 @@ def test_gradients_have_the_dtype_of_their_inputs():
             agree([a], [ref], 1.5 * float((rounded.to(dtype).double() - ref).norm() / ref.norm()))
 
 
+def beside(x, *rest):
+    """The other arguments of a loss, where its tensors x are."""
+    return [beside(x, *y) if isinstance(y, tuple) else y.to(x[0].device) for y in rest]
+
+
 def of_fmha():
     return dense(), lambda *x: dsv4.fmha(*x[:3], sink=x[3], causal=True).square().sum()
 
@@ -167,17 +189,20 @@ def of_fmha():
 def of_varlen():
     cu = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
     tensors = leaves(draw(22, 4, D), draw(22, 2, D, seed=1), draw(22, 2, D, seed=2), draw(4))
-    return tensors, lambda *x: dsv4.fmha_varlen(*x[:3], cu, cu, sink=x[3], window=(5, 1)).square().sum()
+    return tensors, lambda *x: dsv4.fmha_varlen(*x[:3], *beside(x, cu, cu), sink=x[3], window=(5, 1)).square().sum()
 
 
 def of_v4():
     tensors, *rest = v4_inputs()
-    return tensors, lambda *x: v4(*x, *rest).square().sum()
+    return tensors, lambda *x: v4(*x, *beside(x, *rest)).square().sum()
 
 
 def of_compress():
     tensors = leaves(*(draw(*x) for x in ((14, 12), (14, 12), (4, 12), (6,))))
-    return tensors, lambda *x: dsv4.compress(*x, cos_sin=reference.rope_table(20, 4))[0].square().sum()
+    return (
+        tensors,
+        lambda *x: dsv4.compress(*x, cos_sin=reference.rope_table(20, 4, device=x[0].device))[0].square().sum(),
+    )
 
 
 def of_merge_states():
@@ -188,7 +213,8 @@ def of_merge_states():
 def of_index_loss():
     lists = torch.tensor([[0, 3, 1], [2, -1, -1], [-1, -1, -1], [4, 0, 2]], dtype=torch.int32)
     attention = draw(4, 2, D, seed=5), draw(5, D, seed=6), draw(4, 2, seed=7)
-    return leaves(draw(4, 3, 16), draw(5, 16), draw(4, 3)), lambda *x: dsv4.index_loss(*x, lists, *attention)
+    tensors = leaves(draw(4, 3, 16), draw(5, 16), draw(4, 3))
+    return tensors, lambda *x: dsv4.index_loss(*x, *beside(x, lists, *attention))
 
 
 LOSSES = {"fmha": of_fmha, "fmha_varlen": of_varlen, "v4_attention": of_v4, "compress": of_compress,
@@ -347,6 +373,25 @@ def test_compress(width, batched, monkeypatch):
         torch.testing.assert_close(a, b.view(a.shape), rtol=1e-10, atol=1e-12)  # fp64: 2^-53 a rounding
     with torch.no_grad():
         assert torch.equal(dsv4.compress(kv, gate, bias, weight, cos_sin=tables)[0], rows)
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)])
+def test_compress_of_no_tokens(shape):
+    kv, gate, bias, weight = leaves(*(draw(*x) for x in (shape, shape, (4, 12), (6,))))
+    rows, _ = dsv4.compress(kv, gate, bias, weight)
+    got = torch.autograd.grad(rows.sum(), (kv, gate, bias, weight))
+    assert [x.shape for x in got] == [x.shape for x in (kv, gate, bias, weight)] and not any(x.any() for x in got)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_meta_tensors_have_gradients_of_the_right_shape(name):
+    """Forward and backward, plain and with grad mode off: what counts the memory of a model runs this way."""
+    tensors, loss = LOSSES[name]()
+    tensors = leaves(*(x.detach().to("meta") for x in tensors))
+    got = torch.autograd.grad(loss(*tensors), tensors)
+    assert [(x.shape, x.dtype, x.device) for x in got] == [(x.shape, x.dtype, x.device) for x in tensors]
+    with torch.no_grad():
+        assert loss(*tensors).is_meta
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, D), (7, 3, D)])

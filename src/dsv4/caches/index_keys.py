@@ -52,6 +52,8 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
     weights * relu(q . k) is what the two give together: a scale is positive, so it may stand outside of the ReLU.
     """
+    if not checks.is_tensor(q) or q.ndim < 2:
+        checks.fail("q", checks.describe(q), f"a tensor [..., H, {DIMS}]")
     checks.tensor("q", q, (*q.shape[:-1], DIMS), FLOATS, unit_last=False)
     checks.tensor("weights", weights, tuple(q.shape[:-1]), FLOATS, like=("q", q), unit_last=False)
     small, scale = quantize_keys(q)

@@ -147,7 +147,7 @@ def compress(
             kv, gate, position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, backend
         )
         return rows, CompressState(new_kv, new_gate, kv.shape[-2])
-    found = dispatch.resolve(backend, kv.device)
+    found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
     given = (position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
     # What torch.compile traces stays torch code.
     if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):

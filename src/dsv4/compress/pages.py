@@ -57,7 +57,7 @@ def compress_pages(
     checks.tensor("norm_weight", norm_weight, (d,), (torch.float32, torch.bfloat16, torch.float16), like=like)
     checks.tensor("cos_sin", cos_sin, ("positions", "r"), (torch.float32, torch.bfloat16), like=like)
     ratio, eps = checks.at_least(1, "ratio", ratio), checks.number("eps", eps)
-    found = dispatch.resolve(checks.backend(backend), states.device)
+    found = dispatch.resolve(checks.backend(backend), states.device, "states")
     if n == 0:
         return
     if found == "cpu":

@@ -68,7 +68,7 @@ def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, asked) 
     dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (position_bias, norm_weight))
     dkv, dgate = (torch.zeros_like(x) for x in (kv, gate))
     slots = 2 * m if overlap else m
-    block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv[..., 0, 0].numel(), 1), 1))
+    block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv.shape[:-2].numel(), 1), 1))
     for begin in range(0, windows, block):
         end = min(begin + block, windows)
         _windows(

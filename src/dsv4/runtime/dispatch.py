@@ -49,11 +49,12 @@ def use_aot(directory: str | Path | None, only: bool = False) -> None:
 
 
 @cache  # device.type makes a string of it in every call
-def resolve(backend: str, device: torch.device) -> str:
-    """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm."""
+def resolve(backend: str, device: torch.device, name: str = "q") -> str:
+    """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm. name: of the argument
+    whose device it is."""
     if backend == "auto":
         if device.type not in ("cpu", "cuda"):
-            checks.fail("q", f"a tensor on {device}", "tensors on cpu or cuda")
+            checks.fail(name, f"a tensor on {device}", "tensors on cpu or cuda")
         return device.type
     needed = "cuda" if backend == "cuda" else "cpu"
     if device.type != needed:

@@ -73,8 +73,10 @@ def forward(name: str, plain: bool, *arguments: Any) -> Any:
 
 
 def backward(name: str, tensors: tuple, *rest: Any) -> Any:
-    """X_backward(*tensors, *rest), for autograd. In grad mode somebody may ask for the gradient of this gradient."""
-    if torch.is_grad_enabled() or operators.observed() or not operators.all_plain(tensors):
+    """X_backward(*tensors, *rest), for autograd; the third tensor is q. In grad mode somebody may ask for the gradient
+    of this gradient."""
+    plain = operators.all_plain(tensors) and not tensors[2].is_meta
+    if torch.is_grad_enabled() or operators.observed() or not plain:
         return getattr(torch.ops.dsv4, f"{name}_backward")(*tensors, *rest)
     return _backward_kernels[name](*tensors, *rest)
 

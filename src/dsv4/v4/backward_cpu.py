@@ -85,6 +85,7 @@ def _query_block(
 def _turned(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     """Interleaved pairs of the last dims of x [b, H, D] rotated by the angle of positions [b]."""
     r = cos_sin.shape[1]
-    cos, sin = cos_sin[positions.long()].to(x.dtype).chunk(2, -1)
-    pairs = torch.view_as_complex(x[..., -r:].reshape(*x.shape[:-1], r // 2, 2)) * torch.complex(cos, sin)[:, None]
-    return torch.cat([x[..., :-r], torch.view_as_real(pairs).flatten(-2)], -1)
+    cos, sin = cos_sin[positions.long()].to(x.dtype)[:, None].chunk(2, -1)
+    even, odd = x[..., -r::2], x[..., x.shape[-1] - r + 1 :: 2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-r], turned], -1)

@@ -91,6 +91,8 @@ def test_scales_of_queries_go_into_the_weights():
         (lambda: IndexCache.pack(torch.zeros(3, 64)), "rows"),
         (lambda: IndexCache.from_pages(torch.zeros(2, 64, 131, dtype=torch.uint8)), "132"),
         (lambda: IndexCache.empty(1, 4).write(torch.tensor([4]), torch.zeros(1, 128)), "slots"),
+        (lambda: quantize_queries([0.0] * 128, torch.zeros(2, 3)), "q"),
+        (lambda: quantize_queries(torch.zeros(128), torch.zeros(())), "q"),
         (lambda: quantize_queries(torch.zeros(2, 3, 64), torch.zeros(2, 3)), "q"),
         (lambda: quantize_queries(torch.zeros(2, 3, 128), torch.zeros(2, 4)), "weights"),
     ],

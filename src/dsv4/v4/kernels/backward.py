@@ -135,7 +135,7 @@ def _rows(b: V4Backward, longest: Tensor | None) -> tuple[Tensor, ...]:
 def _flat(pool: Tensor) -> Tensor:
     """[rows, 512] with one stride for all rows; a copy where there is none."""
     flat = pool.reshape(-1, pool.shape[-1])
-    return flat if is_aligned(flat) else flat.contiguous()
+    return flat if is_aligned(flat) else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _listed(p: V4Problem) -> tuple[Tensor, Tensor, int]:
@@ -145,10 +145,10 @@ def _listed(p: V4Problem) -> tuple[Tensor, Tensor, int]:
     compressed, lengths, size = p.compressed_indices, p.compressed_lengths, 0
     if p.compressed is not None:
         size = caches.pool_size(p.compressed)
-    if p.block_table is not None and p.compressed is not None and lengths is not None:
+    if p.block_table is not None and len(p.block_table) and p.compressed is not None and lengths is not None:
         page, owner = caches.pool_page(p.compressed), requests_of(p)
         j = torch.arange(p.compressed_capacity, device=p.q.device)
-        lines = p.block_table[owner.clamp_max(max(p.block_table.shape[0] - 1, 0))]
+        lines = p.block_table[owner.clamp_max(p.block_table.shape[0] - 1)]
         compressed = (lines[:, j // page].long() * page + j % page).int()
         lengths = lengths * (owner < p.block_table.shape[0])
     elif compressed is None:

@@ -112,6 +112,29 @@ def test_fp16_of_queries_whose_gradients_differ_in_size():
             assert error <= 1.5 * bound, f"query {query}: {error:.2e}, rounded {bound:.2e}"
 
 
+TWO_POOLS_ONLY_WINDOW = {name: x for name, x in TWO_POOLS.items() if name != "compressed"}
+
+
+def test_pools_that_begin_at_an_odd_address_are_copied():
+    b, want, low = request(**TWO_POOLS)
+    odd = {name: torch.empty(x.numel() + 1, dtype=BF16)[1:].view_as(x).copy_(x)
+           for name in ("window", "compressed") for x in (getattr(b.forward, name),)}  # fmt: skip
+    b = replace(b, forward=replace(b.forward, **odd))
+    run(b)
+    check(b, want, low)
+
+
+def test_a_block_table_of_no_requests_names_no_rows():
+    b, want, low = request(**TWO_POOLS_ONLY_WINDOW)
+    table = dict(block_table=torch.zeros(0, 2, dtype=torch.int32), request_starts=torch.zeros(1, dtype=torch.int32))
+    rows, lengths = torch.full((6, 8, 512), float("nan"), dtype=BF16), torch.full((b.forward.batch,), 13)
+    p = replace(b.forward, compressed=rows, compressed_lengths=lengths.int(), **table)
+    with_rows = replace(b, forward=p, dcompressed=torch.empty_like(rows))
+    run(with_rows)
+    check(b, want, low)
+    assert not with_rows.dcompressed.any()
+
+
 def test_what_the_kernels_do_not_take_is_said():
     b, _, _ = request(2, 8, (20, 9))
     assert backward.supports(b) is None
