@@ -4,7 +4,7 @@
 head dim   problems                                    kernel
 =========  ==========================================  ===================
 64 - 256   all but the next                            rows.py
-64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
+64 - 256   dense, a row tile for every SM or more      rows_loop.py
 512        all but the next                            wide.py, wide_kv.py
 512        with DSV4_PAIR=1: dense, k is not v, more   pair.py
            than 64 rows
@@ -39,7 +39,10 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
             return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2), short=False)
         return one
     tiles = -(-rows // 128) * p.kv_heads * p.batch
-    many = p.kind == "dense" and tiles >= 4 * target.num_sms
+    # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
+    # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
+    enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
+    many = p.kind == "dense" and tiles >= enough * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
     if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
