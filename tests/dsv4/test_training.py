@@ -296,6 +296,14 @@ def test_the_second_derivative_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_gradients_by_torch_func_are_refused_by_name(name):
+    tensors, loss = LOSSES[name]()
+    first, *rest = (x.detach() for x in tensors)
+    with pytest.raises(NotImplementedError, match=r"dsv4\..*torch.func .*is not supported; use .backward\(\)"):
+        torch.func.grad(loss)(first, *rest)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_tangents_are_refused_by_name(name):
     tensors, loss = LOSSES[name]()
     first, *rest = (x.detach() for x in tensors)

@@ -17,6 +17,9 @@ checks values (always on a CPU) and count as -1 elsewhere.
 Not supported, and rejected by name: ``d_qk = 576`` (DeepSeek-V3: keys of 576 and values of 512 columns, 656-byte rows)
 and the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to compute: :func:`get_mla_metadata` returns an
 empty object, nothing is stored in it, and lengths may change from call to call.
+
+Gradients: those of :func:`dsv4.v4_attention`, first order, through out and lse: with respect to q, attn_sink and rows
+of q's dtype (rows in FP8 have none). Dense decode, max_logits and ``out=`` have no gradient.
 """
 
 import math
@@ -204,6 +207,8 @@ def _width(name: str, d: int) -> None:
 
 
 def _pool(name: str, x: Any, fp8: bool) -> Pool:
+    if checks.is_tensor(x) and x.layout != torch.strided:
+        checks.fail(name, f"layout {x.layout}", "a dense strided tensor")
     if not fp8:
         accepted = f"a tensor [blocks, rows, 1, {HEAD_DIM}] of q's dtype, or is_fp8_kvcache=True"
         if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.shape[3] != HEAD_DIM:
@@ -220,20 +225,15 @@ def _pool(name: str, x: Any, fp8: bool) -> Pool:
 
 def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:
     """[b, s_q, topk] -> [b * s_q, topk]; v4_attention looks at the rest."""
-    if not checks.is_tensor(x) or x.ndim != 3 or x.shape[:2] != (b, s_q):
-        checks.fail(name, checks.describe(x), f"int32 [{b}, {s_q}, topk]")
-    if x.layout != torch.strided:
-        checks.fail(name, f"layout {x.layout}", "a dense strided tensor")
-    return x.flatten(0, 1)
+    return checks.tensor(name, x, (b, s_q, "topk"), (torch.int32,), unit_last=False).flatten(0, 1)
 
 
 def _lengths(name: str, x: Any, b: int, s_q: int) -> Tensor | None:
     """One length per request, for each of its queries."""
     if x is None:
         return None
-    if not checks.is_tensor(x) or x.shape != (b,):
-        checks.fail(name, checks.describe(x), f"int32 [{b}]")
-    return x.repeat_interleave(s_q, output_size=b * s_q)
+    lengths = checks.tensor(name, x, (b,), (torch.int32,), unit_last=False)
+    return lengths.repeat_interleave(s_q, output_size=b * s_q)
 
 
 def _one_query_per_row(x: Tensor) -> Tensor:
@@ -250,12 +250,14 @@ def _decoded(result: Tensor, lse: Tensor, q: Tensor, out: Tensor | None) -> tupl
 
 
 def _plus_inf(lse: Tensor) -> Tensor:
-    """-inf becomes +inf, in place and in one kernel; a NaN stays one."""
-    return lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
+    """-inf becomes +inf, in one kernel; in place, unless autograd has saved it. A NaN stays one."""
+    change = torch.nan_to_num if lse.requires_grad else torch.nan_to_num_
+    return change(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def _max_logits(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None, scale: float) -> Tensor:
-    """The largest score of each query and head; -inf where it sees nothing."""
+    """The largest score of each query and head; -inf where it sees nothing. It has no gradient."""
+    q, rows = q.detach(), rows.detach()
     result = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     topk, count = lists.shape[1], rows.shape[0]
     if topk == 0 or count == 0:

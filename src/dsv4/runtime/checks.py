@@ -24,6 +24,8 @@ NO_BOUND = 1 << 30  # no sequence is longer; kernels add positions and bounds in
 
 
 def fail(argument: str, got: Any, accepted: str) -> NoReturn:
+    if torch.jit.is_tracing():  # sizes are tensors there, and no check of a number passes
+        argument, got, accepted = "torch.jit.trace", "a call of dsv4", "torch.compile or torch.export"
     raise ValueError(f"{argument}: got {got}; accepted: {accepted}")
 
 

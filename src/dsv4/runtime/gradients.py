@@ -69,6 +69,9 @@ def forward(name: str, plain: bool, *arguments: Any) -> Any:
     """X_training(*arguments). plain: of tensors that are plain, and nobody has to see the operator."""
     if plain:
         return _functions[name].apply(*arguments)
+    if torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling():
+        instead = "use .backward() or torch.autograd.grad"
+        raise NotImplementedError(f"dsv4.{name}: torch.func (grad, vjp, ...) is not supported; {instead}")
     return getattr(torch.ops.dsv4, f"{name}_training")(*arguments)
 
 

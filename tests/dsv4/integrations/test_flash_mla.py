@@ -7,6 +7,7 @@ import pytest
 import torch
 from agreement import assert_lse, assert_same
 
+import dsv4
 from dsv4 import reference
 from dsv4.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4.suites.calls import FEATURES, judge
@@ -202,6 +203,58 @@ def test_sparse_prefill(heads, with_lengths):
     assert flash_mla_sparse_fwd(q, kv, indices, 0.03)[1] is None
 
 
+def grads(loss, *tensors):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    return torch.autograd.grad(loss(*leaves), leaves)
+
+
+def loss_of(out, lse):
+    """Through both; the query that sees nothing has a gradient of the LSE that must be ignored."""
+    return (out * normal(*out.shape, seed=20)).sum() + torch.where(lse < INF, lse, 0).square().sum()
+
+
+def test_gradients_of_sparse_prefill_are_those_of_v4_attention():
+    q, kv, sink = normal(5, 3, 512), normal(20, 1, 512, seed=1), normal(3, seed=2)
+    indices = lists(1, 5, 8, 20, 3)[0][:, None]
+    indices[2] = -1
+
+    def prefill(q, kv, sink):
+        out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.05, attn_sink=sink, return_max_logits=True)
+        assert not largest.requires_grad
+        return loss_of(out, lse)
+
+    def attention(q, kv, sink):
+        out, lse = dsv4.v4_attention(q, kv[:, 0], indices[:, 0], sink=sink, softmax_scale=0.05, return_lse=True)
+        return loss_of(out, lse.masked_fill(lse == -INF, INF))
+
+    for got, want in zip(grads(prefill, q, kv, sink), grads(attention, q, kv, sink)):
+        assert want.any() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gradients_of_sparse_decode_are_those_of_v4_attention(fp8):
+    q, sink = normal(2, 2, 3, 512), normal(3, seed=2)
+    cache = pages(2, 8)[0] if fp8 else normal(2, 8, 1, 512, seed=1)
+    indices = lists(2, 2, 8, 16, 3)
+    indices[1, 0] = -1
+
+    def decode(q, sink, cache=cache):
+        out, lse = flash_mla_with_kvcache(
+            q, cache, None, None, 512, is_fp8_kvcache=fp8, indices=indices, attn_sink=sink
+        )
+        return loss_of(out, lse)
+
+    def attention(q, sink, cache=cache):
+        rows = dsv4.Fp8Cache.from_pages(cache) if fp8 else cache[:, :, 0]
+        out, lse = dsv4.v4_attention(q.flatten(0, 1), rows, indices.flatten(0, 1), sink=sink, return_lse=True)
+        lse = lse.masked_fill(lse == -INF, INF).view(2, 2, 3).transpose(1, 2)
+        return loss_of(out.view_as(q), lse)
+
+    tensors = (q, sink) if fp8 else (q, sink, cache)
+    for got, want in zip(grads(decode, *tensors), grads(attention, *tensors)):
+        assert want.any() and torch.equal(got, want)
+
+
 def test_signatures_are_those_of_flash_mla():
     """Names and order, of which callers use both."""
     assert list(inspect.signature(flash_mla_with_kvcache).parameters)[:16] == [
@@ -247,9 +300,14 @@ def test_what_it_cannot_do_it_says():
         "indices: got values from 16 to 16": dict(indices=indices + 16),
         "indices: got dtype int64": dict(indices=indices.long()),
         "indices: got layout torch.sparse_coo": dict(indices=indices.to_sparse()),
-        "indices: got int32 .1, 1, 4.": dict(indices=indices[:1]),
+        "indices: got shape .1, 1, 4.": dict(indices=indices[:1]),
         "topk_length: got values from 5 to 5": dict(topk_length=torch.full((2,), 5).int()),
-        "topk_length: got int32 .1. on cpu": dict(topk_length=torch.zeros(1).int()),
+        "topk_length: got shape .1.": dict(topk_length=torch.zeros(1).int()),
+        "topk_length: got layout torch.sparse_coo": dict(topk_length=torch.ones(2).int().to_sparse()),
+        "k_cache: got layout torch.sparse_coo": dict(k_cache=cache.to_sparse()),
+        "k_cache: got layout torch.sparse_coo; ": dict(
+            k_cache=normal(2, 8, 1, 512, dtype=torch.bfloat16).to_sparse(), is_fp8_kvcache=False
+        ),
         "attn_sink: ": dict(attn_sink=torch.zeros(3)),
         "extra_indices_in_kvcache: got NoneType None": dict(extra_k_cache=cache),
         "extra_indices_in_kvcache: .*without extra_k_cache": dict(extra_indices_in_kvcache=indices),
