@@ -14,6 +14,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.caches.index_keys import IndexCache
     from dsv4.caches.kv import Fp8Cache
     from dsv4.compress.api import CompressState, compress
+    from dsv4.flops import register as _register_flops
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
     from dsv4.index.api import index_topk
     from dsv4.index.loss import index_loss
@@ -24,6 +25,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
 
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
     torch.serialization.add_safe_globals([Fp8Cache, IndexCache, Plan, CompressState])
+    _register_flops()
 
 __version__ = "0.2.0"
 __all__ = [
