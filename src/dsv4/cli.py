@@ -13,6 +13,7 @@ import typer
 
 import dsv4
 from dsv4.commands import bench, compile, demo, doctor, hub, kernels, support, verify
+from dsv4.runtime import dispatch
 
 app = typer.Typer(
     help="Attention for DeepSeek-V4-class models: run it, verify it, ask what this machine can do.",
@@ -38,11 +39,15 @@ def common(
     """Options of no subcommand."""
 
 
-def add(name: str, command: Callable[..., None]) -> None:
-    """A file or directory that cannot be read or written ends the command with 2 and one line."""
+def add(name: str, command: Callable[..., None], needs_triton: bool = False) -> None:
+    """A file or directory that cannot be read or written, or a Triton that is needed and missing, ends the command with
+    2 and one line."""
 
     @functools.wraps(command)
     def named(*args: Any, **options: Any) -> None:
+        if needs_triton and dispatch.triton_version() is None:
+            print(f"dsv4 {name}: needs Triton, which is not installed: pip install triton", file=sys.stderr)
+            raise typer.Exit(2)
         try:
             command(*args, **options)
         except OSError as problem:
@@ -57,10 +62,10 @@ def add(name: str, command: Callable[..., None]) -> None:
 add("demo", demo.demo)
 add("verify", verify.verify)
 add("doctor", doctor.doctor)
-add("support", support.support)
+add("support", support.support, needs_triton=True)
 add("bench", bench.bench)
-add("compile", compile.compile)
-add("kernels", kernels.kernels)
+add("compile", compile.compile, needs_triton=True)
+add("kernels", kernels.kernels, needs_triton=True)
 add("hub", hub.hub)
 
 

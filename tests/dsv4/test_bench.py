@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import softsm
 from dsv4 import bench as measuring
-from dsv4.bench import backward, drawn, measured, peers, summary, timing
+from dsv4.bench import backward, clock, drawn, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.v4 import V4Case
 from dsv4.cli import app
@@ -225,7 +225,7 @@ def test_a_peer_that_does_not_fit_this_torch_is_absent_with_its_reason(tmp_path,
 def test_the_clock_is_read_against_the_timer():
     stamps = torch.zeros(2, 4, dtype=torch.int64)
     with softsm.use("sm_90a"):
-        timing.read_clock[(1,)](stamps[0], 500, num_warps=1)
+        clock.read_clock[(1,)](stamps[0], 500, num_warps=1)
     begin, end = stamps[0, :2], stamps[0, 2:]
     assert (end > begin).all() and end[1] - begin[1] >= 500
     assert timing.megahertz(torch.tensor([[10, 1000, 1760, 2000], [0, 0, 3500, 2000]])) == 1750.0

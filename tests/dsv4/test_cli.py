@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,3 +242,33 @@ def test_verify_gives_one_line_to_cases_that_fail_for_one_reason(monkeypatch: py
     failed = [line for line in result.out.splitlines() if line.startswith("FAILED")]
     assert result.code == 1 and result.out.splitlines()[-1] == "0 passed, 5 failed"
     assert failed == ["FAILED 5 cases, seeds/d64-t1-s128 to seeds/d64-t1-s1024: RuntimeError: no such kernel"]
+
+
+WITHOUT_TRITON = """
+import sys
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, Missing())
+from dsv4 import cli
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        (("verify", "--backend", "cpu", "--suite", "seeds", "--match", "d64-t4-s128"), 0, "1 passed, 0 failed"),
+        (("compile", "-o", "nowhere"), 2, "dsv4 compile: needs Triton, which is not installed: pip install triton"),
+    ],
+    ids=["verify", "compile"],
+)
+def test_without_triton_the_cpu_path_works_and_the_rest_says_what_is_missing(command, status, says, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(dsv4.__file__).parents[1])}
+    run = [sys.executable, "-c", WITHOUT_TRITON, *command]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr and not list(tmp_path.iterdir())

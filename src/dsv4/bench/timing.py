@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
 PROBE_NS = 40_000  # the timer may move in steps of a microsecond
 SECONDS, FEWEST = 1.0, 5  # of all replays of a call; but so many at least
@@ -82,6 +79,8 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def time_turns(
     runs: Mapping[str, Callable[[], Any]], repeats: int, flush: Tensor | None = None, clocks: bool = True
 ) -> dict[str, Sample]:
+    from dsv4.bench import clock  # with Triton, which a machine without a GPU may not have
+
     flush = _flush_buffer() if flush is None else flush
     first = {name: _timed(run, flush) for name, run in runs.items()}
     torch.cuda.synchronize()
@@ -94,7 +93,7 @@ def time_turns(
                 continue
             times[name].append(_timed(run, flush))
             if clocks:
-                read_clock[(1,)](stamps[n, len(times[name]) - 1], PROBE_NS, num_warps=1)
+                clock.read_clock[(1,)](stamps[n, len(times[name]) - 1], PROBE_NS, num_warps=1)
     torch.cuda.synchronize()
     found = {}
     for n, name in enumerate(runs):
@@ -118,24 +117,6 @@ def _timed(run: Callable[[], Any], flush: Tensor) -> tuple[torch.cuda.Event, tor
     run()
     end.record()
     return begin, end
-
-
-@triton.jit
-def clock():
-    return tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit(do_not_specialize=["nanoseconds"])
-def read_clock(out_ptr, nanoseconds):
-    """(cycles, nanoseconds) now and as many nanoseconds later."""
-    begin = globaltimer()
-    tl.store(out_ptr, clock())
-    tl.store(out_ptr + 1, begin)
-    now = begin
-    while now - begin < nanoseconds:
-        now = globaltimer()
-    tl.store(out_ptr + 2, clock())
-    tl.store(out_ptr + 3, now)
 
 
 def megahertz(stamps: Tensor) -> float:

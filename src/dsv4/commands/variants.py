@@ -29,8 +29,6 @@ from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.problem import V4Problem
 
-from . import gradient_variants
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
 ONLY_V4 = (*OF_V4, "v4-backward")
@@ -98,6 +96,8 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     """Of one part of `wanted`."""
+    from . import gradient_variants  # with Triton, which the command line must do without
+
     kind, *rest = part
     target, version = dispatch.compile_target(arch), dispatch.triton_version()
     if kind == "compress":
