@@ -192,7 +192,7 @@ def trace(
 
 
 def _traced(made) -> None:
-    if made.report:
+    if made.report or made.report.warnings:
         typer.echo(str(made.report))
     found = len(made.report) + (bool(made.failure) and not any(d.raised for d in made.report))
     launches = made.recorder.launches

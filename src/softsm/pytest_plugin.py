@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 
 import pytest
 
@@ -69,6 +70,8 @@ def pytest_runtest_call(item: pytest.Item):
     checks = checking(order=option.softsm_order, seed=option.softsm_seed, strict=option.softsm_strict)
     with checks as report:
         result = yield
+    for warning in report.warnings:
+        warnings.warn(f"softsm: {warning}", stacklevel=1)
     if any(not d.raised for d in report):  # what was raised fails the test by itself, or was expected
         from softsm.report.diagnostics import launches
 

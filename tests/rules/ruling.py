@@ -17,12 +17,12 @@ def aligned(array):
     return out
 
 
-def findings(text, args=(), *, strict=True, order="latest", grid=1, block=128, cluster=1):
+def findings(text, args=(), *, strict=True, order="latest", seed=0, grid=1, block=128, cluster=1):
     """The report of one launch; what stops the kernel is in it too."""
     kernel = softsm.load(text)
     mine = [aligned(a) if isinstance(a, np.ndarray) else a for a in args]
     given = [a(mine) if callable(a) else a for a in mine]
-    with softsm.checking(order=order, strict=strict) as report:
+    with softsm.checking(order=order, seed=seed, strict=strict) as report:
         try:
             kernel.launch(grid, block, given, cluster=cluster)
         except Fault:

@@ -1,4 +1,5 @@
-"""mbarriers and the cluster barrier under the checkers: initialisation, counts, phases."""
+"""Barriers under the checkers: initialisation, counts and phases of mbarriers, the cluster barrier, and who meets at a
+named barrier."""
 
 from __future__ import annotations
 
@@ -43,28 +44,24 @@ class BarrierChecks:
         cta.view.waits[offset // 8] = 0
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
-        """Something else is written over an mbarrier. That counts when the mbarrier is used again: a program may be
-        done with it, and only the letter of PTX asks for mbarrier.inval then."""
+        """Something else is written over an mbarrier. A program may be done with it, and only the letter of PTX asks
+        for mbarrier.inval then; a finding it is by default when the mbarrier is used again."""
         barrier = cta.barriers.get(offset)
         if barrier is None:
             return
         barrier.overwritten = self.party(w, op, f"writes over {barrier.name}", pc=pc, lane=lane)
         cta.view.waits[offset // 8] = 0
-        if self.strict:
-            text = f"{barrier.name} is overwritten without mbarrier.inval"
-            self.report.add(Diagnostic("barrier-overwritten", text, (barrier.overwritten,)))
+        text = f"{barrier.name} is overwritten without mbarrier.inval"
+        said = Diagnostic("barrier-overwritten", text, (barrier.overwritten,))
+        (self.report.add if self.strict else self.report.warn)(said)
 
     def initialised_again(self, w, barrier) -> None:
         """PTX wants mbarrier.inval before the word is used again, also for another mbarrier."""
-        if self.strict and barrier.origin is not None:
+        if barrier.origin is not None and (self.strict or barrier.overwritten is None):
             _, _, pc, creator, _ = barrier.origin
-            self.report.add(
-                Diagnostic(
-                    "barrier-init",
-                    f"{barrier.name} is initialised again without mbarrier.inval",
-                    (self.party(w, None, "initialises it again"), self.party(creator, None, "initialised it", pc=pc)),
-                )
-            )
+            text = f"{barrier.name} is initialised again without mbarrier.inval"
+            parties = self.party(w, None, "initialises it again"), self.party(creator, None, "initialised it", pc=pc)
+            (self.report.add if self.strict else self.report.warn)(Diagnostic("barrier-init", text, parties))
 
     def fence_init(self, w) -> None:
         """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
@@ -116,6 +113,26 @@ class BarrierChecks:
                     (self.party(w, None, "uses it"), self.party(creator, None, "initialises it", pc=pc)),
                 )
             )
+
+    def joins(self, w, barrier, waits: bool) -> None:
+        """A warp arrives at a named barrier of a part of the CTA. It must come after all who met there before, or on
+        hardware it may be counted among them. Who waited there did."""
+        view, found = w.view, None
+        earlier = barrier.group_before
+        if w in barrier.group:
+            if w.index not in barrier.partial:  # else others of its lanes
+                found = w, barrier.group[w][1]
+        elif w not in earlier or not earlier[w][2]:
+            unseen = ((o, pc) for o, (epoch, pc, _) in earlier.items() if view.clock.item(o.view.slot) < epoch)
+            found = next(unseen, None)
+        barrier.group.setdefault(w, (view.epoch, w.pc, waits))
+        if found is None:
+            return
+        text = f"two groups of warps use barrier {barrier.number}, and warps of both may meet there"
+        if w is found[0] or w in earlier:
+            text = f"this warp may arrive at barrier {barrier.number} twice in one phase"
+        other = self.party(found[0], None, "came to it before, and that phase may not be over", pc=found[1])
+        self.report.add(Diagnostic("barrier-groups", text, (self.party(w, None, "comes to it"), other)))
 
     def left(self, cta) -> None:
         """The CTA ends: bytes that came and were never announced ended some phase too early, or none."""

@@ -119,7 +119,7 @@ class Order:
         if self.strict:
             copy[self.tensor] = 0
         self.new_epoch(view)
-        return Snapshot(copy, address_of(copy), self.machine.lanes, view.begin, view.dirty)
+        return Snapshot(copy, address_of(copy), self.machine.active, view.begin, view.dirty)
 
     def parted(self, w, lanes: int, begin: int, dirty: int) -> bool:
         """Do these lanes release without others, which have accessed memory since the lanes last met, in the epoch
@@ -151,7 +151,7 @@ class Order:
 
     def send(self, target: Clock, w) -> None:
         """`target` takes in what the running lanes of the warp can pass on; a new epoch begins."""
-        view, lanes = w.view, self.machine.lanes
+        view, lanes = w.view, self.machine.active
         if w.alive & ~lanes and self.parted(w, lanes, view.begin, view.dirty):
             values, slot, begin, dirty = target.values, view.slot, view.begin, view.dirty
             before = values.item(slot), values.item(self.slots + slot)
@@ -166,7 +166,7 @@ class Order:
         those since. Was it for all lanes?"""
         slot, (_, at, lanes, begin, dirty) = w.view.slot, snapshot
         if w.view.begin == begin:
-            lanes &= self.machine.lanes
+            lanes &= self.machine.active
         before = target.values.item(slot), target.values.item(self.slots + slot)
         self.join(target.at, at)
         if not self.parted(w, lanes, begin, dirty):

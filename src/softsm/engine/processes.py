@@ -29,6 +29,7 @@ import numpy as np
 from softsm.engine.deadlock import PATIENCE
 from softsm.memory.global_memory import Allocation
 from softsm.ptx.ast import Call, Instruction, Module, Symbol
+from softsm.report.diagnostics import Diagnostic
 
 TURNS = 300  # of warps, about 30 ms; a fork takes about 5 ms
 LARGEST = 1 << 29  # bytes of global memory that are compared afterwards
@@ -187,6 +188,8 @@ class Division:
                 change.apply(machine.global_memory.allocations)
             if machine.checker is not None:
                 machine.checker.memory.touched.elsewhere.append(outcome.touched)
+                for warning in outcome.warnings:
+                    machine.checker.report.warn(warning)
             for index in outcome.compiled:
                 machine.kernel.blocks.compile(index)
             machine.steps += outcome.steps
@@ -213,6 +216,7 @@ class Division:
             before.changes(machine.global_memory.allocations),
             np.flatnonzero((machine.kernel.blocks.table[:, 0] != 0) & ~before.compiled).tolist(),
             checker.memory.touched_since(before.owners) if checker is not None else None,
+            checker.report.warnings if checker is not None else [],
         )
 
 
@@ -242,6 +246,7 @@ class Outcome(NamedTuple):
     changes: list[Change]
     compiled: list[int]  # blocks
     touched: np.ndarray | None  # see MemoryAccesses.touched_since, when races are checked
+    warnings: list[Diagnostic]
 
 
 class Before:

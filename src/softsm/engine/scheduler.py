@@ -48,7 +48,7 @@ class Machine:
         self.live: list[Cta] = []
         self.output: list[str] = []
         self.current: Warp | None = None
-        self.lanes = pg.ALL  # of it, that execute a macro-operation
+        self.active = pg.ALL  # its lanes that execute a macro-operation
         self.checker = None
         self.exits = 0  # warps that have exited
         # Triton stores what a whole CTA computes alike by the first warp, and lets all warps load it: in step the
@@ -268,7 +268,7 @@ class Machine:
                 "an .aligned instruction is executed by all threads of the warp, but its "
                 f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}",
             )
-        self.lanes = lanes
+        self.active = lanes
         result = call.function(warp, lanes, call.operands)
         if result is None:
             fragment.pc = pc + 1

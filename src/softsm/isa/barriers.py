@@ -67,6 +67,9 @@ class NamedBarrier(Arrivals):
         self.cta, self.number = cta, number
         self.reset()
         self.results: dict[int, tuple[int, int, int]] = {}  # generation -> (popc, and, or) for bar.red
+        # When races are checked: warp -> (epoch, pc, does it wait?) of this generation, and of the one before.
+        self.group: dict[object, tuple[int, int, bool]] = {}
+        self.group_before: dict[object, tuple[int, int, bool]] = {}
 
     def reset(self) -> None:
         self.arrived = 0  # threads, in warps of 32
@@ -79,9 +82,9 @@ class NamedBarrier(Arrivals):
             return self.count
         return 32 * self.cta.live
 
-    def arrive(self, w, mask: int, count: int | None, stays: bool = False) -> None:
+    def arrive(self, w, mask: int, count: int | None, stays: bool = False, waits: bool = True) -> None:
         """Count the lanes in; ends the generation when the last one came. stays: it is a whole warp, which does nothing
-        before that."""
+        before that; waits: it goes on when the generation is over."""
         if count is not None and (count <= 0 or count % 32):
             raise w.fault("barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32")
         if self.arrived and count != self.count:
@@ -91,6 +94,8 @@ class NamedBarrier(Arrivals):
             )
         self.count = count
         if self.clock is not None:
+            if count is not None and count < 32 * len(self.cta.warps):
+                w.machine.checker.barriers.joins(w, self, waits)
             if stays:
                 self.clock.members.extend((w.view.at, w.view.slot))
             else:
@@ -124,6 +129,7 @@ class NamedBarrier(Arrivals):
             self.generation += 1
             if self.clock is not None:
                 self.clock.complete()
+                self.group_before, self.group = self.group, {}
             self.reset()
             self.cta.machine.writes += 1
             self.wake()
@@ -287,7 +293,7 @@ def do_sync(w, mask, o):
 
 def do_arrive(w, mask, o):
     barrier = named_barrier(w, o.number, mask)
-    barrier.arrive(w, mask, first(w, o.count, mask))
+    barrier.arrive(w, mask, first(w, o.count, mask), waits=False)
 
 
 def do_red(w, mask, o):

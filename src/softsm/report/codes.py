@@ -33,6 +33,11 @@ CODES: dict[str, tuple[str, str]] = {
         "bytes belong to expect_tx. "
         "The thread count of bar.sync is the number of threads that take part, in whole warps.",
     ),
+    "barrier-groups": (
+        "Warps come to a named barrier for one phase, and nothing orders them after those of the phase before: "
+        "hardware counts warps, not who they are, so warps of two groups may meet.",
+        "Give each group of warps a barrier number of its own (0 to 15), or order the second use behind the first.",
+    ),
     "barrier-phase": (
         "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago.",
         "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end.",
@@ -186,6 +191,22 @@ CODES: dict[str, tuple[str, str]] = {
     "trap": ("The program executed trap.", "Its own check failed; see the line."),
     "assert": ("A device-side assertion failed.", "See the message."),
 }
+
+
+# Causes before what they lead to: a barrier that is misused lets accesses race, a race lets values be wrong, and any of
+# them may end in a deadlock.
+_EFFECTS = (
+    ("in-flight", "peer-exit", "race", "wgmma-registers"),
+    ("uninitialised",),
+    ("operand", "nan", "type"),
+    ("deadlock", "step-budget"),
+)
+_DEPTH = {code: 1 + depth for depth, codes in enumerate(_EFFECTS) for code in codes}
+
+
+def depth(code: str) -> int:
+    """How far behind its cause a finding of this code is; 0 for what is a cause itself."""
+    return _DEPTH.get(code, 0)
 
 
 def sentence(code: str) -> str:

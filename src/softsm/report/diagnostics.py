@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from softsm.report.codes import CODES, fix
+from softsm.report.codes import CODES, depth, fix
 
 __all__ = ["CODES", "Diagnostic", "Party", "Report"]
 
@@ -74,12 +75,13 @@ class Diagnostic:
 
 @dataclass
 class Report:
-    """Everything found while a `checking` block ran. Truthy if there are findings."""
+    """Everything found while a `checking` block ran. Truthy if there are findings, which a warning is not."""
 
-    diagnostics: list[Diagnostic] = field(default_factory=list)
+    diagnostics: list[Diagnostic] = field(default_factory=list)  # causes first, then in the order they were found
     launches: int = 0
     tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
-    _seen: dict[tuple, tuple[int, set]] = field(default_factory=dict)  # source places -> (which one, its PTX places)
+    warnings: list[Diagnostic] = field(default_factory=list)  # against the letter of PTX, and without effect so far
+    _seen: dict[tuple, tuple[Diagnostic, set]] = field(default_factory=dict)  # by key: its places in the PTX
     additions: int = 0  # how often `add` was called
 
     def add(self, diagnostic: Diagnostic) -> None:
@@ -90,20 +92,27 @@ class Report:
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         self.additions += 1
         if key in self._seen and diagnostic.parties:
-            which, places = self._seen[key]
+            shown, places = self._seen[key]
             places.add(tuple(lines))
-            if diagnostic.apart() and not self.diagnostics[which].apart():
-                self.diagnostics[which] = diagnostic
+            if diagnostic.apart() and not shown.apart():
+                which = next(i for i, d in enumerate(self.diagnostics) if d is shown)
+                self.diagnostics[which], self._seen[key] = diagnostic, (diagnostic, places)
             return
-        self._seen[key] = len(self.diagnostics), {tuple(lines)}
-        self.diagnostics.append(diagnostic)
+        self._seen[key] = diagnostic, {tuple(lines)}
+        bisect.insort(self.diagnostics, diagnostic, key=lambda d: depth(d.code))
+
+    def warn(self, diagnostic: Diagnostic) -> None:
+        """Each warning once."""
+        if all(diagnostic.key() != d.key() for d in self.warnings):
+            self.warnings.append(diagnostic)
 
     def codes(self) -> list[str]:
         return [d.code for d in self.diagnostics]
 
     def again(self) -> dict[int, int]:
         """Number of a diagnostic -> how often it came at other lines of PTX, between the same lines of the source."""
-        return {which: len(lines) - 1 for which, lines in self._seen.values() if len(lines) > 1}
+        more = {id(shown): len(lines) - 1 for shown, lines in self._seen.values() if len(lines) > 1}
+        return {i: more[id(d)] for i, d in enumerate(self.diagnostics) if id(d) in more}
 
     def __bool__(self) -> bool:
         return bool(self.diagnostics)
@@ -115,10 +124,9 @@ class Report:
         return len(self.diagnostics)
 
     def __str__(self) -> str:
-        if not self.diagnostics:
-            return f"nothing found in {launches(self.launches)}"
         again = self.again()
-        return "\n".join(
+        lines = [
             f"{d}\n  and {again[i]} more between the same source lines" if again.get(i) else str(d)
             for i, d in enumerate(self.diagnostics)
-        )
+        ] or [f"nothing found in {launches(self.launches)}"]
+        return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from softsm.checks.checking import checking
 from softsm.errors import SoftsmError
+from softsm.report.codes import depth
 from softsm.report.diagnostics import Diagnostic, launches
 
 ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
@@ -29,6 +30,7 @@ class Summary:
     seed: int
     strict: bool
     findings: dict[tuple, Found] = field(default_factory=dict)
+    warnings: dict[tuple, Diagnostic] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)  # text -> orders
     launches: int = 0  # of the first run
     orders: list[str] = field(default_factory=list)
@@ -72,13 +74,15 @@ class Summary:
             found = self.findings.setdefault(diagnostic.key(), Found(diagnostic, [], again.get(i, 0)))
             if name not in found.orders:
                 found.orders.append(name)
+        for warning in report.warnings:
+            self.warnings.setdefault(warning.key(), warning)
 
     def fail(self, text: str, order: str) -> None:
         self.failures.setdefault(text.rstrip(), []).append(order)
 
     def __str__(self) -> str:
         lines = []
-        for found in self.findings.values():
+        for found in sorted(self.findings.values(), key=lambda f: depth(f.diagnostic.code)):
             lines.append(str(found.diagnostic))
             if found.again:
                 lines.append(f"  and {found.again} more between the same source lines")
@@ -86,6 +90,7 @@ class Summary:
                 lines.append(f"  only under: {', '.join(found.orders)}")
         for text, orders in self.failures.items():
             lines.append(f"the program failed under: {', '.join(orders)}\n{text}")
+        lines += [f"warning: {w}" for w in self.warnings.values()]
         count = len(self.findings)
         found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
         level = "strict level" if self.strict else "default level"

@@ -240,7 +240,7 @@ def test_a_dependent_grid_knows_what_the_processes_before_it_touched(divided):
     for count in (1, 2):
         with softsm.checking() as report:
             launch(SUM, count)
-            launch(SUM, processes, dependent=True)
+            launch(SUM, count, dependent=True)
         reports.append(str(report))
     assert reports[0] == reports[1] and "the grid before this one" in reports[0]
     assert divided[0] == (2, True)

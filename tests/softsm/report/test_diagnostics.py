@@ -1,0 +1,48 @@
+"""The report: causes first, each finding once, and warnings that are no findings."""
+
+from softsm.report.diagnostics import Diagnostic, Party, Report
+
+
+def race(line, who="warp 0 of CTA (0, 0, 0)"):
+    parties = [Party(who, n, f"st {n}", f"k.py:{line}", "writes") for n in (line, line + 1)]
+    return Diagnostic("race", "two accesses are not ordered", tuple(parties))
+
+
+def test_causes_come_before_what_they_lead_to():
+    report = Report()
+    for found in (race(1), Diagnostic("deadlock", "stuck"), race(5), Diagnostic("barrier-tx", "9 bytes too many")):
+        report.add(found)
+    assert report.codes() == ["barrier-tx", "race", "race", "deadlock"]
+    assert [d.parties[0].ptx_line for d in report if d.parties] == [1, 5], "else in the order they were found"
+    assert str(report).startswith("barrier-tx")
+
+
+def test_what_is_found_again_is_counted_where_it_is_shown():
+    report = Report()
+    report.add(race(1))
+    again = Diagnostic("race", "", tuple(Party(p.who, p.ptx_line + 7, p.instruction, p.source, p.what)
+                                         for p in race(1).parties))  # fmt: skip
+    report.add(Diagnostic("barrier-tx", "9 bytes too many"))
+    report.add(again)
+    assert report.again() == {1: 1} and str(report).endswith("and 1 more between the same source lines")
+
+
+def test_a_finding_between_ctas_replaces_the_same_within_one():
+    report = Report()
+    report.add(race(1))
+    other = race(1)
+    report.add(Diagnostic("race", "", (other.parties[0], Party("warp 0 of CTA (1, 0, 0)", *vars_of(other.parties[1])))))
+    assert len(report) == 1 and report.diagnostics[0].apart()
+
+
+def vars_of(party):
+    return party.ptx_line, party.instruction, party.source, party.what
+
+
+def test_a_warning_is_no_finding():
+    report = Report()
+    for _ in range(2):
+        report.warn(Diagnostic("barrier-overwritten", "overwritten without mbarrier.inval"))
+    assert not report and len(report) == 0 and len(report.warnings) == 1
+    assert str(report).splitlines()[:2] == [
+        "nothing found in 0 launches", "warning: barrier-overwritten: overwritten without mbarrier.inval"]  # fmt: skip
