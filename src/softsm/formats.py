@@ -77,6 +77,11 @@ def unpack_sixes(data: np.ndarray) -> np.ndarray:
     return codes.astype(np.uint8).reshape(*data.shape[:-1], -1)
 
 
+def padded_bytes(name: str) -> int:
+    """Bytes of a 16-byte unit that `unpack_padded` reads; 16 for types without padding."""
+    return 2 * BITS[name] if BITS[name] in (4, 6) else 16
+
+
 def unpack_padded(data: np.ndarray, name: str) -> np.ndarray:
     """16-byte units holding 16 packed 4- or 6-bit codes followed by padding (kind f8f6f4 in shared memory; sources of
     tcgen05.cp and ldmatrix with decompression): [..., 16u] bytes -> [..., 16u] codes."""

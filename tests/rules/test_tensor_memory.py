@@ -77,6 +77,24 @@ def test_commit_of_another_warp_covers_nothing():
     holds(make, args=OUT, also=("in-flight",))
 
 
+@pytest.mark.parametrize(("code", "used"), [(5, 8), (4, 12)], ids=["e2m1", "e3m2"])
+def test_padding_of_narrow_operands_need_not_be_written(code, used):
+    """Elements of 4 and 6 bits fill the first 8 or 12 of 16 bytes. make(False) leaves out 4 of those as well."""
+
+    def make(keep):
+        shape = 1 << 4 | code << 7 | 0 << 10 | (8 >> 3) << 17 | (128 >> 4) << 24
+        fill = "mov.u32 %r90, a;\nshl.b32 %r91, %r0, 4;\nadd.u32 %r90, %r90, %r91;\n" + "".join(
+            f"st.shared.b32 [%r90+{row + at}], 0;\n" for row in (0, 2048) for at in range(0, used - 4 * (not keep), 4)
+        )
+        start = START.replace(t.fill("a", 4096), fill)
+        mma = t.mma("%r3", "%rd10", "%rd11", shape).replace("kind::f16", "kind::f8f6f4")
+        body = t.only("thread 0", mma + t.commit("bar")) + t.wait("bar", 0)
+        return t.kernel(start + body + t.dealloc(64), "out", shared=SHARED)
+
+    for strict in (True, False):
+        holds(make, args=OUT, code="uninitialised", strict=strict)
+
+
 # -- reuse of the accumulator ------------------------------------------------------------------------------------------
 
 

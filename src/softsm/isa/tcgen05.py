@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from softsm import formats
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.isa import product_chain, tensor_copy, tensor_core
@@ -356,10 +357,12 @@ def operand_spans(p: Product) -> tuple[np.ndarray, int]:
     """Spans of bytes of A and B in shared memory, and the table's address."""
     s = p.shape
     out = []
-    for name, descriptor, k_major, rows in (("A", p.a, s.a_k_major, rows_of(p)),
-                                            ("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1))):  # fmt: skip
+    for name, element, descriptor, k_major, rows in (
+        ("A", s.a, p.a, s.a_k_major, rows_of(p)), ("B", s.b, p.b, s.b_k_major, s.n // (2 if p.pair else 1)),
+    ):  # fmt: skip
         if descriptor is not None:
-            out.append(swizzle.spans(descriptor, k_major, *table_size(k_major, rows, s, name)))
+            used = 16 if s.kind.startswith("mxf4") else formats.padded_bytes(element)
+            out.append(swizzle.spans(descriptor, k_major, *table_size(k_major, rows, s, name), used))
     table = np.concatenate(out)
     return table, table.ctypes.data
 

@@ -114,7 +114,8 @@ def do_cp(w, mask, o):
         for cta in ctas:
             located(w, cta.tmem.check, cta, column, 4 * chunks, "tcgen05.cp")
             located(w, swizzle.locate, cta.shared, pg.SHARED_START, descriptor, True, rows, chunks, "tcgen05.cp")
-        covered = swizzle.spans(descriptor, True, rows, chunks)
+        used = {"b4x16_p64": 8, "b6x16_p32": 12}.get(o.source, 16)  # bytes before the padding
+        covered = swizzle.spans(descriptor, True, rows, chunks, used)
 
         def effects(lane=lane, column=column, descriptor=descriptor) -> None:
             for cta in ctas:

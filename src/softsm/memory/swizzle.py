@@ -147,9 +147,12 @@ def footprint(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> t
 
 
 @lru_cache(maxsize=4096)
-def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> np.ndarray:
-    """The bytes a tile really touches, as [low, high) pairs: int64 [n, 2]."""
+def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int, used: int = 16) -> np.ndarray:
+    """The bytes a tile really touches, as [low, high) pairs: int64 [n, 2]. used: bytes of a chunk before its padding
+    (formats.unpack_padded)."""
     starts = np.unique(addresses(descriptor, k_major, rows, count))
+    if used < 16:
+        return np.ascontiguousarray(np.stack([starts, starts + used], 1))
     first = np.flatnonzero(np.diff(starts, prepend=-32) != 16)
     last = np.append(first[1:], len(starts)) - 1
     return np.ascontiguousarray(np.stack([starts[first], starts[last] + 16], 1))
