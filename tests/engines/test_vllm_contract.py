@@ -81,64 +81,87 @@ def test_a_missing_function_is_named(contract, monkeypatch):
         contract.check()
 
 
+INSTALLED = "from dsv4.integrations.vllm import install; install.everything()  # a configuration asked for it\n"
 IN_A_PROCESS = """
+import os
 import dsv4.integrations.vllm as plugin
 plugin.register()
 plugin.register()  # twice is once
 from types import SimpleNamespace
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.models.deepseek_v4.cpu import model as cpu
-from vllm.models.deepseek_v4.nvidia import model as nvidia
-from vllm.platforms.cpu import CpuPlatform
-from dsv4.integrations.vllm import install, v4
-assert AttentionBackendEnum.DSV4.get_class().__module__ == "dsv4.integrations.vllm.dense"
-assert CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.DSV4, None) == plugin.DENSE
-assert cpu.DeepseekV4CPUAttention is v4.cpu_class()
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.models.deepseek_v4 import attention
-from vllm.models.deepseek_v4.nvidia import flashmla
-from vllm.models.deepseek_v4 import compressor
-from dsv4.integrations.vllm.compressor import store
+from vllm.models.deepseek_v4.cpu import model as cpu
+from vllm.models.deepseek_v4.nvidia import flashmla, model as nvidia
+from vllm.models.deepseek_v41.nvidia import model as nvidia_v41
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from dsv4.integrations.vllm import install, v4
 from dsv4.integrations.vllm.indexer import Indexer
-assert flashmla.flash_mla_sparse_fwd is v4.sparse_fwd
-assert attention.SparseAttnIndexer is Indexer
-assert compressor.compress_norm_rope_store_triton is store
+def refused(said, f, *arguments, **options):
+    try:
+        f(*arguments, **options)
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+assert AttentionBackendEnum.DSV4.get_class().__module__ == "dsv4.integrations.vllm.dense"
+layer = AttentionSelectorConfig(64, None, None, None)
+assert CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.DSV4, attn_selector_config=layer) == plugin.DENSE
+assert CpuPlatform.get_attn_backend_cls(None, attn_selector_config=layer, num_heads=1) != plugin.DENSE
+mla = layer._replace(use_mla=True)
+refused("DSV4 for MLA layers", CpuPlatform.get_attn_backend_cls, AttentionBackendEnum.DSV4, mla)
 install.on_cuda()
 install.on_cuda()
-def config(backend):
-    return SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-assert nvidia._select_dsv4_attn_cls(config(None)) is v4.cuda_class()
-assert nvidia._select_dsv4_attn_cls(config(AttentionBackendEnum.DSV4)) is v4.cuda_class()
-try:
-    nvidia._select_dsv4_attn_cls(config(AttentionBackendEnum.FLASHMLA_SPARSE))
-except ValueError as error:
-    assert "FLASHMLA_SPARSE in a process where dsv4 is on" in str(error), error
+def config(backend, version="4"):
+    hf = SimpleNamespace(architectures=[f"DeepseekV{version}ForCausalLM"], model_type="")
+    parts = dict(
+        attention_config=dict(backend=backend, backend_per_kind={}), cache_config=dict(cache_dtype="auto"),
+        model_config=dict(hf_config=hf), compilation_config=dict(static_forward_context={}))
+    return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
+ours, theirs = v4.cuda_class(), flashmla.DeepseekV4FlashMLAAttention
+switched = os.environ["DSV4_VLLM"] == "1"
+select = nvidia._select_dsv4_attn_cls
+for _ in range(2):
+    assert select(config(AttentionBackendEnum.DSV4)) is ours
+    assert select(config(None)) is (ours if switched else theirs)
+if switched:
+    refused("FLASHMLA_SPARSE with DSV4_VLLM=1", select, config(AttentionBackendEnum.FLASHMLA_SPARSE))
+    refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(None, "41"))
 else:
-    raise AssertionError("FlashMLA and dsv4 at once")
-assert [v4.cuda_class().get_padded_num_q_heads(n) for n in (1, 8, 16, 128)] == [1, 8, 16, 128]
-try:
-    v4.cuda_class().get_padded_num_q_heads(129)
-except ValueError as error:
-    assert "129 on one rank" in str(error), error
-else:
-    raise AssertionError("129 heads")
+    assert select(config(AttentionBackendEnum.FLASHMLA_SPARSE)) is theirs
+    nvidia_v41._select_dsv4_attn_cls(config(AttentionBackendEnum.FLASHMLA_SPARSE, "41"))
+refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(AttentionBackendEnum.DSV4, "41"))
+def taken(make):  # by the replaced names; vLLM's own classes take other arguments
+    try:
+        return bool(make(get_current_vllm_config(), no_such_option=1))
+    except TypeError:
+        return False
+Indexer.__init__ = lambda *_, **__: None
+v4.cpu_class = lambda: lambda *_, **__: "ours"
+for backend in (AttentionBackendEnum.DSV4, None):
+    with set_current_vllm_config(config(backend)):
+        asked = switched or backend is not None
+        assert taken(cpu.DeepseekV4CPUAttention) is taken(attention.SparseAttnIndexer) is asked
+assert v4.prefill().__globals__["flash_mla_sparse_fwd"] is v4.sparse_fwd
+assert theirs._forward_prefill.__globals__["flash_mla_sparse_fwd"] is flashmla.flash_mla_sparse_fwd is not v4.sparse_fwd
+assert [ours.get_padded_num_q_heads(n) for n in (1, 8, 16, 128)] == [1, 8, 16, 128]
+refused("129 on one rank", ours.get_padded_num_q_heads, 129)
 from dsv4.integrations.vllm.dense import Impl
 for options, said in ((dict(kv_cache_dtype="fp8"), "--kv-cache-dtype: got fp8"),
                       (dict(logits_soft_cap=30.0), "logits_soft_cap: got 30.0"),
                       (dict(head_size=96), "head_size: got 96"), (dict(alibi_slopes=[1.0]), "alibi")):
-    try:
-        Impl(**(dict(num_heads=4, head_size=64, scale=1.0) | options))
-    except ValueError as error:
-        assert said in str(error), error
-    else:
-        raise AssertionError(options)
+    refused(said, Impl, **(dict(num_heads=4, head_size=64, scale=1.0) | options))
 print("all held")
 """
 
 
-def test_on_it_replaces_the_v4_class_and_names_a_backend_and_refuses_the_rest():
-    """In a process of its own: what it replaces stays replaced."""
-    environment = os.environ | {"DSV4_VLLM": "1", "DSV4_VLLM_PARTS": "indexer,compressor"}
-    done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize("switch", ["1", ""])
+def test_each_configuration_gets_the_classes_it_asks_for(switch):
+    """In a process of its own: what is replaced stays replaced."""
+    code = IN_A_PROCESS if switch else IN_A_PROCESS.replace("plugin.register()\n", "plugin.register()\n" + INSTALLED, 1)
+    environment = os.environ | {"DSV4_VLLM": switch, "DSV4_VLLM_PARTS": "indexer,compressor"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
 
 
@@ -148,21 +171,52 @@ LLAMA = dict(
 )  # fmt: skip
 
 
-def test_the_configuration_alone_switches_it_on(tmp_path):
-    """--attention-backend DSV4 without DSV4_VLLM; any other leaves vLLM as it is. DSV4_VLLM=0 wins."""
+def test_the_ways_to_name_the_backend_in_a_configuration(tmp_path):
+    """As docs/serving.md has them, without DSV4_VLLM; a configuration that does not name it is left alone, also after
+    one that does. DSV4_VLLM=0 wins."""
     code = """
-import sys
+import json, sys
+from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.models.deepseek_v4.nvidia import flashmla
-theirs = flashmla.flash_mla_sparse_fwd
-def ask(name):
-    return EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, attention_backend=name).create_engine_config()
-assert ask(None).attention_config.backend is None
-assert flashmla.flash_mla_sparse_fwd is theirs
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+import dsv4.integrations.vllm as plugin
+from dsv4.integrations.vllm import choice, install
+lines = []
+plugin.logger.addFilter(lambda record: lines.append(record.getMessage()))
+common = dict(model=sys.argv[1], skip_tokenizer_init=True)
+def ask(**options):
+    return EngineArgs(**common, **options).create_engine_config()
+def command_line(*options):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", sys.argv[1], "--skip-tokenizer-init", *options]))
+try:
+    ask(attention_config={"backend": "DSV4"})  # parsed before vLLM loads its plug-ins
+except Exception as error:
+    assert "Unknown attention backend" in str(error), error
+else:
+    raise AssertionError("vLLM knows the name before it loads plug-ins")
+load_general_plugins()
+assert ask().attention_config.backend is None and not install.on
 print("left alone")
-assert ask("DSV4").attention_config.backend.name == "DSV4"
-from dsv4.integrations.vllm import v4
-assert flashmla.flash_mla_sparse_fwd is v4.sparse_fwd
+for config in (
+    ask(attention_backend="DSV4"),
+    ask(attention_config={"backend": "DSV4"}),
+    ask(attention_config=AttentionConfig(backend="DSV4")),
+    command_line("--attention-backend", "DSV4").create_engine_config(),
+    command_line("--attention-config", json.dumps({"backend": "DSV4"})).create_engine_config(),
+    command_line("--attention-config.backend", "DSV4").create_engine_config(),
+):
+    assert choice.named(config) and install.on
+for config in (
+    ask(attention_config={"backend_per_kind": {"full_attention": "DSV4"}}),
+    command_line("--attention-config.backend_per_kind.full_attention", "DSV4").create_engine_config(),
+):
+    assert choice.kinds(config) == ["full_attention"]
+assert not choice.asks(ask())
+assert [line.split(";")[0] for line in lines] == [
+    "dsv4 is off for LlamaForCausalLM (installed)", "dsv4 is on: dense attention",
+    "dsv4 is on: dense attention, of full_attention layers", "dsv4 is off for LlamaForCausalLM (installed)"], lines
 print("all held")
 """
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -206,22 +260,6 @@ def test_vllms_own_loader_ends_with_the_reason():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "went on" not in done.stdout
     assert "DSV4_VLLM_PARTS: got sampler; accepted: any of indexer" in done.stderr, done.stderr[-3000:]
-
-
-def test_what_is_not_named_as_a_part_stays_vllms():
-    code = """
-import dsv4.integrations.vllm as plugin
-plugin.register()
-from vllm.models.deepseek_v4 import attention, compressor
-assert attention.SparseAttnIndexer.__module__ == "vllm.model_executor.layers.sparse_attn_indexer"
-assert compressor.compress_norm_rope_store_triton.__module__.endswith("common.ops.fused_compress_quant_cache")
-print("all held")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"DSV4_VLLM": "1", "DSV4_VLLM_PARTS": ""},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.endswith("all held\n"), done.stderr[-3000:]
 
 
 def test_the_name_of_the_backend_reaches_processes_that_have_loaded_no_plug_in():

@@ -16,7 +16,7 @@ from agreement import assert_right
 
 import dsv4.integrations.vllm as plugin
 from dsv4 import reference
-from dsv4.integrations.vllm import compressor, contract, indexer, install, v4
+from dsv4.integrations.vllm import choice, compressor, contract, indexer, install, v4
 
 RECORDED = json.loads((Path(__file__).parents[2] / "engines" / "vllm_recorded.json").read_text())
 
@@ -112,14 +112,32 @@ def test_not_switched_on_another_version_is_left_alone_and_named(monkeypatch, vl
     assert "off, and cannot be switched on: got vLLM 0.33.0; accepted: 0.32.x" in said()
 
 
+def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype="auto", layers=()):
+    """A configuration of vLLM, as far as the plug-in looks at it; names of backends are what they are there, members
+    of an enumeration."""
+    hf = SimpleNamespace(architectures=[model], model_type="a type")
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(
+            backend=backend and SimpleNamespace(name=backend),
+            backend_per_kind={kind: SimpleNamespace(name="DSV4") for kind in kinds},
+        ),
+        model_config=model and SimpleNamespace(hf_config=hf),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
+    )
+
+
+V4, V41, DENSE = "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM", "LlamaForCausalLM"
+
+
 @pytest.fixture
 def configured(monkeypatch, vllm):
     """A vLLM of stubs with a configuration and names of backends -> (the class of the configuration, an entry for each
     time that everything was installed)."""
 
     class VllmConfig:
-        def __init__(self, name):
-            self.attention_config = SimpleNamespace(backend=name and SimpleNamespace(name=name))
+        def __init__(self, *arguments, **options):
+            vars(self).update(vars(configuration(*arguments, **options)))
             self.__post_init__()
 
         def __post_init__(self):
@@ -138,9 +156,12 @@ def configured(monkeypatch, vllm):
         monkeypatch.setitem(sys.modules, name, module)
     installed: list = []
     monkeypatch.delenv("DSV4_VLLM", raising=False)
+    monkeypatch.delenv("DSV4_VLLM_PARTS", raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(install, "everything", lambda: installed.append(1))
     monkeypatch.setattr(install, "asked", False)
     monkeypatch.setattr(install, "ready", False)
+    monkeypatch.setattr(plugin, "_said", "")
     return VllmConfig, installed
 
 
@@ -148,9 +169,139 @@ def test_the_configuration_switches_it_on_where_it_names_the_backend(configured,
     config, installed = configured
     plugin.register()
     plugin.register()  # twice is once
-    assert "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4" in said()
+    assert said() == ""  # which configuration comes is not known yet
     assert config(None).checked and config("FLASH_ATTN").checked and not installed
     assert config("DSV4").checked and installed == [1]
+    assert config(kinds=["full_attention"]).checked and installed == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "switch, options, line",
+    [
+        (
+            "",
+            dict(model=V4),
+            "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4 switches its attention",
+        ),
+        ("", dict(model=V4, backend="DSV4"), "dsv4 is on: DeepSeek-V4's attention, indexer"),
+        ("1", dict(model=V4), "dsv4 is on: DeepSeek-V4's attention, indexer"),
+        ("", dict(model=DENSE), f"dsv4 is off for {DENSE} (installed); --attention-backend DSV4 switches it on"),
+        ("1", dict(model=DENSE), f"dsv4 is off for {DENSE} (DSV4_VLLM=1 is for DeepSeek-V4); --attention-backend DSV4"),
+        ("1", dict(model=DENSE, backend="DSV4"), "dsv4 is on: dense attention\n"),
+        ("", dict(model=DENSE, kinds=["sliding_window"]), "dsv4 is on: dense attention, of sliding_window layers"),
+    ],
+)
+def test_the_log_has_one_line_that_says_what_dsv4_does_for_the_model(
+    configured, said, monkeypatch, switch, options, line
+):
+    config, _ = configured
+    monkeypatch.setenv("DSV4_VLLM", switch)
+    plugin.register()
+    config(**options)
+    config(**options)
+    config(model=None)
+    assert said().startswith(line) and said().count("\n") == 1
+
+
+def test_a_draft_models_configuration_is_not_reported(configured, said):
+    config, _ = configured
+    plugin.register()
+    config(model=V4, layers=["a layer of the target"])
+    assert said() == ""
+
+
+@pytest.mark.parametrize("options", [dict(backend="DSV4"), dict(kinds=["mla_attention"]), {}])
+def test_deepseek_v4_1_is_refused_by_name(configured, monkeypatch, said, options):
+    """vLLM has classes of its own for it, which look at no name of ours."""
+    config, _ = configured
+    plugin.register()
+    if not options:
+        config(model=V41)  # nothing is asked for
+        monkeypatch.setenv("DSV4_VLLM", "1")
+    with pytest.raises(ValueError, match=r"the model: got DeepSeek-V4\.1; accepted: DeepSeek-V4 and dense models"):
+        config(model=V41, **options)
+    assert "is on" not in said()
+
+
+def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured):
+    """Its layers look at --attention-backend alone."""
+    config, _ = configured
+    plugin.register()
+    why = "backend_per_kind: got DSV4 for mla_attention of DeepSeek-V4; accepted: dense models; DeepSeek-V4 needs --att"
+    with pytest.raises(ValueError, match=why):
+        config(model=V4, kinds=["mla_attention"])
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "bfloat16"])
+def test_rows_that_vllm_would_not_make_are_refused(configured, dtype):
+    """vLLM takes every fp8 name for its rows of e4m3."""
+    config, _ = configured
+    plugin.register()
+    config(model=V4, cache_dtype=dtype)  # off
+    config("DSV4", model=DENSE, cache_dtype=dtype)  # the dense backend refuses for itself
+    for accepted in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
+        config("DSV4", model=V4, cache_dtype=accepted)
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype: got {dtype}; accepted: auto, fp8, fp8_e4m3, fp8_ds_mla"):
+        config("DSV4", model=V4, cache_dtype=dtype)
+
+
+def test_another_backend_contradicts_the_switch(configured, monkeypatch):
+    config, _ = configured
+    plugin.register()
+    config("FLASHMLA_SPARSE", model=V4)
+    monkeypatch.setenv("DSV4_VLLM", "1")
+    config("FLASH_ATTN", model=DENSE)
+    with pytest.raises(ValueError, match="--attention-backend: got FLASHMLA_SPARSE with DSV4_VLLM=1; accepted: DSV4"):
+        config("FLASHMLA_SPARSE", model=V4)
+
+
+@pytest.mark.parametrize("switch, ours", [("", False), ("1", True)])
+def test_each_configuration_decides_for_itself(monkeypatch, switch, ours):
+    """An engine that asks for dsv4 changes nothing for the next one of its process."""
+    monkeypatch.setenv("DSV4_VLLM", switch)
+    assert choice.v4_is_ours(configuration("DSV4", model=V4))
+    assert choice.v4_is_ours(configuration(model=V4)) is ours
+    assert not choice.v4_is_ours(configuration("FLASHMLA_SPARSE", model=V4))
+
+
+@pytest.mark.parametrize("named, ours", [("indexer", True), ("compressor", False), ("", False)])
+def test_the_indexer_is_chosen_when_a_layer_makes_it(monkeypatch, named, ours):
+    """By the parts, and by the configuration of the model that is being built."""
+    building = []
+    modules = {
+        "vllm.config": dict(get_current_vllm_config=lambda: building[-1]),
+        "vllm.models.deepseek_v4": dict(attention=SimpleNamespace(SparseAttnIndexer=lambda: "theirs")),
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(indexer, "Indexer", lambda: "ours")
+    monkeypatch.setenv("DSV4_VLLM", "")
+    monkeypatch.setenv("DSV4_VLLM_PARTS", named)
+    install.the_indexer()
+    install.the_indexer()  # twice is once
+    for backend, wanted in (("DSV4", "ours" if ours else "theirs"), (None, "theirs")):
+        building.append(configuration(backend, model=V4))
+        assert sys.modules["vllm.models.deepseek_v4"].attention.SparseAttnIndexer() == wanted
+
+
+@pytest.mark.parametrize("layer, ours", [(SimpleNamespace(served_by_dsv4=True), True), (SimpleNamespace(), False)])
+def test_draft_layers_follow_those_of_their_target(monkeypatch, layer, ours):
+    """vLLM drops --attention-backend from the configuration of a draft model."""
+    monkeypatch.delenv("DSV4_VLLM", raising=False)
+    assert choice.v4_is_ours(configuration(model=V4, layers=[layer])) is ours
+    assert v4.Forward.served_by_dsv4
+
+
+@pytest.mark.parametrize(
+    "switch, way", [("", r"\. Drop --attention-backend DSV4 for"), ("1", r"\. DSV4_VLLM=0 gives .* drop --attention-b")]
+)
+def test_a_refusal_says_how_to_get_vllms_own_attention(monkeypatch, switch, way):
+    """Where the option names the backend, DSV4_VLLM=0 alone would end in an unknown name."""
+    monkeypatch.setenv("DSV4_VLLM", switch)
+    with pytest.raises(ValueError, match=way):
+        plugin.refuse("x", 1, "2")
 
 
 def test_a_configuration_from_another_process_switches_it_on(configured, monkeypatch):
@@ -162,6 +313,21 @@ def test_a_configuration_from_another_process_switches_it_on(configured, monkeyp
     plugin.register()
     assert installed == [1]
     assert install.backend_member() == "the member" and installed == [1, 1]
+
+
+def test_a_process_that_does_not_load_the_plug_in_refuses_the_name_of_the_backend(configured, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    why = "VLLM_PLUGINS: got 'other' in a process with --attention-backend DSV4; accepted: a list with dsv4, or unset"
+    with pytest.raises(ValueError, match=why):
+        install.backend_member()
+
+
+@pytest.mark.parametrize("listed, allowed", [(None, True), ("other,dsv4", True), ("other", False), ("", False)])
+def test_a_list_of_plug_ins_has_to_name_this_one(monkeypatch, listed, allowed):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", listed)
+    assert plugin.plugin_allowed() is allowed
 
 
 def test_the_contract_is_what_was_recorded():
@@ -179,6 +345,7 @@ def test_the_contract_is_what_was_recorded():
     [
         (indexer.Indexer.__init__, f"{contract.INDEXER}.__init__"),
         (indexer.Indexer.forward, f"{contract.INDEXER}.forward_cuda"),
+        (compressor.forward, f"{contract.COMPRESSOR}.forward"),
         (v4.Forward.forward_mqa, f"{contract.FLASHMLA}.forward_mqa"),
         (v4.Forward.get_padded_num_q_heads, f"{contract.FLASHMLA}.get_padded_num_q_heads"),
     ],
@@ -187,37 +354,43 @@ def test_what_is_replaced_takes_the_same_parameters(ours, theirs):
     assert list(inspect.signature(ours).parameters) == RECORDED["parameters"][theirs]
 
 
-def test_the_last_step_of_the_compressor_takes_what_both_kernels_of_vllm_take():
-    """CuTe DSL's takes three more, which vLLM passes by name."""
-    ours = list(inspect.signature(compressor.store).parameters)
-    name = "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache.compress_norm_rope_store_triton"
-    assert ours == [*RECORDED["parameters"][name], "store_full_kv", "store_full_fp8", "fp8_scale"]
+def compressing(states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin, pages, ratio):
+    """(vLLM's compressor, its metadata, positions), as far as the last step looks at them."""
+    longer = [torch.cat([x, x.new_full((3,), 9)]) for x in (requests, positions)]  # buffers are
+    theirs = SimpleNamespace(
+        state_cache=SimpleNamespace(prefix="states", kv_cache=states), k_cache_prefix="rows", compress_ratio=ratio,
+        _static_forward_context=dict(rows=SimpleNamespace(kv_cache=pages)), use_fp4_cache=False, rms_norm_eps=1e-6,
+        head_dim=norm_weight.shape[0], norm=SimpleNamespace(weight=norm_weight),
+    )  # fmt: skip
+    found = dict(
+        states=SimpleNamespace(slot_mapping=tokens, token_to_req_indices=longer[0], block_table=block_table),
+        rows=SimpleNamespace(slot_mapping=slots),
+    )
+    return theirs, found, longer[1]
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca", "indexer"])
 def test_the_compressor_packs_rows_of_states_in_vllms_pages(kind):
-    def run(states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin, out, ratio):
-        n = len(tokens)
-        longer = [torch.cat([x, x.new_full((3,), 9)]) for x in (requests, positions)]  # buffers are
-        compressor.store(
-            state_cache=states, num_actual=n, token_to_req_indices=longer[0], positions=longer[1], slot_mapping=tokens,
-            block_table=block_table, block_size=states.shape[1], state_width=states.shape[2] // 2,
-            cos_sin_cache=cos_sin, kv_cache=paged_states.engine_pages(out), pdl_kwargs=dict(launch_pdl=False),
-            k_cache_metadata=SimpleNamespace(slot_mapping=slots), head_dim=norm_weight.shape[0], rope_head_dim=64,
-            compress_ratio=ratio, overlap=ratio == 4, use_fp4_cache=False, rms_norm_weight=norm_weight,
-            rms_norm_eps=1e-6, quant_block=64, token_stride=576, scale_dim=8, store_full_kv=False,
-        )  # fmt: skip
+    def run(cos_sin, out, **given):
+        theirs, found, positions = compressing(**given, cos_sin=cos_sin, pages=paged_states.engine_pages(out))
+        compressor.store(theirs, found, positions, cos_sin)
 
     before = plugin.calls["compress"]
     paged_states.assert_rows(kind, run)
     assert plugin.calls["compress"] == before + 1
 
 
-@pytest.mark.parametrize("option, name", [("use_fp4_cache", "indexer_kv_dtype"), ("store_full_kv", "--kv-cache-dtype")])
-def test_other_rows_are_refused_by_name(option, name):
-    nothing = dict.fromkeys(inspect.signature(compressor.store).parameters)
+@pytest.mark.parametrize(
+    "fp4, dtype, name", [(True, torch.uint8, "indexer_kv_dtype"), (False, torch.bfloat16, "--kv-cache-dtype")]
+)
+def test_other_rows_are_refused_by_name(fp4, dtype, name):
+    given, _, _ = paged_states.call("hca", [(0, 1)])
+    theirs, found, positions = compressing(
+        **{k: x for k, x in given.items() if k != "out"}, pages=torch.zeros(1, 1, 1, dtype=dtype)
+    )
+    theirs.use_fp4_cache = fp4
     with pytest.raises(ValueError, match=f"{name}: got"):
-        compressor.store(**nothing | {option: True})
+        compressor.store(theirs, found, positions, given["cos_sin"])
 
 
 @pytest.mark.parametrize("heads", [0, 129])

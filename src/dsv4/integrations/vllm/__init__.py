@@ -5,29 +5,32 @@
 
 vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. It is off,
 and says so in the log, until ``DSV4_VLLM=1`` or ``--attention-backend DSV4`` turns it on (``DSV4_VLLM=0`` keeps it
-off). Then:
+off). Each configuration decides for itself: of two engines in one process, one may run on dsv4 and the other not. On:
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, with any number of heads per rank.
   ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
   ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, writing rows
   to the pages). The last two were not measured yet. The default is the indexer;
-* ``--attention-backend DSV4`` runs dense models on :func:`dsv4.fmha_paged`. A dense model without it keeps vLLM's
-  choice.
+* ``--attention-backend DSV4`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the layers
+  of one kind on it. A dense model without either keeps vLLM's choice.
 
-Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels or another
-``--attention-backend`` for DeepSeek-V4 raise an error that says how to turn the plug-in off. With ``DSV4_VLLM=0``, or a
-version of vLLM that was not tested, vLLM does not know the name DSV4 and raises its own error if you use it.
+Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels, DeepSeek-V4.1 or
+another ``--attention-backend`` for DeepSeek-V4 raise an error that says how to turn the plug-in off. With
+``DSV4_VLLM=0``, or a version of vLLM that was not tested, vLLM does not know the name DSV4 and raises its own error if
+you use it.
 """
 
 import logging
 import os
 from collections import Counter
+from typing import NoReturn
 
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
 PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention; the first is the default
 BACKEND = "DSV4"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
+PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
 
 # "decode", "prefill", "index decode", "index prefill", "compress", "insert", "dense decode", "dense prefill": of this
 # process
@@ -35,6 +38,7 @@ calls: Counter[str] = Counter()
 
 # vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.
 logger = logging.getLogger("vllm.dsv4")
+_said = ""  # what say() logged last
 
 
 def switch() -> bool | None:
@@ -58,18 +62,41 @@ def register() -> None:
     errors of the entry point's import, but not of this call."""
     on = switch()
     if on is False:
-        logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
+        say(f"dsv4 is installed and off; {SWITCH}=1 switches its attention on")
         return
     from dsv4.integrations.vllm import contract, install
 
     if on is None and (why := contract.other_version()):
-        logger.warning("dsv4 is installed and off, and cannot be switched on: %s", why)
+        say(f"dsv4 is installed and off, and cannot be switched on: {why}")
     elif on is None:
         install.by_configuration()
     else:
         install.everything()
+        install.configurations()
 
 
-def refuse(what: str, got: object, accepted: str) -> None:
+def say(text: str) -> None:
+    """Log a line about the plug-in's state, unless it is the line that was logged last."""
+    global _said
+    if text != _said:
+        logger.warning("%s", text)
+    _said = text
+
+
+def plugin_allowed() -> bool:
+    """Whether VLLM_PLUGINS, a list of names, lets vLLM load this plug-in."""
+    listed = os.environ.get("VLLM_PLUGINS")
+    return listed is None or PLUGIN in listed.split(",")
+
+
+def way_off() -> str:
+    """How to get vLLM's own attention. DSV4_VLLM=0 alone is not enough where the option names the backend: vLLM does
+    not know the name then."""
+    if switch():
+        return f"{SWITCH}=0 gives vLLM's own attention; drop --attention-backend {BACKEND} too, if you use it"
+    return f"Drop --attention-backend {BACKEND} for vLLM's own attention"
+
+
+def refuse(what: str, got: object, accepted: str) -> NoReturn:
     """A ValueError that also says how to get vLLM's own attention."""
-    raise ValueError(f"{what}: got {got}; accepted: {accepted}. {SWITCH}=0 gives vLLM's own attention")
+    raise ValueError(f"{what}: got {got}; accepted: {accepted}. {way_off()}")

@@ -4,8 +4,10 @@ vLLM has two kernels for it, in CuTe DSL for rows of attention and in Triton for
 :func:`dsv4.compress.pages.compress_pages`. The step before, which writes the states, stays vLLM's.
 """
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4.caches.index_keys import IndexCache
@@ -14,43 +16,48 @@ from dsv4.compress.pages import compress_pages
 from dsv4.integrations.vllm import calls, refuse
 
 
-def store(
-    state_cache: Tensor,
-    num_actual: int,
-    token_to_req_indices: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    state_width: int,
-    cos_sin_cache: Tensor,
-    kv_cache: Tensor,
-    k_cache_metadata: Any,
-    pdl_kwargs: dict[str, Any],
-    head_dim: int,
-    rope_head_dim: int,
-    compress_ratio: int,
-    overlap: bool,
-    use_fp4_cache: bool,
-    rms_norm_weight: Tensor,
-    rms_norm_eps: float,
-    quant_block: int,
-    token_stride: int,
-    scale_dim: int,
-    store_full_kv: bool = False,
-    store_full_fp8: bool = False,
-    fp8_scale: Tensor | None = None,
-) -> None:
-    """What vLLM passes to compress_norm_rope_store_triton, or to the CuTe DSL kernel: then the last three too."""
-    if use_fp4_cache:
+@functools.cache
+def replacing(theirs: type) -> type:
+    """A subclass of one of vLLM's classes of the compressor."""
+    return type("Compressor", (theirs,), dict(forward=forward))
+
+
+def forward(self: Any, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> None:
+    """kv_score fp32 [N, 2 width]: values, then gates, of tokens of many requests."""
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+    from vllm.models.deepseek_v4.compressor import _SAVE_PARTIAL_STATES_KERNEL
+
+    context = get_forward_context()
+    found = context.attn_metadata
+    if not isinstance(found, dict):  # a profile run
+        return
+    m, states = found[self.state_cache.prefix], self.state_cache.kv_cache
+    kv, gate = kv_score.chunk(2, -1)
+    _SAVE_PARTIAL_STATES_KERNEL(
+        kv=kv, score=gate, ape=self.ape, positions=positions, state_cache=states, slot_mapping=m.slot_mapping,
+        block_size=m.block_size, state_width=states.shape[-1] // 2, compress_ratio=self.compress_ratio,
+        pdl_kwargs=dict(launch_pdl=False),
+    )  # fmt: skip
+    # A graph is replayed with tokens that do finish a row. None: vLLM does not know.
+    if self.compress_ratio == 128 and m.c128_boundary is False and context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+        return
+    store(self, found, positions, rotary_emb.cos_sin_cache)
+
+
+def store(compressor: Any, found: dict[str, Any], positions: Tensor, cos_sin: Tensor) -> None:
+    """The rows that the tokens of this step finish. positions may be longer than the step has tokens."""
+    pages = compressor._static_forward_context[compressor.k_cache_prefix].kv_cache
+    if compressor.use_fp4_cache:
         refuse("indexer_kv_dtype", "mxfp4", "fp8")
-    if store_full_kv:
-        refuse("--kv-cache-dtype", "rows that are not packed", "fp8 (fp8_ds_mla)")
-    n = num_actual
+    if pages.dtype != torch.uint8:
+        refuse("--kv-cache-dtype", f"rows of {pages.dtype}", "fp8 (fp8_ds_mla)")
+    m = found[compressor.state_cache.prefix]
+    n = m.slot_mapping.shape[0]
     compress_pages(
-        state_cache, slot_mapping[:n], token_to_req_indices[:n], positions[:n], block_table,
-        k_cache_metadata.slot_mapping[:n], rms_norm_weight, cos_sin_cache,
-        (Fp8Cache if head_dim == HEAD_DIM else IndexCache).from_pages(kv_cache), ratio=compress_ratio,
-        eps=rms_norm_eps,
+        compressor.state_cache.kv_cache, m.slot_mapping, m.token_to_req_indices[:n], positions[:n], m.block_table,
+        found[compressor.k_cache_prefix].slot_mapping[:n], compressor.norm.weight, cos_sin,
+        (Fp8Cache if compressor.head_dim == HEAD_DIM else IndexCache).from_pages(pages),
+        ratio=compressor.compress_ratio, eps=compressor.rms_norm_eps,
     )  # fmt: skip
     calls["compress"] += 1

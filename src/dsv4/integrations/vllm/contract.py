@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
+from dsv4.integrations.vllm import way_off
+
 TESTED = "0.32"
 
 FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
@@ -25,11 +27,9 @@ PARAMETERS = {
         "candidate_blocks", "candidate_block_size", "candidate_write",
     ),
     f"{COMPRESSOR}.forward": ("self", "kv_score", "positions", "rotary_emb"),
-    "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache.compress_norm_rope_store_triton": (
-        "state_cache", "num_actual", "token_to_req_indices", "positions", "slot_mapping", "block_table", "block_size",
-        "state_width", "cos_sin_cache", "kv_cache", "k_cache_metadata", "pdl_kwargs", "head_dim", "rope_head_dim",
-        "compress_ratio", "overlap", "use_fp4_cache", "rms_norm_weight", "rms_norm_eps", "quant_block", "token_stride",
-        "scale_dim",
+    "vllm.models.deepseek_v4.common.ops.save_partial_states.SavePartialStatesKernel.__call__": (
+        "self", "kv", "score", "ape", "positions", "state_cache", "slot_mapping", "block_size", "state_width",
+        "compress_ratio", "pdl_kwargs",
     ),
     f"{INDEXER}.forward_cuda": ("self", "hidden_states", "q_quant", "k", "weights"),
     f"{INDEXER}.forward_cpu": ("self", "hidden_states", "q_quant", "k", "weights"),
@@ -39,6 +39,7 @@ PARAMETERS = {
     "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.narrow": ("self", "chunk"),
     "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.exchange_topk": ("self", "topk_buffer", "width"),
     "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls": ("vllm_config",),
+    "vllm.models.deepseek_v41.nvidia.model._select_dsv4_attn_cls": ("vllm_config",),
     "vllm.models.deepseek_v4.common.ops.compute_global_topk_indices_and_lens": (
         "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
     ),
@@ -70,6 +71,9 @@ FIELDS = {
     "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLAMetadata": (
         "block_table", "block_size", "c128a_global_decode_topk_indices", "c128a_decode_topk_lens",
     ),
+    "vllm.models.deepseek_v4.compressor.CompressorMetadata": (
+        "block_table", "slot_mapping", "block_size", "token_to_req_indices", "c128_boundary",
+    ),
     "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadata": (
         "max_seq_len", "num_decode_tokens", "num_prefills", "decode", "prefill",
     ),
@@ -89,7 +93,7 @@ FIELDS = {
 LOOKED_UP = {
     f"{FLASHMLA}._forward_prefill": "flash_mla_sparse_fwd",
     "vllm.models.deepseek_v4.attention.DeepseekV4Indexer.__init__": "SparseAttnIndexer",
-    f"{COMPRESSOR}.forward": "compress_norm_rope_store_triton",
+    f"{COMPRESSOR}.forward": "_SAVE_PARTIAL_STATES_KERNEL",
     "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
 }
 
@@ -105,7 +109,7 @@ def other_version() -> str | None:
 def check_version() -> None:
     """RuntimeError where vLLM is not of the version that the plug-in was tested with."""
     if why := other_version():
-        raise RuntimeError(f"dsv4: {why}. DSV4_VLLM=0 gives vLLM's own attention")
+        raise RuntimeError(f"dsv4: {why}. {way_off()}")
 
 
 def check() -> None:
@@ -114,8 +118,7 @@ def check() -> None:
         import vllm
 
         raise RuntimeError(
-            f"dsv4: vLLM {vllm.__version__} is not what the plug-in needs ({'; '.join(found)}). "
-            "DSV4_VLLM=0 gives vLLM's own attention"
+            f"dsv4: vLLM {vllm.__version__} is not what the plug-in needs ({'; '.join(found)}). {way_off()}"
         )
 
 

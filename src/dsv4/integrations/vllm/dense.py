@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import dsv4
 from dsv4.integrations.flash_attn import flash_attn_varlen_func
-from dsv4.integrations.vllm import BACKEND, calls, logger, refuse
+from dsv4.integrations.vllm import BACKEND, calls, choice, logger, refuse, say
 
 HEAD_DIMS = [64, 128, 256, 512]
 
@@ -129,6 +129,7 @@ class Impl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.window = (-1 if sliding_window is None else sliding_window - 1, 0)  # vLLM counts the query itself
         self.sinks = sinks
+        say(choice.dense_line())
         logger.info("dense attention: dsv4, %d heads of %d", num_heads, head_size)
 
     def do_kv_cache_update(

@@ -1,11 +1,25 @@
-"""What the plug-in replaces in vLLM, in one place: the class of DeepSeek-V4's attention, the function that its prefill
-calls, the class of its indexer, the last step of its compressor, and one backend name."""
+"""What the plug-in replaces in vLLM, in one place: how DeepSeek-V4's layers choose the classes of their attention and
+their indexer, and one backend name. Every replacement asks the configuration of the model that is being built
+(choice.py), and leaves vLLM's own class where that does not ask for dsv4."""
 
 import copyreg
 import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
-from dsv4.integrations.vllm import BACKEND, DENSE, SWITCH, contract, logger, parts, refuse, switch
+from dsv4.integrations.vllm import (
+    BACKEND,
+    DENSE,
+    PLUGIN,
+    SWITCH,
+    choice,
+    contract,
+    parts,
+    plugin_allowed,
+    refuse,
+    switch,
+)
 
 MARK = "_dsv4_wrapped"
 
@@ -22,45 +36,50 @@ def everything() -> None:
         return
     contract.check_version()
     contract.check()
+    parts()
     from vllm.platforms import current_platform
 
     backend_name()
-    prefill_and_parts()
+    the_indexer()
     if current_platform.is_cpu():
         on_a_cpu()
     elif current_platform.is_cuda():
         on_cuda()
     else:
-        refuse(SWITCH, f"1 on {current_platform.device_name or 'an unknown platform'}", "CUDA or a CPU")
+        got = current_platform.device_name or "an unknown platform"
+        refuse("the platform", got, "CUDA or a CPU")
     on = True
-    what = ", ".join(["attention", *parts()])
-    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+
+
+def configurations() -> None:
+    """Every configuration that is made in this process installs what it needs, is checked, and reported in the log."""
+    from vllm.config import VllmConfig
+
+    made = VllmConfig.__post_init__
+    if hasattr(made, MARK):
+        return
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        if choice.asks(self):
+            everything()
+        choice.check(self)
+        made(self)
+        choice.report(self)
+
+    setattr(post_init, MARK, True)
+    VllmConfig.__post_init__ = post_init
 
 
 def by_configuration() -> None:
     """A name that vLLM may be asked for, and nothing else until it is: in a configuration that is made in this process,
     or in one that another process sends."""
     global ready
-    from vllm.config import VllmConfig
-
     ready = True
     backend_name()
-    made = VllmConfig.__post_init__
-    if not hasattr(made, MARK):
-
-        @functools.wraps(made)
-        def post_init(self: Any) -> None:
-            if getattr(self.attention_config.backend, "name", None) == BACKEND:
-                everything()
-            made(self)
-
-        setattr(post_init, MARK, True)
-        VllmConfig.__post_init__ = post_init
+    configurations()
     if asked:
         everything()
-    else:
-        how = f"{SWITCH}=1 or --attention-backend {BACKEND}"
-        logger.warning("dsv4 is installed and off; %s switches its attention on", how)
 
 
 def backend_name() -> None:
@@ -80,8 +99,12 @@ def _pickled(member: Any) -> tuple[Any, tuple[Any, ...]]:
 def backend_member() -> Any:
     """The name, in a process that another one sends it to."""
     global asked
-    if switch() is False:  # or vLLM's own attention would serve under the name
+    # In either case vLLM's own attention would serve under the name.
+    if switch() is False:
         refuse(SWITCH, f"0 in a process with --attention-backend {BACKEND}", "1 or unset in every process")
+    if not plugin_allowed():
+        got = f"{os.environ['VLLM_PLUGINS']!r} in a process with --attention-backend {BACKEND}"
+        refuse("VLLM_PLUGINS", got, f"a list with {PLUGIN}, or unset, in every process")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend_name()
@@ -91,70 +114,84 @@ def backend_member() -> Any:
     return AttentionBackendEnum[BACKEND]
 
 
-def prefill_and_parts() -> None:
-    """Names where DeepSeek-V4's modules look them up; DeepSeek-V3.2 and others have their own."""
-    from vllm.models.deepseek_v4 import attention, compressor
-    from vllm.models.deepseek_v4.nvidia import flashmla
-    from vllm.platforms import current_platform
+def wrap(where: Any, name: str, made: Callable[[Any], Any]) -> None:
+    """where.name becomes made(what it was). Twice is once."""
+    theirs = getattr(where, name)
+    if not hasattr(theirs, MARK):
+        ours = functools.wraps(theirs, updated=())(made(theirs))
+        setattr(ours, MARK, True)
+        setattr(where, name, ours)
 
-    from dsv4.integrations.vllm import indexer, v4
-    from dsv4.integrations.vllm.compressor import store
 
-    flashmla.flash_mla_sparse_fwd = v4.sparse_fwd
-    if "indexer" in parts():
-        attention.SparseAttnIndexer = indexer.Indexer
-    if "compressor" in parts():
-        compressor.compress_norm_rope_store_triton = store
-        if current_platform.is_cuda():
-            from vllm.models.deepseek_v4.nvidia.ops import sparse_attn_compress_cutedsl
+def the_indexer() -> None:
+    """The class of DeepSeek-V4's indexer, where its layer looks it up; DeepSeek-V3.2 and V4.1 have their own."""
+    from vllm.config import get_current_vllm_config
+    from vllm.models.deepseek_v4 import attention
 
-            sparse_attn_compress_cutedsl._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL = store
+    from dsv4.integrations.vllm.indexer import Indexer
+
+    def choosing(theirs: type) -> Callable[..., Any]:
+        def indexer(*arguments: Any, **options: Any) -> Any:
+            ours = "indexer" in parts() and choice.v4_is_ours(get_current_vllm_config())
+            return (Indexer if ours else theirs)(*arguments, **options)
+
+        return indexer
+
+    wrap(attention, "SparseAttnIndexer", choosing)
 
 
 def on_cuda() -> None:
-    """The function that chooses the attention class of a DeepSeek-V4 layer is wrapped where the layer looks it up."""
+    """The functions that choose the attention class of a layer are wrapped where the layer looks them up."""
     from vllm.models.deepseek_v4.nvidia import model
+    from vllm.models.deepseek_v41.nvidia import model as model_v41
 
-    chosen = model._select_dsv4_attn_cls
-    if hasattr(chosen, MARK):
-        return
+    from dsv4.integrations.vllm import v4
 
-    @functools.wraps(chosen)
-    def select(vllm_config: Any) -> type:
-        from dsv4.integrations.vllm import v4
+    def choosing(theirs: Callable[[Any], type]) -> Callable[[Any], type]:
+        def select(vllm_config: Any) -> type:
+            choice.check(vllm_config)
+            return v4.cuda_class() if choice.v4_is_ours(vllm_config) else theirs(vllm_config)
 
-        check_choice(vllm_config)
-        return v4.cuda_class()
+        return select
 
-    setattr(select, MARK, True)
-    model._select_dsv4_attn_cls = select
+    def refusing(theirs: Callable[[Any], type]) -> Callable[[Any], type]:
+        def select(vllm_config: Any) -> type:
+            choice.check(vllm_config)
+            return theirs(vllm_config)
+
+        return select
+
+    wrap(model, "_select_dsv4_attn_cls", choosing)
+    wrap(model_v41, "_select_dsv4_attn_cls", refusing)
 
 
 def on_a_cpu() -> None:
-    """The CPU build has one V4 class and one dense backend, and looks at no name: both are replaced."""
+    """The CPU build has one V4 class and one dense backend, and looks at no name."""
     from vllm.models.deepseek_v4.cpu import model
     from vllm.platforms.cpu import CpuPlatform
 
     from dsv4.integrations.vllm import v4
 
-    model.DeepseekV4CPUAttention = v4.cpu_class()
+    def choosing(theirs: type) -> Callable[..., Any]:
+        def attention(vllm_config: Any, *arguments: Any, **options: Any) -> Any:
+            choice.check(vllm_config)
+            ours = v4.cpu_class() if choice.v4_is_ours(vllm_config) else theirs
+            return ours(vllm_config, *arguments, **options)
+
+        return attention
+
+    wrap(model, "DeepseekV4CPUAttention", choosing)
     named = CpuPlatform.get_attn_backend_cls.__func__
     if hasattr(named, MARK):
         return
 
     @functools.wraps(named)
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, *rest: Any, **options: Any) -> str:
-        if getattr(selected_backend, "name", None) == BACKEND:
-            return DENSE
-        return named(cls, selected_backend, *rest, **options)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+        if getattr(selected_backend, "name", None) != BACKEND:
+            return named(cls, selected_backend, attn_selector_config, **options)
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            refuse("--attention-backend", f"{BACKEND} for MLA layers", "dense models and DeepSeek-V4")
+        return DENSE
 
     setattr(get_attn_backend_cls, MARK, True)
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-
-
-def check_choice(vllm_config: Any) -> None:
-    """Another --attention-backend for DeepSeek-V4 where the plug-in is on: a contradiction, or a second engine in a
-    process."""
-    asked = vllm_config.attention_config.backend
-    if asked is not None and asked.name != BACKEND:
-        refuse("--attention-backend", f"{asked.name} in a process where dsv4 is on", f"{BACKEND}, or none")

@@ -1,21 +1,22 @@
 """DeepSeek-V4's attention layer of vLLM with its attention on dsv4.
 
-vLLM's layer keeps projections, norms and metadata. Decode reads the FP8 pages, for
-as many heads as the rank has. Prefill reads the bf16 workspace that vLLM unpacks pages to, through the name that vLLM
-calls FlashMLA's function by: on an H200 faster than reading the pages (benchmarks/vllm_replay.py).
+vLLM's layer keeps projections, norms and metadata. Decode reads the FP8 pages, for as many heads as the rank has.
+Prefill reads the bf16 workspace that vLLM unpacks pages to: on an H200 faster than reading the pages
+(benchmarks/vllm_replay.py).
 The indexer is in indexer.py, the compressor in compressor.py, the way of queries and rows to attention in insertion.py.
 """
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.integrations.vllm import calls, logger, parts, refuse
+from dsv4.integrations.vllm import calls, choice, compressor, logger, parts, refuse, say
 from dsv4.integrations.vllm.insertion import insert
-from dsv4.integrations.vllm.install import check_choice
 
 HEADS = 128  # of one rank, at most
 
@@ -23,6 +24,7 @@ HEADS = 128  # of one rank, at most
 class Forward:
     """The methods that take the place of vLLM's, for the classes below."""
 
+    served_by_dsv4 = True
     compress_ratio: int
     scale: float
     attn_sink: Tensor
@@ -32,6 +34,8 @@ class Forward:
     topk_indices_buffer: Tensor | None
     rotary_emb: Any
     eps: float
+    compressor: Any
+    indexer: Any
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
@@ -61,7 +65,7 @@ class Forward:
             self._decode(q[:n], output[:n], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
             calls["decode"] += 1
         if swa.num_prefills:
-            Theirs._forward_prefill(  # which calls sparse_fwd below
+            prefill()(
                 self, q=q[n:], positions=positions[n:], swa_k_cache=self.swa_cache_layer.kv_cache,
                 compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None, output=output[n:],
                 attn_metadata=attn, swa_metadata=swa,
@@ -92,6 +96,15 @@ class Forward:
             swa.is_valid_token[:n],
         )
 
+    def _begin(self, where: str, heads: int) -> None:
+        """After vLLM's constructor."""
+        if "compressor" in parts():
+            for made in (self.compressor, self.indexer and self.indexer.compressor):
+                if made is not None:
+                    made.__class__ = compressor.replacing(type(made))
+        say(choice.v4_line())
+        logger.info("%s: dsv4%s, %d heads", self.prefix, where, heads)
+
     def _decode(
         self, q: Tensor, out: Tensor, window: Tensor, lengths: Tensor, listed: tuple[Tensor, Tensor] | None
     ) -> None:
@@ -120,6 +133,17 @@ def sparse_fwd(
         lists = lists.masked_fill(behind, -1)  # values are checked there
     dsv4.v4_attention(q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out)
     calls["prefill"] += 1
+
+
+@functools.cache
+def prefill() -> Callable[..., None]:
+    """vLLM's method that gathers the rows of prompts into a workspace, with sparse_fwd under the name that it calls
+    FlashMLA's function by. vLLM's own method stays as it is, for other engines of this process."""
+    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+    theirs = DeepseekV4FlashMLAAttention._forward_prefill
+    names = {**theirs.__globals__, "flash_mla_sparse_fwd": sparse_fwd}
+    return types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
 
 
 def swa_backend() -> type:
@@ -155,7 +179,7 @@ def cuda_class() -> type:
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
             check_device()
             super().__init__(vllm_config, *rest, **options)
-            logger.info("%s: dsv4, %d heads", self.prefix, self.padded_heads)
+            self._begin("", self.padded_heads)
 
     return Dsv4Attention
 
@@ -173,29 +197,12 @@ def cpu_class() -> type:
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
             from vllm.v1.worker import workspace
 
-            check_choice(vllm_config)
             if not workspace.is_workspace_manager_initialized():  # vLLM's CPU worker does without
                 workspace.init_workspace_manager(torch.device("cpu"))
             super().__init__(vllm_config, *rest, **options)
-            if "compressor" in parts():
-                for compressor in (self.compressor, self.indexer and self.indexer.compressor):
-                    if compressor is not None:
-                        compressor.__class__ = cpu_compressor()
-            logger.info("%s: dsv4 on a CPU, %d heads", self.prefix, self.padded_heads)
+            self._begin(" on a CPU", self.padded_heads)
 
     return Dsv4Attention
-
-
-@functools.cache
-def cpu_compressor() -> type:
-    """vLLM's CPU class with the steps of the NVIDIA one, of which the plug-in replaces the last."""
-    from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-    from vllm.models.deepseek_v4.cpu.cpu_compressor import DeepseekV4CPUCompressor
-
-    class Compressor(DeepseekV4CPUCompressor):  # type: ignore[misc]
-        forward = DeepseekCompressor.forward
-
-    return Compressor
 
 
 def check_device() -> None:
@@ -205,4 +212,4 @@ def check_device() -> None:
     try:
         dispatch.kernel_module("v4", torch.cuda.get_device_capability())
     except RuntimeError as why:
-        refuse("DSV4_VLLM", f"1, but {why}", "compute capability 9.0, or 10.0 with Triton 3.9 or DSV4_AOT")
+        refuse("the GPU", why, "compute capability 9.0, or 10.0 with Triton 3.9 or DSV4_AOT")

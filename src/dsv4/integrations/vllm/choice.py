@@ -1,0 +1,96 @@
+"""Which layers of an engine of vLLM run on dsv4: its model, --attention-backend, backend_per_kind and DSV4_VLLM decide.
+They are those of one configuration, because a process may hold several engines.
+
+A configuration that asks for dsv4 and would get another attention is rejected here.
+"""
+
+from typing import Any
+
+from dsv4.integrations.vllm import BACKEND, PARTS_SWITCH, SWITCH, parts, refuse, say, switch
+
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")  # of DeepSeek-V4: names of its rows of e4m3
+
+
+def named(config: Any) -> bool:
+    """--attention-backend DSV4."""
+    return _is_ours(config.attention_config.backend)
+
+
+def kinds(config: Any) -> list[str]:
+    """The kinds of layers that backend_per_kind gives to DSV4."""
+    return [kind for kind, backend in config.attention_config.backend_per_kind.items() if _is_ours(backend)]
+
+
+def asks(config: Any) -> bool:
+    return named(config) or bool(kinds(config))
+
+
+def v4_is_ours(config: Any) -> bool:
+    """Whether dsv4 serves a DeepSeek-V4 of this configuration. The configuration of a draft model names no backend,
+    whatever that of its target names: MTP layers follow the target's layers, which are there already."""
+    if config.attention_config.backend is not None:
+        return named(config)
+    return switch() is True or any(getattr(layer, "served_by_dsv4", False) for layer in _layers(config))
+
+
+def family(config: Any) -> str | None:
+    """One of deepseek_v4, deepseek_v41 and dense; None for a configuration without a model."""
+    model = config.model_config
+    if model is None:
+        return None
+    names = [getattr(model.hf_config, "model_type", ""), *(getattr(model.hf_config, "architectures", None) or [])]
+    plain = [name.lower().replace("_", "") for name in names]
+    for found in ("deepseek_v41", "deepseek_v4"):
+        if any(name.startswith(found.replace("_", "")) for name in plain):
+            return found
+    return "dense"
+
+
+def check(config: Any) -> None:
+    """ValueError where dsv4 is asked for and does not serve what is asked for."""
+    model, attention = family(config), config.attention_config
+    if model == "deepseek_v41" and (asks(config) or switch()):
+        refuse("the model", "DeepSeek-V4.1", "DeepSeek-V4 and dense models")
+    if model != "deepseek_v4":
+        return
+    if found := kinds(config):
+        got = f"{BACKEND} for {', '.join(found)} of DeepSeek-V4"
+        refuse("backend_per_kind", got, f"dense models; DeepSeek-V4 needs --attention-backend {BACKEND}")
+    if switch() and attention.backend is not None and not named(config):
+        refuse("--attention-backend", f"{attention.backend.name} with {SWITCH}=1", f"{BACKEND}, or none")
+    if v4_is_ours(config) and config.cache_config.cache_dtype not in KV_CACHE_DTYPES:
+        refuse("--kv-cache-dtype", config.cache_config.cache_dtype, ", ".join(KV_CACHE_DTYPES))
+
+
+def report(config: Any) -> None:
+    """One line of the log: what dsv4 does for this configuration, unless it is that of a draft model."""
+    model = family(config)
+    if model is None or _layers(config):
+        return
+    if model == "deepseek_v4" and v4_is_ours(config):
+        say(v4_line())
+    elif asks(config):
+        say(dense_line() if named(config) else f"{dense_line()}, of {', '.join(kinds(config))} layers")
+    elif model == "dense":
+        who = (config.model_config.hf_config.architectures or ["this model"])[0]
+        why = f"{SWITCH}=1 is for DeepSeek-V4" if switch() else "installed"
+        say(f"dsv4 is off for {who} ({why}); --attention-backend {BACKEND} switches it on")
+    else:
+        say(f"dsv4 is installed and off; {SWITCH}=1 or --attention-backend {BACKEND} switches its attention on")
+
+
+def v4_line() -> str:
+    return f"dsv4 is on: DeepSeek-V4's {', '.join(['attention', *parts()])} ({PARTS_SWITCH})"
+
+
+def dense_line() -> str:
+    return "dsv4 is on: dense attention"
+
+
+def _layers(config: Any) -> list[Any]:
+    """The attention layers of this configuration's engine that are built so far."""
+    return list(config.compilation_config.static_forward_context.values())
+
+
+def _is_ours(backend: Any) -> bool:
+    return getattr(backend, "name", None) == BACKEND
