@@ -12,10 +12,7 @@ from torch import Tensor
 
 import dsv4
 from dsv4.bench import peers
-from dsv4.fmha import problem
-from dsv4.fmha.kernels.sm90 import entry as hopper
 from dsv4.runtime import dispatch
-from dsv4.runtime.settings import settings
 
 ERROR = 1e-2  # relative, of one head against fp32: several times what rounding P and the output to bf16 makes
 
@@ -84,19 +81,14 @@ class DenseContest:
     def _ahead_of_time(self, plan: dsv4.Plan, out: Tensor) -> peers.Calls:
         if self.aot is None:
             return
-        yield "dsv4 aot", self._from_files(self.aot, plan, out, False)
-        if torch.cuda.get_device_capability() == (9, 0) and hopper.pairs(problem.dense(self.q, self.k, self.v)):
-            yield "dsv4 aot, two CTAs", self._from_files(self.aot, plan, out, True)
+        yield "dsv4 aot", self._from_files(self.aot, plan, out)
 
-    def _from_files(self, directory: Path, plan: dsv4.Plan, out: Tensor, pair: bool) -> Callable[[], Any]:
+    def _from_files(self, directory: Path, plan: dsv4.Plan, out: Tensor) -> Callable[[], Any]:
         def call() -> Tensor:
-            before = settings.pair
             dispatch.use_aot(directory, only=True)
-            settings.pair = pair
             try:
                 dsv4.fmha(self.q, self.k, self.v, causal=self.case.causal, plan=plan, out=out)
             finally:
-                settings.pair = before
                 dispatch.use_aot(None)
             return out
 

@@ -63,8 +63,7 @@ def _compile_one(wanted: tuple, sizes: variants.Sizes, out: Path, arch: str) -> 
 
     paths: dict[str, Path] = {}
     for launch in variants.launches(wanted, sizes, arch):
-        types = [aot.argument_type(x) for x in launch.arguments]
-        name = aot.variant(launch.kernel.__name__, types, launch.constants, arch)
+        name = aot.variant_of(launch, arch)
         if name not in paths:
             paths[name] = aot.write(out, launch.kernel, launch.arguments, launch.constants, arch)
     return list(paths.values())

@@ -27,7 +27,7 @@ from . import show
 EXTRAS = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 SETTINGS = (
-    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_PAIR", "DSV4_VLLM", "DSV4_VLLM_PARTS", "DSV4_SGLANG", "TRITON_CACHE_DIR",
+    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_VLLM", "DSV4_VLLM_PARTS", "DSV4_SGLANG", "TRITON_CACHE_DIR",
     "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from dsv4.fmha import problem
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.index import problem as index_problem
 from dsv4.index.problem import IndexProblem
-from dsv4.runtime import calls, dispatch
+from dsv4.runtime import aot, calls, dispatch
 from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.problem import V4Problem
@@ -72,6 +73,10 @@ class Sizes(NamedTuple):
         return cls(**{mine: config[name] for mine, name in names.items()})
 
 
+# All there is: also pages that no TMA box fits, and many rows
+EVERYTHING = ((KINDS, Sizes()), (("paged", "index"), Sizes(page_size=1, index_rows=2**20)))
+
+
 def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
     """The parts of the work, each for one process: (kind, what of it)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
@@ -99,7 +104,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     from . import gradient_variants  # with Triton, which the command line must do without
 
     kind, *rest = part
-    target, version = dispatch.compile_target(arch), dispatch.triton_version()
+    target = dispatch.compile_target(arch)
     if kind == "compress":
         return compress_launches(sizes, arch)
     if kind == "model":
@@ -117,8 +122,6 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     made = []
     for p in found:
         made += calls.launches_of(p, target)
-        if isinstance(p, FmhaProblem) and arch == "sm_90a" and version is not None and version >= (3, 9):
-            made += calls.launches_of(p, dispatch.compile_target(arch, pair=True))  # taken with DSV4_PAIR=1
     return made
 
 
@@ -326,3 +329,39 @@ def model_launches(sizes: Sizes) -> list[Launch]:
             collapse(streams, mixed, base, scale, 2, 1e-6, 1e-6)
         spread(streams, bf16(1, sizes.hidden), torch.empty(1, h), torch.empty(1, h, h))
     return found
+
+
+# ---------------------------------------------------------------------------------------------------- a few of them
+
+
+def representative(launches: Iterable[Launch], most: int | None = None, every_size: bool = False) -> list[Launch]:
+    """A few launches that together have every value of every compile-time constant and every type of every argument,
+    not every combination; those first that add most, at most so many of a kernel. Of sizes (head dims, keys of a tile)
+    the least and the greatest, or every one."""
+    by_choices = {_choices(x): x for x in launches}
+    missing: set[tuple] = set().union(*by_choices)
+    few: dict[str, list[Launch]] = defaultdict(list)
+    if not every_size:
+        missing -= _sizes_between(missing)
+    while missing:
+        best = max(by_choices, key=lambda x: len(x & missing))
+        missing -= best
+        few[by_choices[best].kernel.__name__].append(by_choices[best])
+    return [x for of_kernel in few.values() for x in of_kernel[:most]]
+
+
+def _choices(launch: Launch) -> frozenset[tuple]:
+    """What a launch fixes at compile time, but for numbers of registers and warps, which no line of a kernel reads, and
+    descriptors, whose dtype a pointer has too and whose box is made of sizes."""
+    types = [(i, t) for i, t in enumerate(aot.argument_types(launch.arguments)) if not t.startswith("tensordesc")]
+    constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
+    return frozenset((launch.kernel.__name__, *x) for x in (*types, *constants))
+
+
+def _sizes_between(choices: set[tuple]) -> set[tuple]:
+    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is no size but a kind."""
+    sizes: dict[tuple, list[int]] = defaultdict(list)
+    for kernel, name, value in choices:
+        if isinstance(name, str) and type(value) is int and value > 8:
+            sizes[kernel, name].append(value)
+    return {(*key, x) for key, values in sizes.items() for x in values if min(values) < x < max(values)}

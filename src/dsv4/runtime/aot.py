@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dsv4.runtime import dispatch, driver
+from dsv4.runtime import dispatch, driver, structs
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
 from dsv4.runtime.driver import Function
+from dsv4.runtime.program import Launch
 
 FORMAT = 4
 
@@ -53,6 +54,15 @@ def argument_type(x: Any) -> str:
     return f"*{_dtype(x)}" + ("" if x.data_ptr() % 16 == 0 else " unaligned")
 
 
+def argument_types(arguments: Sequence[Any]) -> list[str]:
+    """Of all launch arguments, the members of structs one by one."""
+    return [argument_type(x) for x in structs.flat(structs.neutral(arguments))]
+
+
+def variant_of(launch: Launch, arch: str) -> str:
+    return variant(launch.kernel.__name__, argument_types(launch.arguments), launch.constants, arch)
+
+
 def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
@@ -60,21 +70,27 @@ def _dtype(x: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- compiling
 
 
-def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> Any:
-    """triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 take the same calls."""
-    import triton
+def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> tuple:
+    """What triton.compile takes for a launch with these arguments: (source, backend, options)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
+    backend = make_backend(GPUTarget("cuda", capability, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*arguments, **constants)
+    bound, specialization, options = bind(*structs.neutral(arguments), **constants)
     options, signature, constexprs, attributes = kernel._pack_args(backend, constants, bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)
+    return source, backend, options
+
+
+def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> Any:
+    """triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 take the same calls."""
+    import triton
+
+    source, backend, options = source_of(kernel, arguments, constants, capability)
+    return triton.compile(source, target=backend.target, options=options.__dict__)
 
 
 def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a") -> Path:
@@ -82,7 +98,7 @@ def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[st
     capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry[1] == arch)
     compiled = compile_kernel(kernel, arguments, constants, capability)
     cubin = compiled.asm["cubin"]
-    types = [argument_type(x) for x in arguments]
+    types = argument_types(arguments)
     name = variant(kernel.__name__, types, constants, arch)
     meta = compiled.metadata
     record = {
@@ -124,7 +140,7 @@ def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], targe
         return None
     import torch
 
-    name = variant(kernel.__name__, [argument_type(x) for x in arguments], constants, target.arch)
+    name = variant(kernel.__name__, argument_types(arguments), constants, target.arch)
     if (target.aot / f"{name}.json").exists():
         return loaded(str(target.aot), name, torch.cuda.current_device())
     if target.aot_only:
@@ -132,15 +148,6 @@ def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], targe
     if refused:
         raise RuntimeError(f"{target.aot}: has no {name}, and it cannot be compiled here: {refused}")
     return None
-
-
-def check_clusters(kernel: Any, constants: dict[str, Any]) -> None:
-    """RuntimeError where Triton compiles no clusters of CTAs and a launch needs them."""
-    from dsv4.kernels.compat import TRITON_VERSION
-
-    if constants.get("num_ctas", 1) > 1 and TRITON_VERSION < (3, 9):
-        raise RuntimeError(f"{kernel.__name__}: got Triton {_triton_version()}; accepted: 3.9 or newer, which compiles "
-                           "clusters of CTAs, or DSV4_AOT with its `dsv4 compile` directory")  # fmt: skip
 
 
 @cache

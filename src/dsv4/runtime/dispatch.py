@@ -32,7 +32,6 @@ class Target(NamedTuple):
     backend: str  # cuda, softsm
     capability: tuple[int, int]
     num_sms: int
-    pair: bool = False  # DSV4_PAIR=1: Hopper's kernel of two CTAs, where it serves the problem
     aot: Path | None = None  # compiled kernels are taken from here (aot.py)
     aot_only: bool = False  # and from nowhere else
 
@@ -76,13 +75,13 @@ def entered(backend: str, device: torch.device) -> Iterator[Target]:
 
 
 def cuda_target(device: torch.device) -> Target:
-    return _cuda_target(device, settings.pair, settings.aot, settings.aot_only)
+    return _cuda_target(device, settings.aot, settings.aot_only)
 
 
 @cache
-def _cuda_target(device: torch.device, pair: bool, aot: Path | None, aot_only: bool) -> Target:
+def _cuda_target(device: torch.device, aot: Path | None, aot_only: bool) -> Target:
     found = torch.cuda.get_device_properties(device)
-    return Target("cuda", (found.major, found.minor), found.multi_processor_count, pair, aot, aot_only)
+    return Target("cuda", (found.major, found.minor), found.multi_processor_count, aot, aot_only)
 
 
 def softsm_target() -> Target:
@@ -95,13 +94,13 @@ def softsm_target() -> Target:
         raise RuntimeError(f"backend 'softsm': no dsv4 kernels for {arch}")
     active = driver.active
     count = active.utils.get_device_properties(active.get_current_device())["multiprocessor_count"]
-    return Target("softsm", capability, count, settings.pair)
+    return Target("softsm", capability, count)
 
 
-def compile_target(arch: str, pair: bool = False) -> Target:
+def compile_target(arch: str) -> Target:
     """For kernels that are only compiled."""
     capability = next(capability for capability, entry in ARCHITECTURES.items() if entry[1] == arch)
-    return Target("cuda", capability, DEFAULT_NUM_SMS, pair)
+    return Target("cuda", capability, DEFAULT_NUM_SMS)
 
 
 def softsm_arch() -> str:

@@ -17,6 +17,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from dsv4.runtime import structs
 from dsv4.runtime.program import Null, Number, Slot
 
 # Triton's types of numbers. No kernel here takes one in fp16 or bf16.
@@ -80,7 +81,7 @@ class Function(NamedTuple):
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
         """Of what Triton compiled and loaded; None where its launch needs what is not known here."""
-        meta, types = compiled.metadata, tuple(compiled.src.signature.values())
+        meta, types = compiled.metadata, tuple(structs.flat(compiled.src.signature.values()))
         descriptors = tuple(getattr(meta, "tensordesc_meta", None) or ())
         if meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.num_ctas > 8:
             return None
@@ -119,7 +120,8 @@ class TensorMap:
 
 
 class DriverLaunch:
-    """One launch of a program. Arguments: numbers, Numbers, Slots, Nulls, and TensorDescriptors of Slots."""
+    """One launch of a program. Arguments: numbers, Numbers, Slots, Nulls, TensorDescriptors of Slots, and structs of
+    them."""
 
     def __init__(self, function: Function, grid: tuple[int, ...], arguments: Sequence[Any], driver: Any = None):
         self.name, self.function, self.grid = function.name, function, grid
@@ -130,7 +132,7 @@ class DriverLaunch:
         self.maps: list[TensorMap] = []
         self.parameters: list[tuple[Any, Any]] = []  # ("address" or "map", index into these), or (type, number)
         metas = iter(function.descriptors)
-        for kind, x in zip(function.types, arguments, strict=True):
+        for kind, x in zip(function.types, structs.flat(arguments), strict=True):
             if kind == "constexpr":
                 continue
             if isinstance(x, (Slot, Number)):

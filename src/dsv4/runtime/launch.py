@@ -19,7 +19,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from dsv4.runtime import aot, dispatch
+from dsv4.runtime import aot, dispatch, structs
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.driver import DriverLaunch, Function
 from dsv4.runtime.program import Launch, Null, Number, Program, Slot
@@ -58,7 +58,8 @@ class TritonLaunch:
         self.tensors: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
         self.numbers: list[tuple[int, int]] = []  # (place, index into memory)
         self.descriptors: list[tuple[int, int]] = []  # (place, index into memory)
-        for place, x in enumerate(arguments):
+        self.like = arguments if any(isinstance(x, tuple) for x in arguments) else None  # structs, as Triton takes them
+        for place, x in enumerate(structs.flat(arguments)):
             if isinstance(x, Slot):
                 self.tensors.append((place, x.index, x.offset))
                 x = None
@@ -80,6 +81,8 @@ class TritonLaunch:
         for place, index in self.descriptors:
             arguments[place] = copy(arguments[place])
             arguments[place].base = memory[index]
+        if self.like is not None:
+            arguments = structs.nested(iter(arguments), self.like)
         self.compiled[grid or self.grid](*arguments, stream=stream)
 
 
@@ -96,8 +99,7 @@ def ready_launch(launch: Launch, target: Target, changing: Sequence[Any] = ()) -
     if found is not None:
         from_file = DriverLaunch(found, grid, changing or arguments)
         return from_file, from_file
-    aot.check_clusters(kernel, constants)
-    compiled = kernel.warmup(*arguments, grid=launch.grid, **constants)
+    compiled = kernel.warmup(*structs.neutral(arguments), grid=launch.grid, **constants)
     # What Triton's own launch passes: every parameter, those fixed at compile time too.
     fixed = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
     everything = [*(changing or arguments), *fixed]
@@ -154,7 +156,8 @@ def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
     memory: list[Any] = []
     addresses: list[Any] = []
     known: list[Any] = []
-    for x in arguments:
+    structured = any(isinstance(x, tuple) for x in arguments)
+    for x in structs.flat(arguments) if structured else arguments:
         if isinstance(x, (int, float)):
             if type(x) is not int:
                 known.append(type(x))
@@ -191,7 +194,7 @@ def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -
 def slots(arguments: Sequence[Any], numbers: bool = False) -> list[Any]:
     """With slots in place of tensors, counted in their order, with numbers; and Numbers in place of these."""
     found: list[Any] = []
-    for index, x in enumerate(arguments):
+    for index, x in enumerate(structs.flat(arguments)):
         if isinstance(x, Tensor):
             x = Slot.of(index, "", x)
         elif hasattr(x, "block_shape"):
@@ -200,4 +203,4 @@ def slots(arguments: Sequence[Any], numbers: bool = False) -> list[Any]:
         elif numbers:
             x = Number(index)
         found.append(x)
-    return found
+    return structs.nested(iter(found), arguments)

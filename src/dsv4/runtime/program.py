@@ -149,7 +149,8 @@ class Fill:
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel[grid](*arguments, **constants). Arguments: numbers, Slots, Nulls, and TensorDescriptors of Slots."""
+    """kernel[grid](*arguments, **constants). Arguments: numbers, Slots, Nulls, TensorDescriptors of Slots, and
+    NamedTuples of numbers, Slots and Nulls (structs.py)."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -8,7 +8,6 @@ from pathlib import Path
 @dataclass
 class Settings:
     check_values: bool  # on a GPU too: values of indices, lengths and starts
-    pair: bool  # Hopper's kernel of two CTAs, where it serves the problem
     aot: Path | None  # compiled kernels are taken from here (aot.py) ...
     aot_only: bool = False  # ... and from nowhere else
 
@@ -21,7 +20,5 @@ def switched_on(name: str) -> bool:
 
 
 settings = Settings(
-    check_values=switched_on("DSV4_CHECK"),
-    pair=switched_on("DSV4_PAIR"),
-    aot=Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None,
+    check_values=switched_on("DSV4_CHECK"), aot=Path(os.environ["DSV4_AOT"]) if os.environ.get("DSV4_AOT") else None
 )

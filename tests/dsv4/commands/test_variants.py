@@ -23,7 +23,7 @@ SIZES = variants.Sizes(
 
 
 def name(arch, kernel, arguments, constants):
-    return aot.variant(kernel.__name__, [aot.argument_type(x) for x in arguments], constants, arch)
+    return aot.variant(kernel.__name__, aot.argument_types(arguments), constants, arch)
 
 
 @contextmanager

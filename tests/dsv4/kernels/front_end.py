@@ -17,15 +17,12 @@ if __name__ == "__main__":
 import json
 import math
 import sys
-from collections import defaultdict
 
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import make_backend
 from triton.experimental.gluon.language._semantic import GluonSemantic
-from triton.runtime.jit import create_function_from_signature
 
 from dsv4.commands import variants
 from dsv4.runtime import aot, dispatch
@@ -33,53 +30,17 @@ from dsv4.runtime.checks import HEAD_DIMS
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
-PARTS = (
-    (variants.KINDS, variants.Sizes()),
-    (("paged", "index"), variants.Sizes(page_size=1, index_rows=2**20)),  # pages that no box of TMA fits, many rows
-)
 
 
 def launches(dtypes):
-    for kinds, sizes in PARTS:
+    for kinds, sizes in variants.EVERYTHING:
         for part in variants.wanted(kinds, HEAD_DIMS, dtypes):
             yield from variants.launches(part, sizes, "sm_90a")
 
 
-def choices(launch):
-    """What a launch fixes at compile time, but for numbers of registers and warps, which no line of a kernel reads, and
-    descriptors, whose dtype a pointer has too and whose box is made of sizes."""
-    types = [(i, t) for i, x in enumerate(launch.arguments) if not (t := aot.argument_type(x)).startswith("tensordesc")]
-    constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
-    return frozenset((launch.kernel.__name__, *x) for x in (*types, *constants))
-
-
-def sizes_between(choices):
-    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is no size but a kind."""
-    sizes = defaultdict(list)
-    for kernel, name, value in choices:
-        if isinstance(name, str) and type(value) is int and value > 8:
-            sizes[kernel, name].append(value)
-    return {(*key, x) for key, values in sizes.items() for x in values if min(values) < x < max(values)}
-
-
-def chosen(found, most):
-    """A few launches that have together the choices of all, those first that add most; so many of a kernel."""
-    by_choices = {choices(x): x for x in found}
-    missing, few = set().union(*by_choices), defaultdict(list)
-    missing -= sizes_between(missing)
-    while missing:
-        best = max(by_choices, key=lambda x: len(x & missing))
-        missing -= best
-        few[by_choices[best].kernel.__name__].append(by_choices[best])
-    return [x for of_kernel in few.values() for x in of_kernel[:most]]
-
-
-def lower(kernel, arguments, constants):
-    """triton.compile up to its first IR; aot.compile_kernel begins like this."""
-    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
-    bound, specialization, options = bind(*arguments, **constants)
-    options, signature, constexprs, attributes = kernel._pack_args(BACKEND, constants, bound, specialization, options)
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
+def lower(launch):
+    """triton.compile up to its first IR."""
+    source, _, options = aot.source_of(launch.kernel, launch.arguments, launch.constants)
     context = ir.context()
     ir.load_dialects(context)
     BACKEND.load_dialects(context)
@@ -94,8 +55,7 @@ def names_for_blackwell():
                  for x in variants.launches(part, variants.Sizes(), "sm_100a")]  # fmt: skip
     finally:
         dispatch.use_aot(None)
-    types = [[aot.argument_type(a) for a in x.arguments] for x in found]
-    return sorted({aot.variant(x.kernel.__name__, t, x.constants, "sm_100a") for x, t in zip(found, types)})
+    return sorted({aot.variant_of(x, "sm_100a") for x in found})
 
 
 def whole_views_only():
@@ -122,9 +82,9 @@ def main():
     lowered, failed = set(), {}
     whole_views_only()
     most, *dtypes = sys.argv[1:]
-    for x in chosen(launches(dtypes), int(most)):
+    for x in variants.representative(launches(dtypes), int(most)):
         try:
-            lower(x.kernel, x.arguments, x.constants)
+            lower(x)
         except Exception as error:  # whatever a compiler raises
             failed[f"{x.kernel.__name__} {x.constants}"] = cause(error)
         lowered.add(x.kernel.__name__)

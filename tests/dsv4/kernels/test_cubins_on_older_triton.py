@@ -57,7 +57,7 @@ def test_every_launch_comes_from_a_file(old, part):
     found = variants.launches(part, variants.Sizes(), "sm_100a")
     assert found
     for x in found:
-        old.types[:] = [aot.argument_type(a) for a in x.arguments]
+        old.types[:] = aot.argument_types(x.arguments)
         name = aot.variant(x.kernel.__name__, old.types, x.constants, "sm_100a")
         (old.directory / f"{name}.json").touch()
         if part in (*GRADIENTS, ("compress",)):  # launched one by one, of tensors

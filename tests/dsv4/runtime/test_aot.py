@@ -39,7 +39,7 @@ def test_forward_says_what_it_launches(launches):
 def test_written_files_are_complete_and_named_by_content(compiled, launches):
     record = aot.read(compiled)
     arguments, constants = launches[1].arguments, launches[1].constants
-    assert compiled.stem == aot.variant("combine", [aot.argument_type(x) for x in arguments], constants)
+    assert compiled.stem == aot.variant("combine", aot.argument_types(arguments), constants)
     assert record["arch"] == "sm_90a" and record["threads"] == 32 and record["entry"] == "combine"
     assert compiled.with_suffix(".cubin").read_bytes()[:4] == b"\x7fELF"
     assert aot.variant("combine", record["arguments"], {**constants, "D": 64}) != compiled.stem

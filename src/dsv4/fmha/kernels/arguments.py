@@ -1,13 +1,16 @@
-"""The arguments of FMHA by group, as kernels hand them to their roles."""
+"""What the forward kernels take (the NamedTuples, made by prepare.py) and hand to their roles (the aggregates)."""
+
+from typing import NamedTuple
 
 from dsv4.fmha.kernels.loads import Cells, Where
 from dsv4.fmha.kernels.tiles import Pages
-from dsv4.kernels.compat import Value, aggregate
+from dsv4.kernels.compat import Value, aggregate, gluon
 
 
-@aggregate
-class Tensors:
-    """Of all sequences as arguments, of one in a Share."""
+class Tensors(NamedTuple):
+    """Pointers to the tensors of all sequences."""
+
+    any_alignment = ("lse_ptr", "sink_ptr", "part_lse_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr")
 
     q_ptr: Value
     out_ptr: Value
@@ -15,47 +18,68 @@ class Tensors:
     sink_ptr: Value
     part_ptr: Value  # of a split: its normalised rows and their LSE in base 2, in fp32 or short (combine.py)
     part_lse_ptr: Value
-
-
-@aggregate
-class Lists:
-    """Which rows are whose."""
-
     cu_q_ptr: Value  # varlen
     cu_k_ptr: Value
     lengths_ptr: Value  # paged
     table_ptr: Value
+    k_ptr: Value
+    v_ptr: Value
 
 
-@aggregate
-class Sizes:
+class Sizes(NamedTuple):
     total_q: Value  # query tokens in all
     total_k: Value  # key rows in all, or pages
-    tokens: Value  # of a sequence, at most
+    tokens: Value  # of a sequence, at most; 0 where sequences differ (varlen)
     keys: Value
     kv_heads: Value
     group: Value  # query heads of a KV head
     page_size: Value
     table_stride: Value
-    left: Value  # of the window
-    right: Value
     num_splits: Value
     tiles_per_split: Value
 
 
-@aggregate
-class Strides:
-    """Of q and out in units of 8 elements, and of the LSE: token, head, batch."""
+class Strides(NamedTuple):
+    """Of q, out, k and v in units of 8 elements, so that 16-byte accesses are provable."""
 
-    qt: Value
-    qh: Value
-    ot: Value
-    oh: Value
-    lt: Value
-    lh: Value
-    qb: Value
-    ob: Value
-    lb: Value
+    q_batch: Value
+    q_token: Value
+    q_head: Value
+    out_batch: Value
+    out_token: Value
+    out_head: Value
+    lse_batch: Value
+    lse_token: Value
+    lse_head: Value
+    k_page: Value  # or sequence
+    k_row: Value
+    k_head: Value
+    v_page: Value
+    v_row: Value
+    v_head: Value
+
+
+class Options(NamedTuple):
+    """Kernels call them `opts`: Triton has an `options` of its own among their arguments."""
+
+    scale: Value  # positive, in base 2
+    sign: Value  # what Q is multiplied by: 1, -1 or 0
+    left: Value  # of the window
+    right: Value
+    want_lse: Value
+    k_is_v: Value
+
+
+@aggregate
+class RowTensors:
+    """Of one sequence."""
+
+    q_ptr: Value
+    out_ptr: Value
+    lse_ptr: Value
+    sink_ptr: Value
+    part_ptr: Value
+    part_lse_ptr: Value
 
 
 @aggregate
@@ -86,8 +110,8 @@ class Tiles:
 
 @aggregate
 class Share:
-    tensors: Tensors
-    strides: Strides
+    tensors: RowTensors
+    strides: Value
     problem: Problem
     tiles: Tiles
     pages: Pages
@@ -102,3 +126,16 @@ class Source:
     k_cells: Cells
     v_cells: Cells
     where: Where
+
+
+@gluon.jit
+def cells_of(tensors, sizes, strides):
+    """K and V as rows in global memory."""
+    k_cells = Cells(tensors.k_ptr, sizes.total_k, strides.k_page, strides.k_row, strides.k_head)
+    return k_cells, Cells(tensors.v_ptr, sizes.total_k, strides.v_page, strides.v_row, strides.v_head)
+
+
+@gluon.jit
+def problem_of(head, tokens, keys, sizes, opts):
+    return Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, opts.left,
+                   opts.right, opts.scale, opts.want_lse)  # fmt: skip

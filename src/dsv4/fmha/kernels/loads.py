@@ -15,7 +15,6 @@ CELLS  pages of any other size               cp.async, 16 bytes per lane, unseen
 """
 
 from dsv4.fmha.kernels.tiles import CELLS, DENSE, PAGES, ROWS
-from dsv4.kernels import cluster
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -104,10 +103,7 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
             row = row - page * where.page_size
         for panel in gl.static_range(D // 64):
             place = [outer, where.k_start + row, where.head, column + panel * 64]
-            if gl.num_ctas() == 1:
-                tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
-            else:
-                tma_load(desc, place, ready, boxes.index(panel * BOXES + i), multicast=True)
+            tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
 
 
 @gluon.jit
@@ -131,7 +127,7 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
     else:
-        cluster.expect(ready, NBYTES)
+        mbarrier.expect(ready, NBYTES)
         issue(desc, tile, ready, where, first_row, column, BN, D, HOW)
     return landed_phase
 
@@ -184,6 +180,12 @@ def row_offsets(row, head, group, stride_token8, stride_head8):
     return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
 
 
+@gluon.constexpr_function
+def pieces_of_rows(ctas):
+    """Register layout of rows, 16 bytes per thread of four warps; each CTA of a cluster has its own rows."""
+    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1 << bit, 0] for bit in range(ctas.bit_length() - 1)])
+
+
 @gluon.jit
 def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
               N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign, asked=None):  # fmt: skip
@@ -193,7 +195,7 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
     or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
     issued, before they have landed.
     """
-    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     for c in gl.static_range(C // AT_A_TIME):
@@ -212,7 +214,7 @@ def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 @gluon.jit
 def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr):
     """As load_rows, but by cp.async, one group: nothing waits for it here, and no registers are held."""
-    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     col = gl.arange(0, C, layout=gl.SliceLayout(0, L))
@@ -225,8 +227,13 @@ def store_rows(
     out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column, N: gl.constexpr, C: gl.constexpr
 ):
     """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
-    L: gl.constexpr = cluster.in_pieces(gl.num_ctas())
+    L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
     gl.store(out_ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows)[:, None])
+
+
+@gluon.jit
+def store_lse(lse, lse_ptr, token, q_head, strides, mask):
+    gl.store(lse_ptr + token.to(gl.int64) * strides.lse_token + q_head.to(gl.int64) * strides.lse_head, lse, mask=mask)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
 from dsv4.fmha.kernels.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels import cluster
 from dsv4.kernels.combine import clear_rest, combine, combine_short
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.softmax import LOG2E
@@ -66,8 +66,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     if c.halves:
         k_desc, v_desc = _half(k, c.keys, [[0, 1, 0, 0]]), _half(v, c.keys, [[0, 0, 0, 1]])
     else:
-        k_desc = _descriptor(k, box, c.ctas)
-        v_desc = k_desc if v is k else _descriptor(v, box, c.ctas)
+        k_desc = _descriptor(k, box)
+        v_desc = k_desc if v is k else _descriptor(v, box)
     out = p.out if is_aligned(p.out) else program.workspace("out", p.out.shape, p.out.dtype)
     varlen, paged = p.kind == "varlen", p.kind == "paged"
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
@@ -78,6 +78,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
     unread = Null(torch.int32)
     lse_strides = _lse_strides(p)
+    window = dict(left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right)
     arguments: dict[str, Any] = dict(
         q_ptr=q, k_desc=k_desc, v_desc=v_desc, k_ptr=k, v_ptr=v, out_ptr=Null(p.q.dtype) if is_partial(p) else out,
         lse_ptr=p.lse if p.lse is not None else Null(torch.float32),
@@ -89,13 +90,19 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         tokens=0 if varlen else p.max_seqlen_q,  # 0: a kernel may tell varlen by it
         keys=0 if varlen else p.max_seqlen_k, kv_heads=p.kv_heads, q_heads=p.q_heads, group=p.group,
         page_size=p.page_size if paged else 1, table_stride=p.block_table.stride(0) if paged else 0,
-        left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right,
-        num_splits=splits, tiles_per_split=tiles_per_split, last_sequence=p.batch,
+        **window, num_splits=splits, tiles_per_split=tiles_per_split, last_sequence=p.batch,
         **_named("stride_q", "bth", row_strides(q)), **_named("stride_o", "bth", row_strides(out)),
         **_named("stride_l", "bth", lse_strides), **_named("stride_k", "prh", row_strides(k)),
         **_named("stride_v", "prh", row_strides(v)), **_named("stride_k", "bt", row_strides(k)),
         **_named("stride_v", "bt", row_strides(v)),
     )  # fmt: skip
+    by_name = {name: arguments[name] for name in (*Tensors._fields, *Sizes._fields, *Options._fields)}
+    arguments |= dict(
+        tensors=Tensors(**{name: by_name[name] for name in Tensors._fields}),
+        sizes=Sizes(**{name: by_name[name] for name in Sizes._fields}),
+        strides=Strides(*row_strides(q), *row_strides(out), *lse_strides, *row_strides(k), *row_strides(v)),
+        opts=Options(**{name: by_name[name] for name in Options._fields}),
+    )
     program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
                    num_warps=4, **c.options)  # fmt: skip
     if short:
@@ -251,8 +258,8 @@ def _addressable(program: Program, x: Slot) -> Slot:
     return x.unsqueeze(0) if x.ndim == 3 else x
 
 
-def _descriptor(x: Any, box: int, ctas: int) -> TensorDescriptor:
-    return _boxes(x, [1, box, 1, 64], cluster.alike(ctas, 4))
+def _descriptor(x: Any, box: int) -> TensorDescriptor:
+    return _boxes(x, [1, box, 1, 64], [])
 
 
 def _half(x: Any, keys: int, split: list) -> TensorDescriptor:

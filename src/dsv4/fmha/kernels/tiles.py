@@ -21,20 +21,21 @@ class Pages:
 
 
 @gluon.jit
-def sequence(seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW: gl.constexpr):
+def sequence(seq, varlen, tensors, sizes, HOW: gl.constexpr):
     """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds.
 
     varlen: known at compile time or not.
     """
     q_start = 0
     k_start = 0
+    tokens, keys, total_q, total_k = sizes.tokens, sizes.keys, sizes.total_q, sizes.total_k
     if HOW >= PAGES:
-        keys = gl.minimum(gl.maximum(gl.load(lengths_ptr + seq), 0), keys)
+        keys = gl.minimum(gl.maximum(gl.load(tensors.lengths_ptr + seq), 0), keys)
     elif varlen:
-        q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
-        q_end = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q)
-        k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
-        k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
+        q_start = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + seq), 0), total_q)
+        q_end = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + seq + 1), q_start), total_q)
+        k_start = gl.minimum(gl.maximum(gl.load(tensors.cu_k_ptr + seq), 0), total_k)
+        k_end = gl.minimum(gl.maximum(gl.load(tensors.cu_k_ptr + seq + 1), k_start), total_k)
         tokens = q_end - q_start
         keys = k_end - k_start
     return q_start, tokens, k_start, keys
@@ -75,12 +76,13 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 
 @gluon.jit
 def key_tiles(
-    tile_row, tokens, keys, split, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr
-):
+    tile_row, tokens, keys, split, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr,
+    HOW: gl.constexpr,
+):  # fmt: skip
     """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
     token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
-    first = first_key(tile_row // sizes.group, tokens, keys, sizes.left)
-    end = end_key(token_last, tokens, keys, sizes.right)
+    first = first_key(tile_row // sizes.group, tokens, keys, opts.left)
+    end = end_key(token_last, tokens, keys, opts.right)
     if HOW == PAGES:
         first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
     tiles = (gl.maximum(end - first, 0) + BN - 1) // BN

@@ -32,8 +32,9 @@ class Packer:
 
     def add(self, type_: object, value: object, name: str) -> None:
         if isinstance(type_, tuple):
+            fields = getattr(value, "_fields", None)  # of a NamedTuple
             for i, (inner, item) in enumerate(zip(type_, value)):  # type: ignore[call-overload]
-                self.add(inner, item, f"{name}[{i}]")
+                self.add(inner, item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]")
         elif type_ == "constexpr":
             return
         elif str(type_).startswith("tensordesc"):

@@ -42,7 +42,7 @@ landed           TMA bytes                  load             a tile with foreign
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import Problem, Share, Sizes, Source, Strides, Tensors, Tiles
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
 from dsv4.fmha.kernels.sm100 import one_tile, two_tiles
 from dsv4.fmha.kernels.sm100.load_role import load_role
 from dsv4.fmha.kernels.tiles import Pages, first_key, key_tiles, sequence
@@ -140,39 +140,33 @@ def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
 
 
 # One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
-@gluon.jit(
-    do_not_specialize=[
-        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
-        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
-        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
-        "stride_vb", "stride_vt", "stride_vh", "k_is_v", "sign",
-    ],
-    do_not_specialize_on_alignment=[
-        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
-    ],
-)  # fmt: skip
-def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
-                 part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys,
-                 kv_heads, group, page_size, table_stride, left, right, num_splits, tiles_per_split,
-                 stride_qb, stride_qt, stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-                 stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, k_is_v, sign,
-                 D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-                 P_TMEM: gl.constexpr, HOW: gl.constexpr, SOFTMAX_REGS: gl.constexpr,
-                 WARP_REGS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def fmha_forward(
+    tensors,
+    k_desc,
+    v_desc,
+    sizes,
+    strides,
+    opts,
+    D: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    TILES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    P_TMEM: gl.constexpr,
+    HOW: gl.constexpr,
+    SOFTMAX_REGS: gl.constexpr,
+    WARP_REGS: gl.constexpr,
+):
     seq = gl.program_id(2)
-    head = gl.program_id(1) % kv_heads
-    split = gl.program_id(1) // kv_heads
-    varlen = tokens == 0  # as the host says it
-    q_start, tokens, k_start, keys = sequence(
-        seq, varlen, tokens, keys, total_q, total_k, cu_q_ptr, cu_k_ptr, lengths_ptr, HOW
-    )
-    rows = tokens * group
+    head = gl.program_id(1) % sizes.kv_heads
+    split = gl.program_id(1) // sizes.kv_heads
+    varlen = sizes.tokens == 0  # as the host says it
+    q_start, tokens, k_start, keys = sequence(seq, varlen, tensors, sizes, HOW)
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
-    if tile_row < rows:
-        sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
-                      num_splits, tiles_per_split)  # fmt: skip
+    if tile_row < tokens * sizes.group:
         first, tile_begin, tile_end = key_tiles(
-            tile_row, tokens, keys, split, sizes, k_desc.block_shape[1], BM * TILES, BN, HOW
+            tile_row, tokens, keys, split, sizes, opts, k_desc.block_shape[1], BM * TILES, BN, HOW
         )
         n = tile_end - tile_begin
 
@@ -180,30 +174,31 @@ def fmha_forward(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu
         barriers = make_barriers(TILES, SLOTS)
 
         # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
-        q_ptr += (seq.to(gl.int64) * stride_qb + q_start.to(gl.int64) * stride_qt) * 8
-        out_ptr += (seq.to(gl.int64) * stride_ob + q_start.to(gl.int64) * stride_ot) * 8
-        lse_ptr += seq.to(gl.int64) * stride_lb + q_start.to(gl.int64) * stride_lt
-        table_ptr += seq.to(gl.int64) * table_stride
+        here = RowTensors(
+            tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + q_start.to(gl.int64) * strides.q_token) * 8,
+            tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + q_start.to(gl.int64) * strides.out_token) * 8,
+            tensors.lse_ptr + seq.to(gl.int64) * strides.lse_batch + q_start.to(gl.int64) * strides.lse_token,
+            tensors.sink_ptr,
+            tensors.part_ptr,
+            tensors.part_lse_ptr,
+        )
+        table_ptr = tensors.table_ptr + seq.to(gl.int64) * sizes.table_stride
         # Row of the partial results: split-major, then as the rows of q (token, head).
-        part_row = split.to(gl.int64) * total_q + gl.where(varlen, q_start, seq * tokens)
-        is_split = (part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: none are wanted
+        part_row = split.to(gl.int64) * sizes.total_q + gl.where(varlen, q_start, seq * tokens)
+        is_split = (tensors.part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: none are wanted
         outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys
         if HOW == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
-        strides = Strides(
-            stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb
-        )
-        problem = Problem(head, group, kv_heads * group, rows, tokens, keys, left, right, scale, want_lse)
         tiles = Tiles(first, tile_begin, tile_end, part_row)
-        share = Share(Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr), strides, problem, tiles,
-                      Pages(table_ptr, page_size, total_k))  # fmt: skip
-        where = loads.Where(
-            outer, head, k_start, keys, first_key(0, tokens, keys, left), landed_end, table_ptr, page_size
-        )
-        source = Source(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kb, stride_kt, stride_kh),
-                        loads.Cells(v_ptr, total_k, stride_vb, stride_vt, stride_vh), where)  # fmt: skip
+        pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
+        share = Share(here, strides, problem_of(head, tokens, keys, sizes, opts), tiles, pages)
+        seen_first = first_key(0, tokens, keys, opts.left)
+        where = loads.Where(outer, head, k_start, keys, seen_first, landed_end, table_ptr, sizes.page_size)
+        k_cells, v_cells = cells_of(tensors, sizes, strides)
+        source = Source(k_desc, v_desc, k_cells, v_cells, where)
+        sign, k_is_v = opts.sign, opts.k_is_v
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
         if TILES == 2 or HOW == loads.CELLS:
             k_is_v = 0

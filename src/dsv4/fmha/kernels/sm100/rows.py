@@ -19,7 +19,7 @@ def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D:
     PARTS: gl.constexpr = D // DS
     for part in gl.static_range(PARTS):
         loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
-                        problem.group, strides.qt, strides.qh, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
+                        problem.group, strides.q_token, strides.q_head, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     mbarrier.arrive(barriers.q_ready.index(TILE), count=1)
 
@@ -74,14 +74,13 @@ def store_rows(share, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: 
     q_head = head * group + row % group
     here = row < problem.rows
     part = (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
-    target = loads.row_offsets(row, head, group, strides.ot, strides.oh)
+    target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
     sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
     factor, lse = softmax.finish(m, l, sink)
     if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         gl.store(tensors.part_lse_ptr + part, lse, mask=here)
     else:
-        gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
-                 lse * softmax.LN2, mask=here & (problem.want_lse != 0))  # fmt: skip
+        loads.store_lse(lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, here & (problem.want_lse != 0))
     if n > 0:
         mbarrier.wait(pv_done, (n - 1) % 2)
     for c in gl.static_range(D // C):

@@ -5,19 +5,17 @@ head dim   problems                                    kernel
 =========  ==========================================  ===================
 64 - 256   all but the next                            rows.py
 64 - 256   dense, a row tile for every SM or more      rows_loop.py
-512        all but the next                            wide.py, wide_kv.py
-512        with DSV4_PAIR=1: dense, k is not v, more   pair.py
-           than 64 rows
-=========  ==========================================  ===================
-
 pair.py halves what crosses the L2, but that is not the limit on an H200, where wide_kv.py is the faster one
 (benchmarks/NOTES.md, head dim 512). So it is taken only where the environment asks for it.
+=======
+64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
+512        all                                         wide.py, wide_kv.py
+=========  ==========================================  ===================
 """
 
 from dataclasses import replace
 
 from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split
-from dsv4.fmha.kernels.sm90.pair import fmha_pair
 from dsv4.fmha.kernels.sm90.rows import fmha_rows
 from dsv4.fmha.kernels.sm90.rows_loop import fmha_rows_loop
 from dsv4.fmha.kernels.sm90.wide import fmha_wide
@@ -33,11 +31,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
         producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
-        one = Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), short=True)
-        if target.pair and pairs(p):
-            # Right keeps the addresses of the leader's barriers too: with 232 registers it loses 2 to 5 %.
-            return replace(one, rows=128, options=dict(RIGHT_REGS=240, PRODUCER_REGS=24, num_ctas=2), short=False)
-        return one
+        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), short=True)
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
@@ -66,11 +60,6 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
 
 
-def pairs(p: FmhaProblem) -> bool:
-    """Whether pair.py serves the problem."""
-    return p.head_dim == 512 and p.kind == "dense" and not p.same_kv and p.max_seqlen_q * p.group > 64
-
-
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:
     return Tiling(64 * consumers, keys, keys, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=consumers,
                                                    CONSUMER_REGS=regs, PRODUCER_REGS=producer, **options))  # fmt: skip
@@ -83,6 +72,5 @@ def supports(p: FmhaProblem) -> str | None:
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
     c = tiling(p, target)
-    wide = fmha_pair if c.ctas == 2 else fmha_wide
-    kernel = wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
+    kernel = fmha_wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
     prepare_split(p, target, program, kernel, c)

@@ -26,39 +26,37 @@ whose keys are read at one time are few.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import Problem, Share, Source, Strides, Tensors, Tiles
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
 from dsv4.fmha.kernels.sm90 import rows, work
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, sight
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
+from dsv4.kernels.ring import consumer_stage, producer_stage
 
 NO = gl.constexpr(NO_BOUND)
 
 
 @aggregate
-class Scan:
+class TileScheduler:
     """What is walked over."""
 
     row_tiles: Value  # of a (sequence, KV head)
     pairs: Value  # (sequence, KV head)
     together: Value  # of these in a block
     items: Value
-    kv_heads: Value
-    group: Value
-    tokens: Value
-    keys: Value
-    left: Value
-    right: Value
+    sizes: Value
+    opts: Value
+
+
+@aggregate
+class Arguments:
+    """What an attend role knows of all items."""
+
+    tensors: Value
+    strides: Value
+    opts: Value
+    scheduler: TileScheduler
+    pages: Pages
 
 
 @aggregate
@@ -73,38 +71,40 @@ class Keys:
 
 
 @gluon.jit
-def scan_of(sequences, kv_heads, group, tokens, keys, left, right, M: gl.constexpr):
-    row_tiles = (tokens * group + M - 1) // M
-    pairs = sequences * kv_heads
+def tile_scheduler(sizes, opts, M: gl.constexpr):
+    row_tiles = (sizes.tokens * sizes.group + M - 1) // M
+    pairs = sizes.total_q // sizes.tokens * sizes.kv_heads
     together = gl.minimum(gl.maximum((gl.num_programs(0) + row_tiles // 2) // row_tiles, 1), pairs)
-    together = gl.where(right >= NO, 1, together)  # without a mask on the right all tiles are alike
-    return Scan(row_tiles, pairs, together, row_tiles * pairs, kv_heads, group, tokens, keys, left, right)
+    together = gl.where(opts.right >= NO, 1, together)  # without a mask on the right all tiles are alike
+    return TileScheduler(row_tiles, pairs, together, row_tiles * pairs, sizes, opts)
 
 
 @gluon.jit
-def locate(item, scan, BN: gl.constexpr, M: gl.constexpr):
+def locate(item, scheduler, BN: gl.constexpr, M: gl.constexpr):
     """(sequence, KV head, first row, first key, key tiles) of an item."""
-    row_tiles, together, group, tokens, keys = scan.row_tiles, scan.together, scan.group, scan.tokens, scan.keys
+    row_tiles, together, pairs = scheduler.row_tiles, scheduler.together, scheduler.pairs
+    sizes, opts = scheduler.sizes, scheduler.opts
+    group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
     block = item // (row_tiles * together)
-    width = gl.minimum(together, scan.pairs - block * together)
+    width = gl.minimum(together, pairs - block * together)
     inner = item - block * row_tiles * together
     tile = inner // width
     pair = block * together + inner - tile * width
-    tile_row = gl.where(((scan.pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
-    first = first_key(tile_row // group, tokens, keys, scan.left)
-    end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, scan.right)
-    return pair // scan.kv_heads, pair % scan.kv_heads, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
+    tile_row = gl.where(((pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
+    first = first_key(tile_row // group, tokens, keys, opts.left)
+    end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, opts.right)
+    return pair // sizes.kv_heads, pair % sizes.kv_heads, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
 
 
 @gluon.jit
-def course(scan, M: gl.constexpr):
+def course(scheduler, M: gl.constexpr):
     """(first, end, step) of what the roles count: with three attend roles turns, with two items, since ptxas makes the
     better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
     after the other, 1103 static cycles a step instead of 966; with two, loops that differ in their speed alone."""
     if M == 192:
-        return 0, (scan.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
+        return 0, (scheduler.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
     else:
-        return gl.program_id(0), scan.items, gl.num_programs(0)
+        return gl.program_id(0), scheduler.items, gl.num_programs(0)
 
 
 @gluon.jit
@@ -122,34 +122,38 @@ def whole(first, tiles):
 
 
 @gluon.jit
-def load_role(source, ring, landed, scan, M: gl.constexpr, SAME_KV: gl.constexpr):
-    BN: gl.constexpr = ring.k.shape[1]
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr):
+    BN: gl.constexpr = kv.k.slots.shape[1]
+    stage = producer_stage()
     landed_phase = gl.to_tensor(0)
-    begin, end, step = course(scan, M)
+    keys = scheduler.sizes.keys
+    begin, end, step = course(scheduler, M)
     for at in range(begin, end, step):
-        seq, head, tile_row, first, tiles = locate(item_of(at, M), scan, BN, M)
-        where = loads.Where(seq, head, 0, scan.keys, 0, scan.keys, source.pages.table_ptr, source.pages.page_size)
+        seq, head, tile_row, first, tiles = locate(item_of(at, M), scheduler, BN, M)
+        where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
-        slot, phase, landed_phase = rows.load_tiles(
-            slot, phase, landed_phase, here, ring, landed, whole(first, tiles), SAME_KV, DENSE
+        stage, landed_phase = rows.load_tiles(
+            stage, landed_phase, here, kv, landed, whole(first, tiles), SAME_KV, DENSE
         )
 
 
 @gluon.jit
-def rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
+def rows_of(item, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
     """-> the first of rows 64 W to 64 W + 63 of an item, their Share"""
-    group, tokens, keys = scan.group, scan.tokens, scan.keys
-    seq, head, tile_row, first, tiles = locate(item, scan, BN, M)
+    tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
+    sizes = scheduler.sizes
+    seq, head, tile_row, first, tiles = locate(item, scheduler, BN, M)
     n = seq.to(gl.int64)
-    lse_ptr = tensors.lse_ptr + n * strides.lb
-    here = Tensors(tensors.q_ptr + n * strides.qb * 8, tensors.out_ptr + n * strides.ob * 8, lse_ptr, tensors.sink_ptr,
-                   tensors.part_ptr, tensors.part_lse_ptr)  # fmt: skip
-    problem = Problem(
-        head, group, scan.kv_heads * group, tokens * group, tokens, keys, scan.left, scan.right, scale, want_lse
+    here = RowTensors(
+        tensors.q_ptr + n * strides.q_batch * 8,
+        tensors.out_ptr + n * strides.out_batch * 8,
+        tensors.lse_ptr + n * strides.lse_batch,
+        tensors.sink_ptr,
+        tensors.part_ptr,
+        tensors.part_lse_ptr,
     )
-    return tile_row + 64 * W, Share(here, strides, problem, whole(first, tiles), pages)
+    problem = problem_of(head, sizes.tokens, sizes.keys, sizes, arguments.opts)
+    return tile_row + 64 * W, Share(here, strides, problem, whole(first, tiles), arguments.pages)
 
 
 @gluon.jit
@@ -159,11 +163,20 @@ def ask(q, tile_row, share, SIGN: gl.constexpr):
     D: gl.constexpr = q.shape[1]
     if SIGN == 1:
         loads.copy_rows(
-            share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt, strides.qh, 64, D
+            share.tensors.q_ptr,
+            q,
+            tile_row,
+            problem.rows,
+            problem.head,
+            problem.group,
+            strides.q_token,
+            strides.q_head,
+            64,
+            D,
         )
     else:
-        loads.load_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.qt,
-                        strides.qh, 0, 64, D, D, SIGN)  # fmt: skip
+        loads.load_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.q_token,
+                        strides.q_head, 0, 64, D, D, SIGN)  # fmt: skip
 
 
 @gluon.jit
@@ -195,14 +208,14 @@ def add_sums(l, alpha, p, OWN: gl.constexpr):
 
 
 @gluon.jit
-def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages, share,
-                W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
-                EVEN: gl.constexpr):  # fmt: skip
+def attend_item(
+    stage, q, tile_row, at, arguments, kv, share, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
+    SIGN: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
-    k_free, v_free = ring.k_free, ring.v_free
-    STAGES: gl.constexpr = ring.v.shape[0]
-    BN: gl.constexpr = ring.v.shape[1]
-    D: gl.constexpr = ring.v.shape[2]
+    k, v = kv.k, kv.v
+    BN: gl.constexpr = v.slots.shape[1]
+    D: gl.constexpr = v.slots.shape[2]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
@@ -211,17 +224,17 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     FINITE: gl.constexpr = D == 128 and not EVEN
-    tiles = share.tiles
-    first, end, step = course(scan, M)
+    tiles, scale = share.tiles, share.problem.scale
+    first, end, step = course(arguments.scheduler, M)
     more = at + step < end
     seen = sight(tile_row, share, 64, BN, DENSE, RS)
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
-    s = rows.scores(rows_q, ring, slot, phase)
+    s = rows.scores(rows_q, k, stage)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
-        mbarrier.arrive(k_free.index(slot), count=1)
+        k.release(stage)
     if not EVEN:
         s = work.mask(s, tiles.first + tiles.begin * BN, seen, DENSE, OWN)
     m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
@@ -229,107 +242,96 @@ def attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, wan
     l = sums(p, OWN)
     pa = gl.convert_layout(p.to(q.dtype), LA)
     o = gl.zeros([64, D], gl.float32, LO)
-    for tile in range(tiles.begin + 1, tiles.end):  # slot: of the tile whose P is in pa
-        after, after_phase = rows.next_slot(slot, phase, STAGES)
-        s = rows.scores(rows_q, ring, after, after_phase)
-        o = rows.add_values(o, pa, ring, slot, phase, SAME_KV)
+    for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
+        after = k.next(stage)
+        s = rows.scores(rows_q, k, after)
+        o = rows.add_values(o, pa, v, stage, SAME_KV)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
-            mbarrier.arrive(k_free.index(after), count=1)
+            k.release(after)
         if not EVEN:
             s = work.mask(s, tiles.first + tile * BN, seen, DENSE, OWN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(v_free.index(slot), count=1)
+        v.release(stage)
         if ABOVE > 0:
             o = softmax.rescale(o, alpha)
         else:
             o = o * gl.convert_layout(alpha, RO)[:, None]
         pa = gl.convert_layout(p.to(q.dtype), LA)
-        slot = after
-        phase = after_phase
+        stage = after
     if more:
-        next_row, following = rows_of(item_of(at + step, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+        next_row, following = rows_of(item_of(at + step, M), arguments, BN, W, M)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
-    o = rows.add_values(o, pa, ring, slot, phase, SAME_KV)
+    o = rows.add_values(o, pa, v, stage, SAME_KV)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(v_free.index(slot), count=1)
-    slot, phase = rows.next_slot(slot, phase, STAGES)
+    v.release(stage)
+    stage = k.next(stage)
     if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, share, D)
-    return slot, phase
+    return stage
 
 
 @gluon.jit
-def attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                 SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
+def attend_early(
+    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr
+):
     """What attend_role does with EARLY."""
-    BN: gl.constexpr = ring.v.shape[1]
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    first, end, step = course(scan, M)
-    first_row, first_share = rows_of(item_of(first, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
+    BN: gl.constexpr = kv.k.slots.shape[1]
+    stage = consumer_stage()
+    first, end, step = course(arguments.scheduler, M)
+    first_row, first_share = rows_of(item_of(first, M), arguments, BN, W, M)
     ask(q, first_row, first_share, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
-        tile_row, share = rows_of(item_of(at, M), tensors, strides, scale, want_lse, scan, pages, BN, W, M)
-        slot, phase = attend_item(slot, phase, q, tile_row, at, tensors, ring, strides, scale, want_lse, scan, pages,
-                                  share, W, M, SAME_KV, SIGN, EVEN)  # fmt: skip
+        tile_row, share = rows_of(item_of(at, M), arguments, BN, W, M)
+        stage = attend_item(stage, q, tile_row, at, arguments, kv, share, W, M, SAME_KV, SIGN, EVEN)
         arrived(SIGN)
 
 
 @gluon.jit
-def attend_role(q, tensors, ring, strides, scale, want_lse, scan, pages, W: gl.constexpr, M: gl.constexpr,
-                SAME_KV: gl.constexpr, SIGN: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
+def attend_role(
+    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
     """Rows 64 W to 64 W + 63 of each tile of M."""
-    BN: gl.constexpr = ring.k.shape[1]
+    BN: gl.constexpr = kv.k.slots.shape[1]
     if EARLY:
-        attend_early(q, tensors, ring, strides, scale, want_lse, scan, pages, W, M, SAME_KV, SIGN, EVEN)
+        attend_early(q, arguments, kv, W, M, SAME_KV, SIGN, EVEN)
     else:
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
-            tile_row, share = rows_of(item, tensors, strides, scale, want_lse, scan, pages, BN, W, M)
-            slot, phase = rows.attend(slot, phase, q, tile_row, ring, share, SAME_KV, False, DENSE, SIGN)
+        stage = consumer_stage()
+        for item in range(gl.program_id(0), arguments.scheduler.items, gl.num_programs(0)):
+            tile_row, share = rows_of(item, arguments, BN, W, M)
+            stage = rows.attend(stage, q, tile_row, kv, share, SAME_KV, False, DENSE, SIGN)
 
 
-@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
-def fmha_rows_loop(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr,
-                   part_ptr, part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads,
-                   group, page_size, table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt,
-                   stride_qh, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr,
-                   stride_kh, stride_vp, stride_vr, stride_vh,
-                   D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr,
-                   SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+@gluon.jit
+def fmha_rows_loop(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexpr, BN: gl.constexpr,
+                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
+                   SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr = False):  # fmt: skip
     gl.static_assert(HOW == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
-    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
-    pages = Pages(table_ptr, page_size, total_k)
-    source = Keys(k_desc, v_desc, loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh),
-                  loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh), pages)  # fmt: skip
-    q, ring, landed = rows.make_ring(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
-    scan = scan_of(total_q // tokens, kv_heads, group, tokens, keys, left, right, M)
+    pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
+    k_cells, v_cells = cells_of(tensors, sizes, strides)
+    source = Keys(k_desc, v_desc, k_cells, v_cells, pages)
+    q, kv, landed = rows.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
+    scheduler = tile_scheduler(sizes, opts, M)
+    arguments = Arguments(tensors, strides, opts, scheduler, pages)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
-                           EARLY, EVEN)),
-            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
-                           EARLY, EVEN)),
-            (load_role, (source, ring, landed, scan, M, SAME_KV)),
+            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (load_role, (source, kv, landed, scheduler, M, SAME_KV)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q.index(0), tensors, ring, strides, scale, want_lse, scan, pages, 0, M, SAME_KV, SIGN,
-                           EARLY, EVEN)),
-            (attend_role, (q.index(1), tensors, ring, strides, scale, want_lse, scan, pages, 1, M, SAME_KV, SIGN,
-                           EARLY, EVEN)),
-            (attend_role, (q.index(2), tensors, ring, strides, scale, want_lse, scan, pages, 2, M, SAME_KV, SIGN,
-                           EARLY, EVEN)),
-            (load_role, (source, ring, landed, scan, M, SAME_KV)),
+            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (attend_role, (q.index(2), arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (load_role, (source, kv, landed, scheduler, M, SAME_KV)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

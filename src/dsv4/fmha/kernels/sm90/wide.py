@@ -34,24 +34,24 @@ O_L += P1 V1_L.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import Lists, Sizes, Strides, Tensors
 from dsv4.fmha.kernels.sm90 import wide_kv, work
 from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, make_room, nothing_yet, publish, published, scores
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.ring import Stage
 
 
 @gluon.jit
 def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
-    mbarrier.wait(q_asked, 0)  # Q would come last if it stood behind a whole ring of K
+    q_asked.wait(0, 0)  # Q would come last if it stood behind a whole ring of K
     for step in range(tiles.begin, tiles.end):
         for slot in gl.static_range(4):
-            mbarrier.wait(ring.free.index(slot), phase)
+            ring.acquire(Stage(slot, phase))
             row = tiles.first + step * 128 + slot // 2 * 64
-            landed_phase = loads.fill_any(source.k_desc, source.k_cells, ring.kv.index(slot), ring.ready.index(slot),
-                                          landed, landed_phase, source.where, row, slot % 2 * 256, 64, 256,
+            landed_phase = loads.fill_any(source.k_desc, source.k_cells, ring.slots.index(slot), ring.ready.at(slot),
+                                          landed.at(0), landed_phase, source.where, row, slot % 2 * 256, 64, 256,
                                           HOW)  # fmt: skip
         phase = phase ^ 1
 
@@ -70,17 +70,17 @@ def left_step(o, m, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
     pb = p.to(room.q.dtype)
     publish(pb, m0, a0, room, 0)
     o = o * gl.convert_layout(a0, RO)[:, None]
-    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(0), o, is_async=True)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.slots.index(0), o, is_async=True)
     # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(ring.free.index(0), count=1)
+    ring.free.arrive(0)
     m, a1 = published(room, phase, 1, RS)
     l = l * a1
-    mbarrier.wait(ring.ready.index(2), phase)
+    ring.wait(Stage(2, phase))
     o = o * gl.convert_layout(a1, RO)[:, None]
-    o = warpgroup_mma(room.p.index(1), ring.kv.index(2), o, is_async=True)
+    o = warpgroup_mma(room.p.index(1), ring.slots.index(2), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(ring.free.index(2), count=1)
+    ring.free.arrive(2)
     return o, m, l
 
 
@@ -95,8 +95,8 @@ def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
     o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
     m0, a0 = published(room, phase, 0, RS)
     o = o * gl.convert_layout(a0, RO)[:, None]
-    mbarrier.wait(ring.ready.index(1), phase)
-    o = warpgroup_mma(room.p.index(0), ring.kv.index(1), o, is_async=True)
+    ring.wait(Stage(1, phase))
+    o = warpgroup_mma(room.p.index(0), ring.slots.index(1), o, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     s = work.mask(s, share.tiles.first + step * 128 + 64, seen, HOW)
     p, m, a1 = softmax.step(s, m0, share.problem.scale)
@@ -104,11 +104,11 @@ def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
     pb = p.to(room.q.dtype)
     publish(pb, m, a1, room, 1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(ring.free.index(1), count=1)
+    ring.free.arrive(1)
     o = o * gl.convert_layout(a1, RO)[:, None]
-    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.kv.index(3), o, is_async=True)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), ring.slots.index(3), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(ring.free.index(3), count=1)
+    ring.free.arrive(3)
     return o, m, l
 
 
@@ -118,7 +118,7 @@ def half_role(
 ):
     """Left (HALF 0) or right (1)."""
     seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
-    o, m, l = nothing_yet(room.q.shape[1])
+    o, m, l = nothing_yet()
     phase = 0
     for step in range(share.tiles.begin, share.tiles.end):
         if HALF == 0:
@@ -129,28 +129,26 @@ def half_role(
     end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
 
 
-@gluon.jit(do_not_specialize=work.NOT_SPECIALIZED)
-def fmha_wide(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
-              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh,
-              stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kp, stride_kr, stride_kh,
-              stride_vp, stride_vr, stride_vh,
-              HOW: gl.constexpr, SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr,
-              RIGHT_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
-    tensors = Tensors(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr)
-    lists = Lists(cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr)
-    sizes = Sizes(total_q, total_k, tokens, keys, kv_heads, group, page_size, table_stride, left, right,
-                  num_splits, tiles_per_split)  # fmt: skip
-    strides = Strides(stride_qt, stride_qh, stride_ot, stride_oh, stride_lt, stride_lh, stride_qb, stride_ob, stride_lb)
-    k_cells = loads.Cells(k_ptr, total_k, stride_kp, stride_kr, stride_kh)
-    v_cells = loads.Cells(v_ptr, total_k, stride_vp, stride_vr, stride_vh)
-    place = work.place_of(lists, sizes, k_desc.block_shape[1], 64, 128, HOW)
+@gluon.jit
+def fmha_wide(
+    tensors,
+    k_desc,
+    v_desc,
+    sizes,
+    strides,
+    opts,
+    HOW: gl.constexpr,
+    SIGN: gl.constexpr,
+    SAME_KV: gl.constexpr,
+    SPLIT: gl.constexpr,
+    RIGHT_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+):
+    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, HOW)
     tile_row = place.tile_row
     if tile_row < place.rows:
         room, ring, landed = make_room(k_desc.dtype, HOW)
-        share, source = work.share_of(
-            place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW
-        )
+        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW)
         if SAME_KV:
             gl.warp_specialize([
                 (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),

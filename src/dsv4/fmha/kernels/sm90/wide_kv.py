@@ -41,7 +41,8 @@ from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, nothing_yet, publish, published, scores
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.ring import Stage
 
 
 @gluon.jit
@@ -50,8 +51,8 @@ def fill_block(
 ):
     """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
     for h in range(2):
-        mbarrier.wait(ring.free.index(SLOT + h), PHASE)
-        landed_phase = loads.fill_any(desc, cells, ring.kv.index(SLOT + h), ring.ready.index(SLOT + h), landed,
+        ring.acquire(Stage(SLOT + h, PHASE))
+        landed_phase = loads.fill_any(desc, cells, ring.slots.index(SLOT + h), ring.ready.at(SLOT + h), landed.at(0),
                                       landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
     return landed_phase
 
@@ -70,7 +71,7 @@ def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.const
 def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
     phase = 0  # of landed
     row = tiles.first + tiles.begin * 128
-    mbarrier.wait(q_asked, 0)  # as in wide.py
+    q_asked.wait(0, 0)  # as in wide.py
     if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
         phase = fill_k(source, ring, landed, phase, row, 0, 1, HOW)
         phase = fill_v(source, ring, landed, phase, row, 2, 1, HOW)
@@ -87,15 +88,15 @@ def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
 @gluon.jit
 def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
-    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    kv, tiles = ring.slots, share.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     if tiles.begin < tiles.end:
         s = scores(room, ring, 0, 0, tiles.begin)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        mbarrier.arrive(free.index(0), count=1)
-        mbarrier.arrive(free.index(1), count=1)
+        ring.free.arrive(0)
+        ring.free.arrive(1)
         s = work.mask(s, tiles.first + tiles.begin * 128, seen, HOW)
         p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
         sums = gl.sum(p, 1)
@@ -107,27 +108,27 @@ def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
             more = step + 1 < tiles.end
             l = l * a0 + sums
             o = softmax.rescale(o, a0)
-            mbarrier.wait(ready.index(2), 0)
+            ring.wait(Stage(2, 0))
             o = warpgroup_mma(pa, kv.index(2), o, is_async=True)
             # Right's half of V0. Not after the arrival: then K0' could have come to its place, and this wait not end.
-            mbarrier.wait(ready.index(3), 0)
+            ring.wait(Stage(3, 0))
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(2), count=1)
+            ring.free.arrive(2)
             s = scores(room, ring, 2, 1, step, more)
             m, a1 = published(room, phase, 1, RS)
             l = l * a1
             o = o * gl.convert_layout(a1, RO)[:, None]  # no jump over it: S is under way
-            mbarrier.wait(ready.index(0), 0)
+            ring.wait(Stage(0, 0))
             o = warpgroup_mma(room.p.index(1), kv.index(0), o, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-            mbarrier.arrive(free.index(2), count=1, pred=more)
-            mbarrier.arrive(free.index(3), count=1, pred=more)
+            ring.free.arrive(2, more)
+            ring.free.arrive(3, more)
             s = work.mask(s, tiles.first + step * 128 + 128, seen, HOW)
             p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
             sums = softmax.pin(gl.sum(p, 1))
             pb = p.to(room.q.dtype)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-            mbarrier.arrive(free.index(0), count=1)
+            ring.free.arrive(0)
             if more:
                 publish(pb, m0, a0, room, 0)
             pa = gl.convert_layout(pb, LA)
@@ -138,31 +139,31 @@ def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
 @gluon.jit
 def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
-    kv, ready, free, tiles = ring.kv, ring.ready, ring.free, share.tiles
+    kv, tiles = ring.slots, share.tiles
     RS: gl.constexpr = m.type.layout
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     phase = 0
     for step in range(tiles.begin, tiles.end):
         m0, a0 = published(room, phase, 0, RS)
         o = softmax.rescale(o, a0)
-        mbarrier.wait(ready.index(3), 0)
+        ring.wait(Stage(3, 0))
         o = warpgroup_mma(room.p.index(0), kv.index(3), o, is_async=True)
         s = scores(room, ring, 0, 1, step)
         o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-        mbarrier.arrive(free.index(3), count=1)
+        ring.free.arrive(3)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-        mbarrier.arrive(free.index(0), count=1)
-        mbarrier.arrive(free.index(1), count=1)
+        ring.free.arrive(0)
+        ring.free.arrive(1)
         s = work.mask(s, tiles.first + step * 128 + 64, seen, HOW)
         p, m, a1 = softmax.step(s, m0, share.problem.scale, softmax.RESCALE_ABOVE)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
         pb = p.to(room.q.dtype)
         publish(pb, m, a1, room, 1)
-        mbarrier.wait(ready.index(1), 0)
+        ring.wait(Stage(1, 0))
         o = softmax.rescale(o, a1)
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(1), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(1), count=1)
+        ring.free.arrive(1)
         phase = phase ^ 1
     return o, m, l
 
@@ -173,7 +174,7 @@ def half_role(
 ):
     """Left (HALF 0) or right (1)."""
     seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
-    o, m, l = nothing_yet(room.q.shape[1])
+    o, m, l = nothing_yet()
     if HALF == 0:
         o, m, l = left_steps(o, m, l, room, ring, seen, share, HOW)
     else:

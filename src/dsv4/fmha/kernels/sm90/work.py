@@ -5,19 +5,11 @@ A kernel groups its arguments (shared/fmha/arguments.py), asks `place_of` for it
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import Problem, Share, Source, Tensors, Tiles
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
 from dsv4.fmha.kernels.loads import Where
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, see_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
-
-# Arguments of the kernels whose values must not make Triton compile again.
-NOT_SPECIALIZED = [
-    "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride", "left",
-    "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob", "stride_ot",
-    "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kp", "stride_kr", "stride_kh", "stride_vp", "stride_vr",
-    "stride_vh",
-]  # fmt: skip
 
 # SPLIT of a kernel: False, True, or that it writes short partial results
 SHORT = gl.constexpr(2)
@@ -42,45 +34,44 @@ class Place:
 
 
 @gluon.jit
-def place_of(lists, sizes, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):
+def place_of(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):
     """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
     VARLEN: gl.constexpr = HOW == ROWS
     seq = gl.program_id(2)
     head = gl.program_id(1) % sizes.kv_heads
     split = gl.program_id(1) // sizes.kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, VARLEN, sizes.tokens, sizes.keys, sizes.total_q, sizes.total_k,
-                                              lists.cu_q_ptr, lists.cu_k_ptr, lists.lengths_ptr, HOW)  # fmt: skip
+    q_start, tokens, k_start, keys = sequence(seq, VARLEN, tensors, sizes, HOW)
     rows = tokens * sizes.group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
-    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, BOX_ROWS, M, BN, HOW)
+    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, HOW)
     return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
 
 
 @gluon.jit
-def share_of(
-    place, tensors, lists, sizes, strides, scale, want_lse, k_desc, v_desc, k_cells, v_cells, HOW: gl.constexpr
-):
+def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW: gl.constexpr):
     """-> Share, Source"""
     seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
-    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.qb + place.q_start.to(gl.int64) * strides.qt) * 8
-    out_ptr = tensors.out_ptr + (seq.to(gl.int64) * strides.ob + place.q_start.to(gl.int64) * strides.ot) * 8
-    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lb + place.q_start.to(gl.int64) * strides.lt)
-    table_ptr = lists.table_ptr + seq.to(gl.int64) * sizes.table_stride
+    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + place.q_start.to(gl.int64) * strides.q_token) * 8
+    out_ptr = (
+        tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + place.q_start.to(gl.int64) * strides.out_token) * 8
+    )
+    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lse_batch + place.q_start.to(gl.int64) * strides.lse_token)
+    table_ptr = tensors.table_ptr + seq.to(gl.int64) * sizes.table_stride
     # Row of the partial results: split-major, then as the rows of q (token, head).
     part_row = place.split.to(gl.int64) * sizes.total_q + place.q_start
     outer = 0
     if HOW != ROWS:
         part_row += seq.to(gl.int64) * tokens
         outer = seq
-    here = Tensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
-    problem = Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, sizes.left,
-                      sizes.right, scale, want_lse)  # fmt: skip
+    here = RowTensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
+    problem = problem_of(head, tokens, keys, sizes, opts)
     tiles = Tiles(place.first, place.begin, place.end, part_row)
     pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
     where = Where(
-        outer, head, place.k_start, keys, first_key(0, tokens, keys, sizes.left), keys, table_ptr, sizes.page_size
+        outer, head, place.k_start, keys, first_key(0, tokens, keys, opts.left), keys, table_ptr, sizes.page_size
     )
+    k_cells, v_cells = cells_of(tensors, sizes, strides)
     return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_cells, v_cells, where)
 
 
@@ -128,11 +119,14 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
         sink = softmax.sink_of(tensors.sink_ptr, q_head, row < rows)
         factor, lse = softmax.finish(m, l, sink)
         if COLUMN == 0:
-            gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh,
-                     lse * softmax.LN2, mask=(row < rows) & (share.problem.want_lse != 0))  # fmt: skip
+            loads.store_lse(
+                lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, (row < rows) & (share.problem.want_lse != 0)
+            )
         o = o * gl.convert_layout(factor, RO)[:, None]
         smem.store(o.to(smem.dtype))
-        loads.store_rows(tensors.out_ptr, smem, tile_row, rows, head, group, strides.ot, strides.oh, COLUMN, M, C)
+        loads.store_rows(
+            tensors.out_ptr, smem, tile_row, rows, head, group, strides.out_token, strides.out_head, COLUMN, M, C
+        )
 
 
 def _transposition() -> str:
@@ -197,13 +191,14 @@ def write_at_once(o, m, l, tile_row, share, D: gl.constexpr):
     q_head = problem.head * problem.group + row - token * problem.group
     sink = softmax.sink_of(tensors.sink_ptr, q_head, row < problem.rows)
     factor, lse = softmax.finish(m, l, sink)
-    gl.store(tensors.lse_ptr + token.to(gl.int64) * strides.lt + q_head.to(gl.int64) * strides.lh, lse * softmax.LN2,
-             mask=(row < problem.rows) & (problem.want_lse != 0))  # fmt: skip
+    loads.store_lse(
+        lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, (row < problem.rows) & (problem.want_lse != 0)
+    )
     o = o * gl.convert_layout(factor, RO)[:, None]
     x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
     LW: gl.constexpr = x.type.layout
     row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
-    offset = loads.row_offsets(row, problem.head, problem.group, strides.ot, strides.oh)
+    offset = loads.row_offsets(row, problem.head, problem.group, strides.out_token, strides.out_head)
     col = gl.arange(0, D, layout=gl.SliceLayout(0, LW))
     gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=(row < problem.rows)[:, None])
 

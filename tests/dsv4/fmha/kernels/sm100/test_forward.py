@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import dsv4
 import softsm
 from dsv4 import reference, suites
-from dsv4.runtime import calls, checks, dispatch
+from dsv4.runtime import calls, checks, dispatch, structs
 from dsv4.suites import Case, Draw, Where, run_case
 from dsv4.suites.calls import Call
 from dsv4.suites.fmha_cases import dense, paged, varlen
@@ -366,7 +366,7 @@ def test_spills(key: tuple, compiled, monkeypatch) -> None:
     make = launch.ready_launch
 
     def noted(step, target):
-        kernels.append(step.kernel.warmup(*step.arguments, grid=step.grid, **step.constants))
+        kernels.append(step.kernel.warmup(*structs.neutral(step.arguments), grid=step.grid, **step.constants))
         return make(step, target)
 
     monkeypatch.setattr(launch, "ready_launch", noted)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import softsm
+from dsv4.fmha.kernels.arguments import Options, Sizes
 from dsv4.fmha.kernels.sm90 import rows_loop
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.kernels.compat import gl, gluon
@@ -15,9 +16,10 @@ NO = gl.constexpr(NO_BOUND)
 @gluon.jit(do_not_specialize=["sequences", "kv_heads", "group", "tokens", "right"])
 def taken(out_ptr, sequences, kv_heads, group, tokens, right, M: gl.constexpr):
     """What each CTA takes, item by item: (CTA, sequence x head, row tile, tiles of 128 keys)."""
-    scan = rows_loop.scan_of(sequences, kv_heads, group, tokens, tokens, NO, right, M)
-    for item in range(gl.program_id(0), scan.items, gl.num_programs(0)):
-        seq, head, tile_row, _, tiles = rows_loop.locate(item, scan, 128, M)
+    sizes = Sizes(sequences * tokens, 0, tokens, tokens, kv_heads, group, 1, 0, 1, 0)
+    scheduler = rows_loop.tile_scheduler(sizes, Options(1.0, 1, NO, right, 0, 0), M)
+    for item in range(gl.program_id(0), scheduler.items, gl.num_programs(0)):
+        seq, head, tile_row, _, tiles = rows_loop.locate(item, scheduler, 128, M)
         gl.store(out_ptr + 4 * item, gl.program_id(0))
         gl.store(out_ptr + 4 * item + 1, seq * kv_heads + head)
         gl.store(out_ptr + 4 * item + 2, tile_row // M)
