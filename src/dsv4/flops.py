@@ -31,18 +31,18 @@ def _values(x: Tensor | None) -> Tensor | None:
 
 def _fmha_pairs(given: dict[str, Any]) -> int:
     """Over all heads."""
-    q, k = given["q"], given.get("k")
+    q = given["q"]
     left, right = (given[name] if name in given else given[f"window_{name}"] for name in ("left", "right"))
     right = 0 if given.get("causal") else right
     if given.get("cu_seqlens_q") is not None:
         cu_q, cu_k = (_values(given[f"cu_seqlens_{x}"]) for x in "qk")
         if cu_q is None or cu_k is None:
-            return q.shape[0] * (given["max_seqlen_k"] or k.shape[0]) * q.shape[1]
-        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-        return sum(seen(t, s, left, right) for t, s in lengths) * q.shape[1]
+            return q.shape[0] * (given["max_seqlen_k"] or given["k"].shape[0]) * q.shape[1]
+        sequences = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
+        return sum(seen(t, s, left, right) for t, s in sequences) * q.shape[1]
     t, heads = q.shape[1:3]
-    if k is not None:
-        return q.shape[0] * seen(t, k.shape[1], left, right) * heads
+    if "k" in given:
+        return q.shape[0] * seen(t, given["k"].shape[1], left, right) * heads
     lengths, most = _values(given["lengths"]), given["block_table"].shape[1] * given["k_pages"].shape[1]
     each = [most] * q.shape[0] if lengths is None else lengths.tolist()
     return sum(seen(t, s, left, right) for s in each) * heads
@@ -116,7 +116,14 @@ FORMULAS = {
     ("index_loss_training",): _index_loss,
     ("index_loss_backward",): lambda given: 6 * given["indices"].numel() * given["q"].shape[1:].numel(),
     # no matrix products
-    ("compress_training", "compress_backward", "merge_states_training", "merge_states_backward"): lambda given: 0,
+    (
+        "compress_training",
+        "compress_backward",
+        "merge_states_training",
+        "merge_states_backward",
+        "write_fp8_cache",
+        "write_index_cache",
+    ): lambda given: 0,  # fmt: skip
 }
 
 

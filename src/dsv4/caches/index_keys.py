@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.kv import E4M3_MAX
-from dsv4.caches.pages import FLOATS, SplitPages
+from dsv4.caches.pages import FLOATS, SplitPages, define_write
 from dsv4.runtime import checks
 
 DIMS = 128
@@ -77,6 +77,7 @@ class IndexCache(SplitPages):
     DATA_BYTES: ClassVar[int] = DIMS
     SCALE_BYTES: ClassVar[int] = SCALE_BYTES
     STRIDE_UNIT: ClassVar[int] = STRIDE_UNIT
+    WRITE: ClassVar[str] = "write_index_cache"
 
     @staticmethod
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,13 +93,16 @@ class IndexCache(SplitPages):
     def page_view(self) -> Tensor:
         """uint8 [pages, rows_per_page, 132], as engines hold them; a page is split, whatever its shape says."""
         size = (self.pages, self.rows_per_page, ROW_BYTES)
-        return self.storage.as_strided(size, (self.page_stride, ROW_BYTES, 1), self.storage.storage_offset())
+        return self.storage.as_strided(size, (self.page_stride, ROW_BYTES, 1))
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """All keys, [rows, 128]."""
         checks.dtype("dtype", dtype, FLOATS)
         values, scales = unpacked(self.page_view())
         return (values.float() * scales[..., None]).to(dtype).view(-1, DIMS)
+
+
+define_write(IndexCache)
 
 
 def data_of(pages: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsv4.caches.pages import FLOATS, ROW_NUMBERS, SplitPages
+from dsv4.caches.pages import FLOATS, ROW_NUMBERS, SplitPages, define_write
 from dsv4.runtime import checks, dispatch
 
 HEAD_DIM = 512
@@ -86,6 +86,7 @@ class Fp8Cache(SplitPages):
     DATA_BYTES: ClassVar[int] = DATA_BYTES  # 448 e4m3 and 64 bf16
     SCALE_BYTES: ClassVar[int] = SCALE_BYTES  # 7 ue8m0 and a byte of padding
     STRIDE_UNIT: ClassVar[int] = STRIDE_UNIT
+    WRITE: ClassVar[str] = "write_fp8_cache"
     quantize = staticmethod(quantize_rows)
 
     def write_on_gpu(self, slots: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -120,6 +121,8 @@ class Fp8Cache(SplitPages):
         data, scales = self.data_view().reshape(-1, DATA_BYTES), self.scale_view().reshape(-1, SCALE_BYTES)
         return dequantize_rows(data, scales, dtype)
 
+
+define_write(Fp8Cache)
 
 # A pool of rows is a tensor [rows, D], a tensor [pages, rows per page, D], or an Fp8Cache. Row number r is row
 # r % page of page r // page; a plain [rows, D] has pages of one row.

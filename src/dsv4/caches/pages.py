@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from dsv4.runtime import checks
+from dsv4.runtime import checks, operators
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_NUMBERS = (torch.int32, torch.int64)
@@ -31,6 +31,7 @@ class SplitPages:
     DATA_BYTES: ClassVar[int]
     SCALE_BYTES: ClassVar[int]
     STRIDE_UNIT: ClassVar[int]  # pages begin at multiples of it when nothing else is asked for
+    WRITE: ClassVar[str]  # the operator of `write`
 
     @staticmethod
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ class SplitPages:
 
     def _view(self, width: int, start: int) -> Tensor:
         size = (self.pages, self.rows_per_page, width)
-        return self.storage.as_strided(size, (self.page_stride, width, 1), self.storage.storage_offset() + start)
+        return self.storage[start:].as_strided(size, (self.page_stride, width, 1))
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Quantise rows [n, values] into the row numbers slots [n]; slot -1 drops its row."""
@@ -144,9 +145,16 @@ class SplitPages:
         checks.tensor("rows", rows, ("n", self.WIDTH), FLOATS, like=like, unit_last=False)
         checks.tensor("slots", slots, (rows.shape[0],), ROW_NUMBERS, like=like, unit_last=False)
         checks.forward_only(rows=rows)
+        if operators.observed() or self.storage.is_meta or not operators.all_plain((self.storage, slots, rows)):
+            operator = getattr(torch.ops.dsv4, self.WRITE)
+            operator(self.storage, slots, rows, self.rows_per_page, self.page_stride)
+        else:
+            self._write(slots, rows)
+
+    def _write(self, slots: Tensor, rows: Tensor) -> None:
         if checks.values_checked(slots):
             checks.in_range("slots", slots, -1, self.rows - 1)
-        if self.storage.is_cuda and rows.dtype != torch.float64 and not torch.compiler.is_compiling():
+        if self.storage.is_cuda and rows.dtype != torch.float64:
             with torch.cuda.device(self.device):
                 if self.write_on_gpu(slots, rows):
                     return
@@ -156,3 +164,16 @@ class SplitPages:
         page, place = slots // self.rows_per_page, slots % self.rows_per_page
         self.data_view()[page, place] = data
         self.scale_view()[page, place] = scales
+
+
+def define_write(kind: type[SplitPages]) -> None:
+    """Its operator: what a compiler sees of `write`, whose own code picks the rows that are kept by their values."""
+
+    def kernel(storage: Tensor, slots: Tensor, rows: Tensor, rows_per_page: int, page_stride: int) -> None:
+        kind(storage, rows_per_page, page_stride)._write(slots, rows)
+
+    def fake(storage: Tensor, slots: Tensor, rows: Tensor, rows_per_page: int, page_stride: int) -> None:
+        return None
+
+    arguments = "Tensor(a!) storage, Tensor slots, Tensor rows, SymInt rows_per_page, SymInt page_stride"
+    operators.define(f"{kind.WRITE}({arguments}) -> ()", kernel, fake)

@@ -129,6 +129,37 @@ def test_write_puts_rows_into_slots_and_leaves_the_rest():
     assert torch.equal(cache.unpack(), want)
 
 
+def attend(cache):
+    return dsv4.v4_attention(torch.ones(1, 2, 512), cache, torch.arange(12, dtype=torch.int32)[None])
+
+
+def choose(cache):
+    q, table = torch.ones(1, 2, 128).to(torch.float8_e4m3fn), torch.arange(3, dtype=torch.int32)[None]
+    lengths = torch.full((1,), 12, dtype=torch.int32)
+    return dsv4.index_topk(q, cache, torch.ones(1, 2), 3, lengths=lengths, block_table=table)
+
+
+@pytest.mark.parametrize("kind, read", [(Fp8Cache, attend), (dsv4.IndexCache, choose)])
+def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
+    rows, slots = torch.randn(4, kind.WIDTH).bfloat16(), torch.tensor([7, -1, 0, 11])
+
+    def step(storage, slots, rows):
+        cache = kind(storage, rows_per_page=4)
+        cache.write(slots, rows)
+        return read(cache)
+
+    want, got = kind.empty(3, 4), kind.empty(3, 4)
+    result = step(want.storage, slots, rows)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(got.storage, slots, rows), result) and torch.equal(got.storage, want.storage)
+    operator = getattr(torch.ops.dsv4, kind.WRITE).default
+    torch.library.opcheck(operator, (got.storage, slots, rows, 4, got.page_stride))
+    with pytest.raises(ValueError, match="^slots: got values"):
+        compiled(got.storage, slots + 1, rows)
+    meta = kind.empty(3, 4, device="meta")
+    meta.write(slots.to("meta"), rows.to("meta"))
+
+
 @pytest.mark.parametrize(
     "rows, stride, one", [(64, 37440, True), (2, 1728, False), (256, 149760, True), (4, 2336, False)]
 )
