@@ -179,6 +179,15 @@ def test_an_mbarrier_is_invalidated_before_it_is_initialised_again():
     warns(make, "barrier-init")
 
 
+def test_an_mbarrier_is_not_used_after_it_is_invalidated():
+    def make(keep):
+        inval = "@%p0 mbarrier.inval.shared::cta.b64 [bar];\n"
+        return plain(t.init("bar") + when(not keep, inval) + "@%p0 " + t.arrive("bar") + when(keep, inval))
+
+    report = holds(make, args=ARGS, code="barrier-inval")
+    assert "is used after mbarrier.inval by warp 0" in str(report), str(report)
+
+
 def warns(make, code):
     """At the default level: no finding, and a warning without the synchronisation."""
     kept, removed = (findings(make(keep), ARGS, strict=False) for keep in (True, False))

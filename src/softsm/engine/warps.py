@@ -111,6 +111,7 @@ class Cta(Waitable):
         "ctaid",
         "exit_hooks",
         "gpu",
+        "invalidated",
         "lane_hooks",
         "live",
         "machine",
@@ -136,6 +137,7 @@ class Cta(Waitable):
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
+        self.invalidated: dict[int, tuple] = {}  # names of those that were there, and who invalidated them
         # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event,
         # or races are checked, the compiled loop does not look there.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)

@@ -120,6 +120,9 @@ def barrier_at(w, address: int) -> Mbarrier:
         cta.machine.checker.barriers.uses_barrier(w, barrier)
     if barrier is None:
         shared_bytes(w, address, 8, "mbarrier", 8)
+        if offset in cta.invalidated:
+            name, who = cta.invalidated[offset]
+            raise w.fault("barrier-inval", f"{name} is used after mbarrier.inval by {who}")
         raise w.fault(
             "barrier-uninitialised",
             f"no mbarrier was initialised at shared offset {offset:#x} of {cta}; there are "
@@ -136,11 +139,19 @@ def arrived_at(w, address: int) -> Mbarrier:
     return barrier
 
 
-def source_name(ins, offset: int, cta) -> str:
-    """`mbarrier slot_ready.index(i) (0x1408)`: as the program's source calls it where it initialises it; else ''."""
+def source_name(ins, offset: int, cta) -> tuple[str, str]:
+    """(`mbarrier slot_ready.index(2) (0x1408)`, `slot_ready`): as the program's source calls it where it initialises
+    it, and the array that it belongs to there; else ''. An index that is a variable is counted from the first mbarrier
+    of the array."""
     found = initialised_at(ins.loc.file, ins.loc.line) if ins.loc else ""
+    if not found:
+        return "", ""
+    array, _, index = found.partition(".index(")
+    if index.rstrip(")").isidentifier():
+        first = min([offset, *(at for at, b in cta.barriers.items() if b.array == array)])
+        found = f"{array}.index({(offset - first) // 8})"
     where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
-    return f"mbarrier {found} ({offset:#x}){where}" if found else ""
+    return f"mbarrier {found} ({offset:#x}){where}", array
 
 
 @lru_cache(maxsize=1024)
@@ -291,10 +302,13 @@ def do_init(w, mask, o):
         if old is not None and w.machine.checker is not None:
             w.machine.checker.barriers.initialised_again(w, old)
         count = int(w.R[o.count, lane])
-        name = name_of(cta, offset)
-        if w.machine.options.checks is not None:
-            name = source_name(w.instruction(), offset, cta) or name
-        barrier = cta.barriers[offset] = located(w, _new, count, name, Issuer(w))
+        name, array = "", ""
+        if w.machine.options.checks is not None or not w.machine.unwatched:
+            name, array = source_name(w.instruction(), offset, cta)
+        barrier = located(w, _new, count, name or name_of(cta, offset), Issuer(w))
+        barrier.array = array
+        cta.barriers[offset] = barrier
+        cta.invalidated.pop(offset, None)
         barrier.shown, barrier.place = cta.phases, offset // 8
         cta.phases[offset // 8] = 1
         if w.machine.checker is not None:
@@ -313,6 +327,7 @@ def do_inval(w, mask, o):
             raise w.fault("barrier-inval", f"{barrier.name} is invalidated while a warp waits on it")
         cta, offset = w.cta.resolve_shared(shared_address(w, o.at, lane))
         del cta.barriers[offset]
+        cta.invalidated[offset] = barrier.name, Issuer(w)
         cta.phases[offset // 8] = 0
         if w.machine.checker is not None:
             w.machine.checker.barriers.invalidated(cta, offset)

@@ -36,6 +36,7 @@ class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
     __slots__ = (
+        "array",
         "expected",
         "history",
         "home",
@@ -56,6 +57,7 @@ class Mbarrier(Waitable):
         if not 1 <= count <= MAX_COUNT:
             raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
         self.name = name
+        self.array = ""  # which it belongs to in the program's source, when somebody looks
         self.phase = 0
         self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
         self.expected = self.pending = self.next_expected = count

@@ -56,7 +56,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Something else was written over an mbarrier that is still in use.",
         "Keep the 8 bytes of an mbarrier for it alone, or mbarrier.inval it before the word is used for anything else.",
     ),
-    "barrier-inval": ("An mbarrier is invalidated while a warp waits on it.", "Invalidate it after the last wait."),
+    "barrier-inval": (
+        "An mbarrier is invalidated while a warp waits on it, or used after it was invalidated.",
+        "Invalidate it after the last use, and initialise it before it is used again.",
+    ),
     "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
     "barrier-remote": (
         "An mbarrier of another CTA is used where only the CTA's own is allowed.",

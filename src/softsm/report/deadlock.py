@@ -37,12 +37,20 @@ def describe(machine, why: str) -> str:
     found, barriers = cycle(machine, text)
     if found:
         lines += ["  they wait for each other:", *(f"    {line}" for line in found)]
-    fresh = [name(b) for b in barriers if isinstance(b, Mbarrier) and untouched(b)]
-    if fresh:
+    waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and untouched(b)]
+    others = {b: elsewhere(machine, b) for b in waits}
+    fresh = [b for b in barriers if isinstance(b, Mbarrier) and not others.get(b)]
+    if fresh and all(untouched(b) for b in fresh):
         lines.append(
-            f"  nobody has arrived at {' and '.join(fresh)} since mbarrier.init: who waits for buffers that are free "
-            "from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
+            f"  nobody has arrived at {' and '.join(map(name, fresh))} since mbarrier.init: who waits for buffers that "
+            "are free from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
         )
+    lines += [
+        f"  nobody has arrived at {name(b)} since mbarrier.init, but at {name(other)}: does an arrival, or this wait, "
+        "have the wrong index?"
+        for b, other in others.items()
+        if other
+    ]
     lines += [f"  {line}" for line in missing(machine, text, barriers)]
     return "\n".join(lines)
 
@@ -109,6 +117,13 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
 def untouched(barrier: Mbarrier) -> bool:
     """Has nobody arrived yet?"""
     return barrier.phase == 0 and not any(e.what not in ("init", "increment") for e in barrier.history)
+
+
+def elsewhere(machine, barrier: Mbarrier) -> Mbarrier | None:
+    """Another mbarrier of its array at which somebody has arrived: then it is not the first wait that goes wrong."""
+    homes = (cta for cta in machine.live if any(b is barrier for b in cta.barriers.values()))
+    array = (b for cta in homes for b in cta.barriers.values() if barrier.array and b.array == barrier.array)
+    return next((b for b in array if not untouched(b)), None)
 
 
 def cycle(machine, text: Text) -> tuple[list[str], list]:

@@ -47,13 +47,13 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
     if run is None or trace is None:
         return []
     roles_of: dict[int, set[str]] = {}
-    warps_of: dict[int, int] = {}
-    for n in set(run.order):
-        times = run.order.count(n)
-        for w in trace.clusters[n].warps:
+    warps_of: dict[int, set[tuple[int, int]]] = {}  # block of code -> (cluster, warp) that come there
+    times = {n: run.order.count(n) for n in set(run.order)}
+    for n in times:
+        for k, w in enumerate(trace.clusters[n].warps):
             for b in set(w.blocks):
                 roles_of.setdefault(b, set()).add(w.role)
-                warps_of[b] = warps_of.get(b, 0) + times
+                warps_of.setdefault(b, set()).add((n, k))
     barriers, places = _barriers(p), places_of(trace.source, trace.name)
     found: dict[tuple, list] = {}
     for i in np.argsort(-run.stalls.sum(1))[:200].tolist():
@@ -68,10 +68,15 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
                 name = machine.REASONS[reason]
                 what = barriers.get(i, ins.opcode) if name == "barrier" else ins.opcode.split(".")[0]
                 place = places.get(ins.line, f"PTX line {ins.line}")
-                entry = found.setdefault((name, role, place, what if name == "barrier" else ""), [0.0, ins.line, what])
-                entry[0] += cycles / max(1, warps_of.get(block, 1))
+                key = name, role, place, what if name == "barrier" else ""
+                entry = found.setdefault(key, [0.0, ins.line, what, set()])
+                entry[0] += cycles
+                entry[3] |= warps_of.get(block, set())  # two partitions that run one function have two copies of it
     total = float(np.mean(run.end - run.start))
-    out = [Stall(c, total, key[0], key[1], line, key[2], what) for key, (c, line, what) in found.items()]
+    out = []
+    for key, (cycles, line, what, warps) in found.items():
+        mean = cycles / max(1, sum(times[n] for n, _ in warps))
+        out.append(Stall(mean, total, key[0], key[1], line, key[2], what))
     # Who waits from begin to end has nothing to do: warps of other roles, at the barrier where all part.
     return sorted((s for s in out if s.cycles < 0.97 * total), key=lambda s: -s.cycles)[:shown]
 

@@ -376,5 +376,5 @@ mbarrier.inval.shared.b64 [%r2];
 mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1;""",
         shared=BARRIER,
     )
-    with pytest.raises(Fault, match="no mbarrier was initialised"):
+    with pytest.raises(Fault, match="is used after mbarrier.inval by warp 0"):
         run(body, [words(32)], block=32)

@@ -85,3 +85,31 @@ def test_an_address_that_is_counted_up_in_many_places_is_read_in_time():
     count = "mov.u32 %r40, pong;\n" + "add.u32 %r40, %r40, 8;\n" * 40
     text = stuck(t.init("ping") + count + t.wait("ping", 0) + t.arrive("%r40"))
     assert "mbarrier ping" in text
+
+
+def ring(tmp_path, slot):
+    """Warp 0 fills two slots and arrives, for the second one at `slot`; warp 1 waits for both and frees them."""
+    source = tmp_path / "program.py"
+    source.write_text("mbarrier.init(ready.index(i), count=1)\nmbarrier.init(free.index(i), count=1)\n")
+    init = "".join(
+        f".loc 1 {line} 3\n" + "".join(f"@%p0 mbarrier.init.shared::cta.b64 [{name}+{at}], 1;\n" for at in (0, 8))
+        for line, name in ((1, "ready"), (2, "free"))
+    )
+    fill = "@%p4 " + t.arrive("ready") + t.wait("free", 0) + "@%p4 " + t.arrive(f"ready+{8 * slot}")
+    fill += t.wait("free+8", 0)
+    take = t.wait("ready", 0) + "@%p4 " + t.arrive("free") + t.wait("ready+8", 0) + "@%p4 " + t.arrive("free+8")
+    body = "setp.eq.u32 %p4, %r2, 0;\n" + init + "bar.sync 0;\n" + t.only("warp 0", fill) + t.only("warp 1", take)
+    shared = ".shared .align 8 .b64 ready[2]; .shared .align 8 .b64 free[2];"
+    text = t.kernel(body, "out", shared=shared, target="sm_90a", version="8.6") + f'\n.file 1 "{source}"\n'
+    return softsm.load(text)
+
+
+def test_an_arrival_at_the_wrong_slot_is_no_wrong_parity(tmp_path):
+    with softsm.checking() as report, pytest.raises(Deadlock):
+        ring(tmp_path, 0).launch(1, 64, [np.zeros(64, np.uint32)])
+    text = str(report)
+    assert "waits for parity 1 first" not in text
+    assert "nobody has arrived at mbarrier ready.index(1) (0x" in text and "but at mbarrier ready.index(0) (0x" in text
+    with softsm.checking() as report:
+        ring(tmp_path, 1).launch(1, 64, [np.zeros(64, np.uint32)])
+    assert not report, str(report)

@@ -109,7 +109,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
 """
     with softsm.checking() as report, pytest.raises(Deadlock):
         softsm.load(text).launch(1, 1)
-    assert "warp 0 (feed) of CTA" in str(report) and "mbarrier slot_free.index(i) (0x400)" in str(report), str(report)
+    assert "warp 0 (feed) of CTA" in str(report) and "mbarrier slot_free.index(0) (0x400)" in str(report), str(report)
 
 
 def test_a_finding_comes_once_for_each_pair_of_source_lines():
