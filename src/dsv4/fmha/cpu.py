@@ -262,7 +262,15 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Tensor]:
     if causal and scale <= 0:  # the kernel masks with -inf before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-    return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    # Of a row whose scores are all -inf the kernel says 0 and an LSE of 0. Every row sees a key here: they overflowed.
+    suspect = lse == 0
+    if bool(suspect.any()) and k.numel():
+        largest = q.abs().amax(-1).double() * k.abs().amax().double() * q.shape[-1]
+        overflown = suspect & (largest > torch.finfo(torch.float32).max) & ~out.any(-1)
+        lse = lse.masked_fill(overflown, float("nan"))
+        out = out.masked_fill(overflown[..., None], float("nan"))
+    return out, lse
 
 
 @lru_cache(maxsize=4)

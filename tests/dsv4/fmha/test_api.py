@@ -151,6 +151,16 @@ def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
     check(q, k, v, causal=True, softmax_scale=scale)
 
 
+def test_scores_that_overflow_are_nan_and_not_nothing():
+    """fp32 has no number for them. A row of zeros beside them is right."""
+    q, k, v = torch.full((1, 3, 2, 64), 1e20), torch.full((1, 9, 2, 64), -1e20), torch.randn(1, 9, 2, 64)
+    q[:, 1] = 0
+    for options in ({}, dict(causal=True), dict(window=(2, 0))):
+        out, lse = dsv4.fmha(q, k, v, return_lse=True, **options)
+        assert out[:, ::2].isnan().all() and lse[..., ::2].isnan().all()
+        assert out[:, 1].isfinite().all() and lse[..., 1].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_fp32_output_of_16_bit_inputs_is_not_rounded(dtype):
     """Partial results that are merged afterwards are then rounded once."""

@@ -233,6 +233,15 @@ def test_rows_that_nobody_lists_may_hold_anything(poison, packed):
     assert out.isfinite().all()
 
 
+def test_scores_that_overflow_are_nan_and_not_nothing():
+    """fp32 has no number for them; a query without rows stays 0 and -inf."""
+    q, w = torch.full((3, 2, 512), 1e20), torch.full((9, 512), -1e20)
+    lists = torch.tensor([[0, 4], [-1, -1], [-1, 3]], dtype=torch.int32)
+    out, lse = dsv4.v4_attention(q, w, lists, return_lse=True)
+    assert out[::2].isnan().all() and lse[::2].isnan().all()
+    assert not out[1].any() and (lse[1] == -float("inf")).all()
+
+
 def test_merging_the_two_branches_with_a_deferred_sink():
     args, options = layer("csa", torch.tensor([3, 127, 600]), heads=4)
     sink, lengths = options["sink"], options["compressed_lengths"]
