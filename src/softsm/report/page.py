@@ -46,7 +46,7 @@ def content(recorder: Recorder, report: Report, title: str, failure: str) -> dic
     ]
     return {
         "title": title,
-        "failure": failure,
+        "failure": "" if any(d.raised for d in report) else failure,  # else it is among the diagnostics
         "model": recorder.model,
         "unit": recorder.unit,
         "kinds": KINDS,
@@ -62,6 +62,7 @@ def content(recorder: Recorder, report: Report, title: str, failure: str) -> dic
         "barriers": barriers(recorder),
         "work": work(recorder),
         "diagnostics": [diagnostic(d, recorder, report.again().get(i, 0)) for i, d in enumerate(report)],
+        "warnings": [diagnostic(w, recorder, 0) for w in report.warnings],
         "checked": report.launches,
         "dropped": recorder.dropped,
         "ptx": listings(recorder),
@@ -186,9 +187,11 @@ def diagnostic(d, recorder: Recorder, again: int) -> dict:
     from softsm.report.codes import fix
 
     more = f" (and {again} more between the same source lines)" if again else ""
+    first, _, rest = d.message.partition("\n")
     return {
         "code": d.code,
-        "message": d.message + more,
+        "message": first + more,
+        "details": rest,
         "fix": d.fix or fix(d.code),
         "parties": [party(p, recorder) for p in d.parties],
     }

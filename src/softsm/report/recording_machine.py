@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from softsm.engine.asynchrony import AsyncEngine, AsyncOp
 from softsm.engine.launch import options
 from softsm.engine.scheduler import Machine
-from softsm.errors import Fault
+from softsm.errors import Deadlock, Fault
 from softsm.memory import swizzle
 from softsm.memory.mbarrier import Mbarrier
 from softsm.report.recording import (
@@ -154,16 +154,25 @@ class RecordingMachine(Machine):
         super().warp_exit(warp)
 
     def run(self) -> None:
+        stuck = False
         try:
             super().run()
+        except Deadlock:
+            stuck = True
+            raise
         finally:
             for clock in self.clocks.values():
                 self.close_run(clock)
-                for start, ins, _, on in clock.waiting.values():  # a deadlock: these never ended
-                    end = max(self.record.end, clock.time, start + 1)
-                    self.draw(clock, f"waits forever: {on}", start, end, "wait", at=place(ins))
-                self.record.end = max(self.record.end, clock.time)
-            self.record.end = max([self.record.end, *self.queues.values()])
+            times = [clock.time for clock in self.clocks.values()]
+            self.record.end = max([self.record.end, *times, *self.queues.values()])
+            if stuck or any(clock.waiting for clock in self.clocks.values()):
+                self.record.end += 1 + self.record.end // 10  # room for what never ended
+            for warp, clock in self.clocks.items():
+                for start, ins, _, on in clock.waiting.values():
+                    self.draw(clock, f"waits forever: {on}", start, self.record.end, "wait", at=place(ins))
+                if stuck and warp.fragments and not clock.waiting:
+                    ins = self.program.instructions[warp.fragments[0].pc]
+                    self.draw(clock, "polls forever", clock.time, self.record.end, "wait", at=place(ins))
             self.record.steps = self.steps
             for a in self.recorder.allocations:
                 if a[0] == self.index and a[4] < 0:

@@ -160,7 +160,12 @@ def test_findings_and_faults_are_in_the_report(tmp_path) -> None:
     with pytest.raises(Deadlock), tracing(tmp_path / "stuck"):
         launch(STUCK)
     data = read(tmp_path / "stuck" / "report.html")
-    assert "512 byte(s)" in data["failure"] and any("waits forever" in n for n in data["names"])
+    assert data["failure"] == "", "it is a diagnostic already"
+    (found,) = [d for d in data["diagnostics"] if d["code"] == "deadlock"]
+    assert "\n" not in found["message"] and "512 byte(s)" in found["details"]
+    (launched,) = data["launches"]
+    forever = [s for s in data["slices"] if data["names"][s[3]].startswith(("waits forever", "polls forever"))]
+    assert forever and all(s[2] == launched["end"] and s[2] - s[1] > launched["end"] // 20 for s in forever)
 
 
 def read(path) -> dict:
