@@ -1,0 +1,30 @@
+"""How large scores may be in the kernels (DESIGN.md, Rules of the operations): below 2^30 in base 2, 2^27 in fp16.
+
+P = 2^(s scale - m) is one fused product and difference, and m is rounded: at 2^30 the largest P lies between 2^-64 and
+2^64, and its sum with it. Differences between scores are so large that each row is one of the values."""
+
+import pytest
+import torch
+from agreement import assert_agrees
+
+import dsv4
+import softsm
+from dsv4 import reference
+
+LOG2E = 1.4426950408889634
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    "dtype, limit", [(torch.bfloat16, 30), pytest.param(torch.float16, 27, marks=pytest.mark.slow)]
+)
+def test_scores_just_below_the_limit_are_right(arch, dtype, limit):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(16, n, 1, 64, generator=generator) for n in (2, 9, 9))
+    largest = float((q[:, :, 0] @ k[:, :, 0].mT).abs().max()) * LOG2E / 8
+    size = (0.9 * 2.0**limit / largest) ** 0.5
+    q, k, v = (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
+    with softsm.use(arch):
+        got = dsv4.fmha(q, k, v, return_lse=True, backend="softsm")
+    assert float(got[1].abs().max()) * LOG2E > 0.5 * 2.0**limit
+    assert_agrees(got, reference.fmha, q, k, v)
