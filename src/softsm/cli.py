@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -218,6 +219,9 @@ def time(
         float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")
     ] = None,
     compare: Annotated[Path | None, typer.Option(help="another program, timed and compared with the first")] = None,
+    compare_arguments: Annotated[
+        str | None, typer.Option(help="command line of the other program, in one string; default: that of the first")
+    ] = None,
     values: Annotated[bool, typer.Option(help="compute products, for kernels whose path depends on them")] = False,
     json: Annotated[bool, typer.Option(help="print JSON")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
@@ -241,12 +245,15 @@ def time(
         _stop(str(problem))
     if output is not None:
         _writable(output)
+    if compare_arguments is not None and compare is None:
+        _stop(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
+    lines = [arguments or [], (arguments or []) if compare_arguments is None else shlex.split(compare_arguments)]
     timers, ends = [], []
-    for given in (file, compare):
+    for given, line in zip((file, compare), lines):
         if given is not None:
             aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
             with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
-                _program(given, arguments or [], target, int(device["sms"]), "eager", 0)
+                _program(given, line, target, int(device["sms"]), "eager", 0)
             timers.append(timer)
             ends.append(end)
     typer.echo(command.shown(timers, json))

@@ -83,15 +83,8 @@ def _version() -> str:
     return triton.__version__
 
 
-@functools.lru_cache(maxsize=128)
-def disassemble(ptx: str, arch: str) -> tuple[str, str]:
-    """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
-    from softsm.engine.native import cache_folder
-
-    key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
-    kept = cache_folder() / "sass" / f"{key}.json"
-    if kept.exists():
-        return tuple(json.loads(kept.read_text()))  # type: ignore[return-value]
+def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
+    """(the cubin, ptxas's report)."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
         source.write_text(ptx)
@@ -109,17 +102,33 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ToolError(f"ptxas: {done.stderr.strip()[:500]}")
+        return cubin.read_bytes(), done.stderr
+
+
+@functools.lru_cache(maxsize=128)
+def disassemble(ptx: str, arch: str) -> tuple[str, str]:
+    """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
+    from softsm.engine.native import cache_folder
+
+    key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
+    kept = cache_folder() / "sass" / f"{key}.json"
+    if kept.exists():
+        return tuple(json.loads(kept.read_text()))  # type: ignore[return-value]
+    code, report = assembled(ptx, arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(code)
+        cubin.flush()
         # Where a branch by table goes is the only thing that its dataflow analysis finds, for a third of its time.
         analysed = [] if "brx" in ptx else ["-ndf"]
-        command = [tool("nvdisasm", arch), "-c", "-gp", "-hex", *analysed, str(cubin)]
+        command = [tool("nvdisasm", arch), "-c", "-gp", "-hex", *analysed, cubin.name]
         text = subprocess.run(command, capture_output=True, text=True)
         if text.returncode:
             raise ToolError(f"nvdisasm: {text.stderr.strip()[:500]}")
     kept.parent.mkdir(parents=True, exist_ok=True)
     scratch = kept.with_suffix(".tmp")
-    scratch.write_text(json.dumps([text.stdout, done.stderr]))
+    scratch.write_text(json.dumps([text.stdout, report]))
     scratch.replace(kept)
-    return text.stdout, done.stderr
+    return text.stdout, report
 
 
 def control(code: int) -> tuple[int, int, int, int]:

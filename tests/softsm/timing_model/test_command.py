@@ -89,3 +89,13 @@ def test_a_tuner_gets_predicted_times_while_launches_are_timed() -> None:
             short, [long, _] = bench_once(call(1)), bench_once(call(1000), quantiles=(0.5, 0.2))
     assert counted[0] < counted[1] and short < long
     assert [short, long] == pytest.approx([p.us * 1e-3 for p in timer.predictions])
+
+
+def test_programs_that_are_compared_may_have_arguments_of_their_own(tmp_path) -> None:
+    (tmp_path / "other.py").write_text(PROGRAM + "launch(int(sys.argv[1]))\n")
+    other = ("--compare", str(tmp_path / "other.py"), "--compare-arguments", "4000")
+    (tmp_path / "program.py").write_text(PROGRAM + "launch(int(sys.argv[1]))\n")
+    done = CliRunner().invoke(app, ["time", "--gpu", "h200", *other, str(tmp_path / "program.py"), "1"])
+    assert done.exit_code == 0 and "the second is predicted slower" in done.output, done.output
+    done = timed(tmp_path, "launch(1)\n", "--compare-arguments", "4000")
+    assert done.exit_code == 1 and "only with --compare" in done.output

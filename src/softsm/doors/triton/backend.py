@@ -1,6 +1,9 @@
-"""Triton's NVIDIA compiler, cut off behind the PTX: no ptxas, the PTX text itself is the binary."""
+"""Triton's NVIDIA compiler, cut off behind the PTX: no ptxas, the PTX text itself is the binary. Only who asks for a
+kernel's `asm["cubin"]` or `asm["sass"]` has ptxas make it."""
 
 from __future__ import annotations
+
+import re
 
 # The module, not the class: Triton takes every concrete backend class it finds in an entry-point module.
 import triton.backends.nvidia.compiler as nvidia
@@ -33,3 +36,18 @@ class SoftsmBackend(nvidia.CUDABackend):
     def hash(self) -> str:
         """Part of the cache key: differs from the stock compiler's, so that their results never mix."""
         return f"softsm-{VERSION}-{super().hash()}"
+
+
+def on_demand(missing):
+    """`AsmDict.__missing__`: what Triton itself makes when it is asked for, and the cubin."""
+
+    def made(asm, key: str):
+        if key != "cubin" or EXTENSION not in asm:
+            return missing(asm, key)
+        from softsm.timing_model.sass import assembled
+
+        arch = re.search(r"^\.target (\w+)", asm["ptx"], re.M)[1]
+        asm[key] = assembled(asm["ptx"], arch)[0]
+        return asm[key]
+
+    return made

@@ -85,6 +85,18 @@ class CudaToCpu(TorchFunctionMode):
         return do_on_cpu(func, *args, **kwargs)
 
 
+def _empty(size, *, memory_format=None, device=None, pin_memory=None, **options):
+    return torch.empty(size, device=CPU, memory_format=memory_format or torch.contiguous_format, **options)
+
+
+def _empty_strided(size, stride, *, device=None, pin_memory=None, **options):
+    return torch.empty_strided(size, stride, device=CPU, **options)
+
+
+# What torch's own code allocates on "cuda" below every mode: torch.ops.aten, and operators written in C++.
+ALLOCATORS = {"empty.memory_format": _empty, "empty_strided": _empty_strided}
+
+
 class Stream:
     """All work is done when it is issued, so there is nothing to order."""
 
@@ -200,6 +212,9 @@ class CudaShim:
             self._patches.set(torch.cuda.profiler, attribute, lambda *_, **__: None)
         self._replace_cublas()
         self._replace_autocast()
+        self._allocators = torch.library.Library("aten", "IMPL")
+        for operator, call in ALLOCATORS.items():
+            self._allocators.impl(operator, call, "CUDA")
         self._mode = CudaToCpu()
         self._mode.__enter__()
 
@@ -247,4 +262,5 @@ class CudaShim:
 
     def remove(self) -> None:
         self._mode.__exit__(None, None, None)
+        self._allocators._destroy()
         self._patches.undo()

@@ -16,6 +16,7 @@ from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS, InUse, Patche
 
 if TYPE_CHECKING:
     from softsm.doors.triton.cuda_shim import CudaShim
+    from softsm.doors.triton.inductor import BenchOnce
 
 _guests: set[Use] = set()  # of the other threads
 _ended: set[Use] = set()  # stopped while there were guests
@@ -51,6 +52,7 @@ class Use(InUse):
         self._registry: tuple | None = None
         self._driver: tuple | None = None
         self._shim: CudaShim | None = None
+        self._inductor: BenchOnce | None = None
         in_use.stack.append(self)
         try:
             self._install(register, cuda_shim and not (outer is not None and outer.shimmed))
@@ -81,11 +83,13 @@ class Use(InUse):
     def _register(self) -> None:
         import triton.testing
         from triton.backends import Backend, backends
+        from triton.compiler.compiler import AsmDict
         from triton.runtime.autotuner import Autotuner
         from triton.runtime.driver import driver
 
         from softsm.doors.triton import autotuning
-        from softsm.doors.triton.backend import SoftsmBackend
+        from softsm.doors.triton.backend import SoftsmBackend, on_demand
+        from softsm.doors.triton.inductor import BenchOnce
         from softsm.doors.triton.runtime import SoftsmDriver
 
         self._registry = backends, backends.get("softsm")
@@ -95,6 +99,8 @@ class Use(InUse):
         self.bench_once_in(triton.testing)
         self._patches.set(Autotuner, "cache", autotuning.choices(self.arch))
         self._patches.set(Autotuner, "do_bench", autotuning.benchmark)
+        self._patches.set(AsmDict, "__missing__", on_demand(AsmDict.__missing__))
+        self._inductor = BenchOnce()
 
     def bench_once_in(self, testing) -> None:
         from softsm.doors.triton.runtime import bench_once
@@ -130,6 +136,8 @@ class Use(InUse):
             else:
                 backends["softsm"] = old
         self._patches.undo()
+        if self._inductor is not None:
+            self._inductor.remove()
         if self._shim is not None:
             self._shim.remove()
         in_use.stack.remove(self)

@@ -5,9 +5,26 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
+import triton
 from triton.backends.compiler import GPUTarget
 
+import softsm
 from softsm.doors.triton.backend import SoftsmBackend
+
+
+@triton.jit
+def nothing(x):
+    pass
+
+
+def test_machine_code_is_made_when_it_is_asked_for():
+    with softsm.use("sm_90a"):
+        asm = nothing[(1,)](torch.zeros(1)).asm
+        assert "cubin" not in asm
+        assert asm["cubin"][:4] == b"\x7fELF" and "EXIT" in asm["sass"]
+        with pytest.raises(KeyError, match="other"):
+            asm["other"]
 
 
 @pytest.mark.parametrize(
