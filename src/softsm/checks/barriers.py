@@ -17,7 +17,10 @@ class BarrierChecks:
         self.checker, self.order = checker, checker.order
         self.report, self.strict, self.party = checker.report, checker.strict, checker.findings.party
 
-    def initialised(self, w, barrier, cta, offset: int, count: int) -> None:
+    def initialised(self, w, barrier, old, cta, offset: int) -> None:
+        if old is not None:
+            self.initialised_again(w, old)
+        count = barrier.expected
         self.order.clock_of(barrier).home = barrier.home = cta
         slot, epoch = w.view.slot, w.view.epoch
         barrier.origin = [slot, epoch, w.pc, w, 0]
@@ -70,7 +73,32 @@ class BarrierChecks:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
         w.view.initialised = []
 
-    def cluster_arrival(self, barrier, w, relaxed: bool) -> None:
+    def arrived(self, barrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None:
+        if amount and what not in ("expect_tx", "increment"):
+            barrier.clock.gather(relaxed, scope)
+
+    def passed(self, w, barrier, relaxed: bool, scope: str) -> None:
+        """A wait on an mbarrier goes on."""
+        barrier.watched[cl.WAITED] = barrier.phase - 1
+        if relaxed:
+            self.order.waits_relaxed(w, barrier, scope)
+        else:
+            self.order.acquire(w, barrier, scope)
+
+    def bar_arrived(self, w, barrier, count: int | None, waits: bool, stays: bool) -> None:
+        if count is not None and count < 32 * len(barrier.cta.warps):
+            self.joins(w, barrier, waits)
+        if stays:
+            barrier.clock.members.extend((w.view.at, w.view.slot))
+        else:
+            barrier.clock.gather()
+
+    @staticmethod
+    def bar_completed(barrier) -> None:
+        barrier.clock.complete()
+        barrier.group_before, barrier.group = barrier.group, {}
+
+    def cluster_arrival(self, w, barrier, relaxed: bool) -> None:
         """Someone arrives at the cluster barrier. A relaxed arrival orders nothing by the letter. Triton puts one
         between the start of a kernel and the first copy into a peer: by default such copies come after what was before
         it."""
@@ -81,11 +109,12 @@ class BarrierChecks:
         if relaxed:
             self.order.tick(w)
 
-    def cluster_passed(self, barrier) -> None:
-        if barrier.loose is not None:
-            barrier.loose[1] = barrier.loose[0]
+    @staticmethod
+    def cluster_completed(barrier) -> None:
+        barrier.clock.complete()
+        barrier.loose[1] = barrier.loose[0]
 
-    def cluster_waited(self, barrier, w) -> None:
+    def cluster_passed(self, w, barrier) -> None:
         self.order.acquire(w, barrier)
         np.maximum(w.view.loose, barrier.loose[1], out=w.view.loose)
 
@@ -143,6 +172,7 @@ class BarrierChecks:
 
     def phase_over(self, barrier) -> None:
         """The phase that ends must not be the second one that nobody has waited for."""
+        barrier.clock.complete()
         barrier.watched[cl.PHASE] = barrier.phase + 1
         if barrier.watched.item(cl.WAITED) >= barrier.phase - 1:
             return
@@ -151,6 +181,6 @@ class BarrierChecks:
             Diagnostic(
                 "barrier-phase",
                 f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase {barrier.phase - 1}",
-                (self.party(w, self.order.performing, "ends the phase"),),
+                (self.party(w, self.checker.machine.engine.performing, "ends the phase"),),
             )
         )

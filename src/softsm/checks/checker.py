@@ -1,4 +1,4 @@
-"""The checker of one launch, and its parts by name.
+"""The checker of one launch: an observer (engine/observer.py), and its parts by name.
 
 order        who has seen what: vector clocks, moved by barriers, fences and waits
 operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
@@ -15,16 +15,19 @@ products     operands of matrix products (None unless they are looked at)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
 
+from softsm.checks import registers
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
 from softsm.checks.clocks import WORDS
-from softsm.checks.findings import Findings
+from softsm.checks.findings import Findings, add_failure
 from softsm.checks.grids import GridChecks
 from softsm.checks.maps import MapChecks
-from softsm.checks.mma_chains import Growing
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
@@ -32,18 +35,31 @@ from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import program as pg
 from softsm.engine.interpreter import clocks_module
+from softsm.engine.mma_chains import Growing
+from softsm.engine.observer import Observer
 from softsm.isa import product_chain
-from softsm.report.diagnostics import Diagnostic, Party, Report
+from softsm.report.diagnostics import Diagnostic, Party
+
+if TYPE_CHECKING:
+    from softsm.checks.checking import Checks
 
 
-class Checker:
-    def __init__(self, machine, report: Report, strict: bool):
+class Share(NamedTuple):
+    """What a copy of the process found out (engine/processes.py)."""
+
+    touched: np.ndarray  # of `MemoryAccesses.touched_since`
+    warnings: list[Diagnostic]
+
+
+class Checker(Observer):
+    def __init__(self, machine, checks: Checks):
+        report, strict = checks.report, checks.strict
         self.machine, self.report, self.strict = machine, report, strict
+        self.divisible = report.tap is None
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
         self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
-        checks = machine.options.checks
         earlier = checks.last[0] if machine.options.dependent and checks.last else None
 
         self.order = Order(machine, strict, ctas * self.warps, clocks_module())
@@ -60,12 +76,69 @@ class Checker:
         self.products: Products | None = None
         if strict or checks.expectations or report.tap is not None:
             self.products = Products(self, report.tap, checks.expectations, strict)
+            self.operands = True
         checks.last[:] = [self.memory.touched]
+        self.notes = self.memory.races
+        self.listen()
         if strict:
             self.undefined_registers()
+        self.found = report.additions
+
+    def listen(self) -> None:
+        """Which part takes which event: directly, since some come by the million."""
+        order, operations, memory, barriers = self.order, self.operations, self.memory, self.barriers
+        events: dict[str, Callable] = {
+            "take_notes": self.findings.collect,
+            "warp_ended": self.findings.ended,
+            "misused": self.findings.misused,
+            "issued": operations.issued,
+            "performed": operations.performed,
+            "waited": order.observe,
+            "barrier_initialised": barriers.initialised,
+            "barrier_invalidated": barriers.invalidated,
+            "barrier_used": barriers.uses_barrier,
+            "arrived": barriers.arrived,
+            "phase_ended": barriers.phase_over,
+            "passed": barriers.passed,
+            "bar_created": order.clock_of,
+            "bar_arrived": barriers.bar_arrived,
+            "bar_completed": barriers.bar_completed,
+            "cluster_arrived": barriers.cluster_arrival,
+            "cluster_completed": barriers.cluster_completed,
+            "cluster_passed": barriers.cluster_passed,
+            "acquired": order.acquire,
+            "warp_synced": order.tick,
+            "fenced": order.fence,
+            "fenced_proxy": order.fence_async,
+            "fenced_init": barriers.fence_init,
+            "fenced_map": self.maps.fence,
+            "fenced_tensor": order.fence_tensor,
+            "grid_waited": self.grids.over,
+            "accessed_shared": memory.access,
+            "accessed_global": memory.global_access,
+            "accessed_rows": memory.lines,
+            "accessed_peer": operations.touches_peer,
+            "synchronised": order.strong,
+            "map_written": self.maps.written,
+            "map_used": self.maps.used,
+            "box_loaded": self.boxes.filled,
+            "tensor_allocated": self.tensor.allocated,
+            "tensor_freed": self.tensor.deallocated,
+            "tensor_loads_used": self.tensor.loads_used,
+            "tensor_loads_waited": self.tensor.loads_waited,
+            "tensor_stores_waited": self.tensor.stores_waited,
+            "product_joined": operations.product_joined,
+            "products_joinable": operations.products_joinable,
+        }
+        if self.products is not None:
+            events["tensor_product"] = self.products.perform
+            events["warpgroup_product"] = self.products.warpgroup
+            events["warp_product"] = self.products.warp
+        for name, method in events.items():
+            setattr(self, name, method)
 
     def undefined_registers(self) -> None:
-        for ins, name in self.machine.kernel.undefined[:16]:
+        for ins, name in registers.undefined_in(self.machine.kernel)[:16]:
             source = f"{ins.loc.file}:{ins.loc.line}" if ins.loc else ""
             self.report.add(
                 Diagnostic(
@@ -75,7 +148,7 @@ class Checker:
                 )
             )
 
-    def enter(self, cta) -> None:
+    def cta_began(self, cta) -> None:
         """A CTA starts: slots, clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
@@ -83,10 +156,9 @@ class Checker:
         site = np.array([shadow.address, shadow.reads_address, words, self.warps, slot0], np.int64)
         waits = np.zeros(len(cta.phases), np.int64)
         cta.view = CtaView(slot0, shadow, address_of(site), site, waits)
-        if self.machine.divisible:  # else somebody follows each event
+        if self.machine.follower is None:
             cta.phases_address = address_of(cta.view.waits)
         self.memory.clusters[cta.view.slot0 : cta.view.slot0 + self.warps] = 1 + self.cluster_number(cta)
-        cta.exit_hooks.append(self.findings.ended)
         for w in cta.warps:
             slot = cta.view.slot0 + w.index
             view = w.view = WarpView(
@@ -113,15 +185,15 @@ class Checker:
         )
         return x + nx * (y + ny * z)
 
-    def leave(self, cta) -> None:
+    def cta_ended(self, cta) -> None:
         if cta.view.issuers:
             self.operations.leave(cta.view.issuers)
         self.operations.unfinished(cta)
         self.operations.left_by_peers(cta)
         self.barriers.left(cta)
-        self.release(cta)
+        self.cta_moved(cta)
 
-    def release(self, cta) -> None:
+    def cta_moved(self, cta) -> None:
         self.free.append(cta.view.slot0)
         shadows.give_back(cta.view.shadow)
         cta.view.shadow = None  # the CTA itself lives on in what is told of its operations
@@ -129,8 +201,37 @@ class Checker:
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock.at for place in cta.view.locations.values() for clock in place.clocks.values()]
         self.order.drop([*gone, *(w.view.at for w in cta.warps)])
+        for w in cta.warps:
+            w.view.forget()
 
-    def close(self) -> None:
+    # ---- several processes -------------------------------------------------------------------------------------
+
+    def uneventful(self) -> bool:
+        """Has nothing been found, and has no word been touched by two clusters and written by one?"""
+        return self.report.additions == self.found and not self.memory.contended()
+
+    def checkpoint(self) -> list[np.ndarray]:
+        return self.memory.touched.owners()
+
+    def since(self, checkpoint: list[np.ndarray]) -> Share:
+        return Share(self.memory.touched_since(checkpoint), self.report.warnings)
+
+    def conflict(self, shares: list[Share]) -> bool:
+        return self.memory.touched.meet([share.touched for share in shares])
+
+    def adopt(self, share: Share) -> None:
+        self.memory.touched.elsewhere.append(share.touched)
+        for warning in share.warnings:
+            self.report.warn(warning)
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def ended(self, failure: BaseException | None) -> None:
+        add_failure(self.report, self.machine, failure)
+        for w in [w for cta in self.machine.live for w in cta.warps]:
+            w.view.forget()
+
+    def closed(self) -> None:
         """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would
         let them stand; a dependent launch asks only which global memory was touched (Checks.last)."""
         self.order.close()

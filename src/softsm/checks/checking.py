@@ -10,20 +10,40 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from softsm import accepted
-from softsm.engine.launch import current_options, options
+from softsm.checks.findings import add_failure
+from softsm.engine.launch import current_options, observing, options
+from softsm.engine.observer import Observer, Session
 from softsm.report.diagnostics import Report
 
 if TYPE_CHECKING:
     from softsm.checks.products import Expectation
 
 
-@dataclass(frozen=True)
-class Checks:
+@dataclass(frozen=True, eq=False)
+class Checks(Session):
+    needs_values = True
+
     report: Report
     races: bool = True
     strict: bool = False
     expectations: list[Expectation] = field(default_factory=list)
-    last: list = field(default_factory=list)  # the checker of the last launch
+    last: list = field(default_factory=list)  # what the last launch touched (checks/accesses.py), for the next
+
+    def observer(self, machine) -> Observer:
+        from softsm.checks.checker import Checker
+
+        self.report.launches += 1
+        return Checker(machine, self) if self.races else FailureChecks(machine, self.report)
+
+
+class FailureChecks(Observer):
+    """Reports what stops a kernel, and nothing else."""
+
+    def __init__(self, machine, report: Report):
+        self.machine, self.report = machine, report
+
+    def ended(self, failure: BaseException | None) -> None:
+        add_failure(self.report, self.machine, failure)
 
 
 @contextlib.contextmanager
@@ -47,7 +67,7 @@ def checking(
 
         report.tap = Tap()
     checks = Checks(report, races, strict)
-    with options(order=order, seed=seed, checks=checks):
+    with options(order=order, seed=seed), observing(checks):
         try:
             yield report
         finally:
@@ -66,7 +86,7 @@ def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
     from softsm.checks.products import Expectation
     from softsm.memory.tensor_memory import COLUMNS
 
-    checks = current_options().checks
+    checks = next((x for x in current_options().sessions if isinstance(x, Checks)), None)
     if checks is None:
         raise ValueError("expect_mma: it belongs inside `with softsm.checking(...)`")
     if not isinstance(name, str):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from softsm.checks import benign_races, grids
 from softsm.checks import shadow as sh
 from softsm.engine import program as pg
-from softsm.report.diagnostics import Diagnostic, Party
-from softsm.report.roles import function_at, role_of
+from softsm.errors import Deadlock, Fault
+from softsm.ptx.roles import function_at, role_of
+from softsm.report.diagnostics import Diagnostic, Party, Report
 
 BETWEEN_LANES = (
     "the two are lanes of one warp: put bar.warp.sync between them; running in lockstep does not order memory"
@@ -34,6 +37,26 @@ WITHIN_CLUSTER = (
     "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
     "wait of .cluster scope, between them"
 )
+
+
+def add_failure(report: Report, machine, failure: BaseException | None) -> None:
+    """What stops a kernel is a finding too; for a deadlock, with barriers that explain it by themselves."""
+    if isinstance(failure, Deadlock):
+        for diagnostic in wrong_bytes(machine):
+            report.add(diagnostic)
+    if isinstance(failure, Fault):
+        report.add(Diagnostic(failure.code, failure.message, raised=True))
+
+
+def wrong_bytes(machine) -> Iterator[Diagnostic]:
+    """mbarriers that warps wait on for bytes alone."""
+    for barrier in [b for cta in machine.live for b in cta.barriers.values()]:
+        if barrier.waiters and barrier.pending == 0 and barrier.tx:
+            if barrier.tx > 0:
+                what = f"{barrier.tx} of the bytes announced by expect_tx never arrive"
+            else:
+                what = f"{-barrier.tx} more bytes have arrived than expect_tx announced"
+            yield Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}")
 
 
 class Findings:
@@ -141,6 +164,10 @@ class Findings:
             if (int(w.view.predicates[row]) ^ inverted) & lanes:
                 self.report.add(found)
         w.view.suspected.clear()
+
+    def misused(self, w, code: str, message: str, what: str, lane: int = -1) -> None:
+        """What instructions of a checked program find by themselves."""
+        self.report.add(Diagnostic(code, message, (self.party(w, None, what, lane=lane),)))
 
     def used_early(self, w, load) -> None:
         """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them

@@ -14,6 +14,9 @@ from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.engine.interpreter import tmem_shadow_module
+from softsm.engine.mma_chains import Growing
+from softsm.isa import product_chain
+from softsm.isa.tcgen05 import Work, checked_regions
 from softsm.report.diagnostics import Diagnostic
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
@@ -77,6 +80,9 @@ class Operations:
     def issued(self, op) -> None:
         """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
         kind = op.kind
+        if op.product is not None:
+            self.product_issued(op)
+            return
         if kind == "wgmma result":  # registers of one warp, which nobody else can touch
             return
         w = op.warp
@@ -102,6 +108,12 @@ class Operations:
         elif kind == "cp.async":
             word = number % sh.OPS // 32
             view.copies[word] = view.copies.item(word) | 1 << number % 32
+        elif kind == "tcgen05.ld":
+            view.unwaited_loads.append(op)
+            w.S[pg.S_OWED] = 1
+        elif kind == "tcgen05.st":
+            view.unwaited_stores.append(op)
+            w.S[pg.S_OWED] = 1
         if kind in MUST_END:
             cta.view.outstanding.append(number)
         generic, elsewhere = kind in GENERIC, False
@@ -115,33 +127,46 @@ class Operations:
         if elsewhere:
             self.checker.findings.collect(w, op)
 
+    def performed(self, op) -> None:
+        if op.publishes is not None:
+            self.order.spare.append(op.publishes)
+            op.publishes = None
+
     def product_issued(self, op) -> None:
-        """The same for a tcgen05.mma, whose `touches` has what it touches."""
-        w, touches = op.warp, op.touches
-        op.touches = None
+        """The same for a tcgen05.mma."""
+        w, (work, ctas) = op.warp, op.product
+        op.product = None
         op.number = number = self.new_number()
         op.instruction = self.instructions[w.pc]
         self.by_number[number] = op
         if len(w.cta.cluster) > 1:
             self.uses_peers(op)
-        self.product(w, op.lane, number, op.footprint, touches, op)
+        self.product(w, op.lane, number, work, ctas, op)
 
-    def product_joined(self, w, lane: int, footprint, touches: tuple) -> None:
+    def product_joined(self, w, lane: int, work: Work, ctas: list) -> None:
         """The same for one that goes with the product before it (isa/product_chain.py); the log knows it."""
-        self.product(w, lane, self.new_number(), footprint, touches)
+        self.product(w, lane, self.new_number(), work, ctas)
 
-    def product(self, w, lane: int, number: int, footprint, touches: tuple, op: AsyncOp | None = None) -> None:
+    def products_joinable(self, together, w, lane: int, work: Work, ctas: list) -> Growing:
+        growing = self.checker.growing
+        growing.begin(together, w, lane, work, self.checker.tensor.places(ctas), product_chain.LONGEST - 1)
+        return growing
+
+    def product(self, w, lane: int, number: int, work: Work, ctas: list, op: AsyncOp | None = None) -> None:
         w.cta.view.outstanding.append(number)
-        work, places, regions = touches
-        cells = self.operation(w.state, work, places, number, w.pc, lane, w.view.issued_by(lane).at)
+        tensor = self.checker.tensor
+        if work.touched is None:
+            work.touched = tensor.work(work.footprint.accumulator, ctas, *checked_regions(work, ctas))
+        places, issued = tensor.places(ctas), w.view.issued_by(lane).at
+        cells = self.operation(w.state, work.touched[1], places, number, w.pc, lane, issued)
         if not cells and not self.races.item(0):
             return
         if op is None:
-            op = AsyncOp("tcgen05.mma", w, lane, w.line(), nothing, footprint=footprint, number=number,
+            op = AsyncOp("tcgen05.mma", w, lane, w.line(), nothing, footprint=work.footprint, number=number,
                          instruction=self.instructions[w.pc])  # fmt: skip
             self.by_number[number] = op
         if cells:
-            for write, those in enumerate(regions()):
+            for write, those in enumerate(checked_regions(work, ctas)):
                 for region in those:
                     if region[0] == "tmem":
                         self.checker.tensor.access(op, region, write)

@@ -25,7 +25,6 @@ import numpy as np
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import HEAD, WORDS
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
 SHEET = 32  # clocks that are made, and forget numbers, together
@@ -48,7 +47,7 @@ class Order:
         self.sections = 4 if strict else 2
         self.words = WORDS * self.sections
         self.private = 2 if strict else -1  # the section that a warp does not pass on: `tensor`
-        self.performing: AsyncOp | None = None  # the asynchronous operation whose effects are being applied
+        self.engine = machine.engine
         self.used = 4  # words of a section that hold bits so far; a multiple of four
         # The number of the next asynchronous operation, and what compiled code must know of clocks.
         self.newest = np.zeros(pg.LAYOUT, np.int64)
@@ -88,7 +87,6 @@ class Order:
 
     def close(self) -> None:
         self.sheet_of, self.locations, self.sheets, self.spare, self.room = {}, {}, [], [], []
-        self.performing = None
 
     def number(self) -> int:
         """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
@@ -182,7 +180,7 @@ class Order:
     def publish(self, target: Clock, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> None:
         """`target` takes in what the current arrival tells: that of the operation that is completing, else of the
         running warp; a relaxed one only what a fence of these scopes released before."""
-        op = self.performing
+        op = self.engine.performing
         if op is not None:
             if op.publishes is None:
                 self.tell(target.values, op)
@@ -347,9 +345,10 @@ class SyncClock:
     def gather(self, relaxed: bool = False, scope: str = "") -> None:
         """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
         order = self.order
-        if order.performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
+        performing = order.engine.performing
+        if performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
             order.send(self.gathering, order.machine.current)
-        elif order.performing is not None or self.home is None or order.machine.current.cta is self.home:
+        elif performing is not None or self.home is None or order.machine.current.cta is self.home:
             order.publish(self.gathering, relaxed)
         elif order.spans_cluster(scope):
             if self.far is None:

@@ -105,7 +105,7 @@ class Products:
             ),
             default=0,
         )
-        op = self.checker.order.performing
+        op = self.checker.machine.engine.performing
         if self.tap is not None:
             d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
             self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid))
@@ -142,12 +142,12 @@ class Products:
                 self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid))
             for e in self.expectations:
                 if e.column is None:
-                    self.compare(e, "a", a, part, [cta], self.checker.order.performing, place)
-                    self.compare(e, "b", b, part, [cta], self.checker.order.performing, place)
+                    self.compare(e, "a", a, part, [cta], self.checker.machine.engine.performing, place)
+                    self.compare(e, "b", b, part, [cta], self.checker.machine.engine.performing, place)
             if self.nan:
                 for operand, values in (("a", a), ("b", b)):
                     if np.isnan(values).any():
-                        self.report_nan(operand, values, part, [cta], self.checker.order.performing)
+                        self.report_nan(operand, values, part, [cta], self.checker.machine.engine.performing)
                         break
 
     def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:

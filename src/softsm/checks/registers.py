@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 from softsm.ptx.ast import Instruction, Label, Symbol
 
+if TYPE_CHECKING:
+    from softsm.engine.launch import Kernel
+
 ENDS = ("ret", "exit", "trap")
+
+
+_known: weakref.WeakKeyDictionary[Kernel, list[tuple[Instruction, str]]] = weakref.WeakKeyDictionary()
+
+
+def undefined_in(kernel: Kernel) -> list[tuple[Instruction, str]]:
+    """(instruction, register) of reads that no write comes before."""
+    if kernel not in _known:
+        wide = {name for name, kind in kernel.function.registers.items() if kind == "b128"}
+        found = undefined(kernel.program.flow, kernel.function.branch_targets)
+        _known[kernel] = [(ins, name) for ins, name in found if name not in wide]
+    return _known[kernel]
 
 
 def undefined(flow: list[tuple], tables: dict[str, tuple[str, ...]]) -> list[tuple[Instruction, str]]:

@@ -188,6 +188,25 @@ class TensorChecks:
         loads = w.view.unwaited_loads
         return loads[-1] if loads and (issued is None or loads[-1].number > issued.number) else issued
 
+    def loads_used(self, w) -> None:
+        last = self.unwaited_load(w) if self.strict else None
+        if last is not None:
+            self.findings.used_early(w, last)
+
+    def loads_waited(self, w) -> None:
+        self.complete(w, w.view.unwaited_loads, pg.S_LOADS)
+
+    def stores_waited(self, w) -> None:
+        self.complete(w, w.view.unwaited_stores, pg.S_STORES)
+
+    def complete(self, w, operations: list, others: int) -> None:
+        """These operations of the warp are complete, and `others`, which compiled code has issued."""
+        for op in operations:
+            self.order.observe(w, op)
+        operations.clear()
+        self.waited(w.state, others)
+        w.S[pg.S_OWED] = bool(w.view.unwaited_loads or w.view.unwaited_stores)
+
     def held_wrongly(self, op, shadow: TensorShadow, where: Where, note: str, flags: int) -> None:
         """Cells hold values of another kind than the operation takes them for."""
         window = cells(where.groups, where.low, where.high)
@@ -254,8 +273,8 @@ class TensorChecks:
         for table in (shadow.writer, *shadow.readers, shadow.held):
             table[window] = 0
 
-    def deallocated(self, w, cta, column: int, columns: int) -> None:
-        shadow = self.shadow_of(cta)
+    def deallocated(self, w, column: int, columns: int) -> None:
+        shadow = self.shadow_of(w.cta)
         if not self.busy(w.state, shadow.address, column, column + columns):
             return
         window = slice(None), slice(column, column + columns)

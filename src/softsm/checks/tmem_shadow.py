@@ -15,7 +15,9 @@ from numba.extending import intrinsic
 
 from softsm.checks import byte_ranges, shadow
 from softsm.checks.clocks import WORDS
-from softsm.checks.mma_chains import (
+from softsm.checks.shadow import OPS
+from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
+from softsm.engine.mma_chains import (
     E_A,
     E_ADD,
     E_B,
@@ -38,9 +40,7 @@ from softsm.checks.mma_chains import (
     G_ROOM,
     TABLE,
 )
-from softsm.checks.mma_chains import ENTRY as ENTRY_FIELDS
-from softsm.checks.shadow import OPS
-from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
+from softsm.engine.mma_chains import ENTRY as ENTRY_FIELDS
 from softsm.engine.program import (
     CLOCKS,
     DISTANCE,
@@ -319,7 +319,7 @@ def operation(S, work, places, me, pc, lane, issued):
 
 @inner("i8(i8, i8, i8, i8, i8, i8)")
 def known_product(S, rows, table, a_tensor, lane, chain):
-    """The entry of the product whose operands the registers `rows` of a lane have, or 0: see checks/mma_chains.py."""
+    """The entry of the product whose operands the registers `rows` of a lane have, or 0: see engine/mma_chains.py."""
     R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
     idesc = i8(load32(R + (i8(load32(rows)) * 32 + lane) * 4))
     d = i8(load32(R + (i8(load32(rows + 4)) * 32 + lane) * 4))
@@ -342,7 +342,7 @@ def known_product(S, rows, table, a_tensor, lane, chain):
 @inner("i8(i8, i8, i8, i8, u4, i8)")
 def product(S, rows, which, a_tensor, m, pc):
     """A matrix product, instruction `which` of them, that goes with the one before it: 0 when nothing is out of the
-    ordinary and it has been compared, marked, numbered and noted in checks/mma_chains.py; else MACRO, and nothing has
+    ordinary and it has been compared, marked, numbered and noted in engine/mma_chains.py; else MACRO, and nothing has
     changed that issuing it in Python would not."""
     layout, columns = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_COLUMNS))
     growing, number = i8(load64(layout + 8 * GROWING)), i8(load64(layout + 8 * NEWEST))

@@ -15,22 +15,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from softsm.engine.observer import Observer
+from softsm.memory.waitable import Waitable
 
-class Waitable:
-    """Something a warp can wait on. `waiters` holds the blocked fragments, `clock` what it passes on when races are
-    checked."""
-
-    __slots__ = ("clock", "waiters")
-
-    def __init__(self) -> None:
-        self.waiters: list = []
-        self.clock = None
-
-    def wake(self) -> None:
-        waiters, self.waiters = self.waiters, []
-        for fragment in waiters:
-            fragment.unblock()
+if TYPE_CHECKING:
+    from softsm.engine.warps import Warp
 
 
 @dataclass(slots=True)
@@ -41,32 +32,32 @@ class Blocked:
     on: Waitable
     text: object
     done: bool = False
-    told: bool = False  # what the race checker must know when it goes on, it will be told by `on`
+    told: bool = False  # `on` tells observers that the warp goes on
     limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
 
 
-SEEN = object()  # returned by a macro-operation that only tells the race checker something: nobody's state has changed
+SEEN = object()  # returned by a macro-operation that only tells observers something and changes no state
 POLLED = object()  # returned by a macro-operation that asked whether something has happened, and it has not
 
 
 @dataclass(slots=True, eq=False)
 class AsyncOp:
-    kind: str  # 'tma load', 'tcgen05.mma', ...
-    warp: object
+    kind: str  # 'TMA load', 'tcgen05.mma', ...
+    warp: Warp
     lane: int
     line: int  # PTX line of the issuing instruction
     effects: Callable[[], None]
     after: tuple[AsyncOp, ...] = ()
     signals: tuple[Waitable, ...] = ()  # what its completion may wake
-    reads: tuple = ()  # regions, for the checkers
+    reads: tuple = ()  # regions, for observers
     writes: tuple = ()
-    footprint: object = None  # of a tcgen05 operation: decides what the hardware keeps in order
+    footprint: Any = None  # of a tcgen05 operation: decides what the hardware keeps in order
     done: bool = False
-    # when races are checked:
+    product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
+    # for observers:
     number: int = 0
-    publishes: object = None  # what its completion tells who waits for it
-    touches: tuple | None = None  # of a tcgen05.mma: what it touches, see `operation` of checks/tmem_shadow.py
-    instruction: object = None
+    publishes: Any = None  # what its completion tells who waits for it
+    instruction: Any = None
 
 
 def nothing() -> None:
@@ -80,17 +71,16 @@ class AsyncEngine:
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
         self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake somebody
         self.completed = 0
-        self.checker = None
+        self.observer: Observer | None = None
+        self.performing: AsyncOp | None = None  # whose effects are being applied, when somebody observes
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
         self.growing = None  # the products that were issued last, when the next may go with them
 
     def issue(self, op: AsyncOp) -> AsyncOp:
         if self.growing is not None:
             self.growing.end()
-        if op.touches is not None:
-            self.checker.operations.product_issued(op)
-        elif self.checker is not None:
-            self.checker.operations.issued(op)
+        if self.observer is not None:
+            self.observer.issued(op)
         if self.order == "eager":
             self.perform(op)
         else:
@@ -127,18 +117,16 @@ class AsyncEngine:
         if op.signals:
             self.signalling.pop(id(op), None)
         self.completed += 1
-        effects = op.effects
-        if self.checker is None:
-            effects()
+        observer = self.observer
+        if observer is None:
+            op.effects()
             return
-        op.effects = nothing  # the checker remembers operations; not what they held
-        order = self.checker.order
-        outer, order.performing = order.performing, op
+        outer, self.performing = self.performing, op
+        observer.performing(op)
+        effects, op.effects = op.effects, nothing  # observers remember operations; not what those held
         effects()
-        order.performing = outer
-        if op.publishes is not None:
-            order.spare.append(op.publishes)
-            op.publishes = None
+        observer.performed(op)
+        self.performing = outer
 
     def settle(self) -> None:
         """Do what waits for more of its kind: before anybody could notice."""

@@ -12,7 +12,7 @@ There are three ways to stand still, and each is looked for where it shows:
   after twice as many. While it lasts warps have their turns in order, so that a state that comes back comes back for
   ever.
 
-What a deadlock looks like in words is report/deadlock.py.
+What a deadlock looks like in words is engine/deadlock_text.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NoReturn
 import numpy as np
 
 from softsm.engine import program as pg
+from softsm.engine.deadlock_text import describe
 from softsm.errors import Deadlock
-from softsm.report import deadlock as report
 
 PATIENCE = 4096  # turns of warps
 ROUND = 256  # at most so many turns make a round
@@ -46,11 +46,7 @@ class DeadlockWatch:
         self.pushes = 0  # times that warps that stood still went on because somebody told them to
 
     def found(self, why: str) -> NoReturn:
-        machine = self.machine
-        if machine.options.checks is not None:
-            for diagnostic in report.findings(machine):
-                machine.options.checks.report.add(diagnostic)
-        raise Deadlock(report.describe(machine, why))
+        raise Deadlock(describe(self.machine, why))
 
     # ---- everybody is blocked ----------------------------------------------------------------------------------
 
@@ -122,7 +118,7 @@ class DeadlockWatch:
                 return False
             f.pc = warp.pc = pc
             if status == pg.MACRO:
-                machine.macro(warp, f, pc, lanes)
+                machine.execute(warp, f, pc, lanes)
                 if f.blocked is not None or f.parked:
                     return False
             elif status == pg.SLOW_MEMORY:

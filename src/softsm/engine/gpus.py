@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from softsm import accepted
 from softsm.engine.launch import Kernel, current_options, options
-from softsm.engine.scheduler import Machine
+from softsm.engine.observer import Session
 
 MOST = 8
 
@@ -36,15 +36,15 @@ class Launch:
 class Gathering:
     """The launches of each GPU so far."""
 
-    def __init__(self, count: int, checks):
+    def __init__(self, count: int, sessions: tuple[Session, ...]):
         self.launches: list[list[Launch]] = [[] for _ in range(count)]
         self.rank: int | None = None
-        self.checks = checks
+        self.sessions = sessions
 
     def add(self, kernel: Kernel, grid, block, args, shared: int, cluster, memory, changes: dict) -> None:
         if self.rank is None:
             raise ValueError("gpus: a launch outside of `with gpu(rank):`; each launch belongs to one GPU")
-        if current_options().checks is not self.checks:
+        if current_options().sessions != self.sessions:
             raise ValueError("gpus: it runs launches at its end; open it inside of softsm.checking(), not around it")
         shape = grid, block, shared, cluster, tuple(sorted(changes.items()))
         self.launches[self.rank].append(Launch(kernel, shape, args, memory))
@@ -82,9 +82,9 @@ def gpus(count: int) -> Iterator[Callable]:
     now = current_options()
     if now.gathering is not None:
         raise ValueError("gpus: blocks cannot be nested")
-    if now.machine is not Machine:
+    if any(x.one_gpu for x in now.sessions):
         raise ValueError("gpus: softsm trace and softsm time follow launches of one GPU")
-    gathering = Gathering(count, now.checks)
+    gathering = Gathering(count, now.sessions)
 
     @contextlib.contextmanager
     def gpu(rank: int):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from softsm.engine.asynchrony import AsyncOp, Waitable
+from softsm.engine.asynchrony import AsyncOp
+from softsm.memory.waitable import Waitable
 
 
 class Groups:

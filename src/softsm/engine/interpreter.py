@@ -202,7 +202,7 @@ def tmem_shadow_module():
     """checks/tmem_shadow.py, compiled."""
     path = _HERE.parent / "checks" / "tmem_shadow.py"
     depends = (_HERE / "program.py", _HERE / "lanes.py", path.with_name("clocks.py"), path.with_name("shadow.py"),
-               path.with_name("byte_ranges.py"), path.with_name("mma_chains.py"))  # fmt: skip
+               path.with_name("byte_ranges.py"), _HERE / "mma_chains.py")  # fmt: skip
     names = {"compiled": build.compiler, "inner": _inner_compiler, "records": checking_module(),
              "asynchronous": byte_ranges_module().asynchronous}  # fmt: skip
     return build.load("tmem_shadow", path.read_text(), depends, 2, **names)

@@ -18,6 +18,7 @@ import math
 import struct
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,13 @@ from softsm import accepted
 from softsm.engine import processes, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
+from softsm.engine.observer import Session
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
 from softsm.memory import multicast
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.ast import Function, Module, Symbol
-from softsm.report.diagnostics import Diagnostic
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # of them at most for one CTA
@@ -54,10 +55,8 @@ class Options:
     arch: str = ""
     processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
-    checks: object = None  # softsm.checks.checking.Checks when the checkers are on
-    recorder: object = None  # softsm.report.recording.Recorder while launches are recorded
-    machine: type[Machine] = Machine  # another one while they are
-    gathering: object = None  # softsm.engine.gpus.Gathering while launches of several GPUs are collected
+    sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
+    gathering: Any = None  # softsm.engine.gpus.Gathering while launches of several GPUs are collected
 
     def __post_init__(self) -> None:
         accepted.one_of("order", self.order, accepted.ORDERS)
@@ -78,6 +77,14 @@ def options(**changes):
         yield
     finally:
         _options.reset(token)
+
+
+@contextlib.contextmanager
+def observing(session: Session):
+    """The session follows launches inside, in place of an outer one of its kind."""
+    others = [x for x in _options.get().sessions if type(x) is not type(session)]
+    with options(sessions=(*others, session)):
+        yield
 
 
 @contextlib.contextmanager
@@ -116,9 +123,9 @@ class Kernel:
     executed: int = 0  # warp instructions of all launches of this process so far
 
     def __init__(self, module: Module, function: Function, checking: bool = False):
-        from softsm.checks.mma_chains import Tables
         from softsm.engine.blocks import Blocks
         from softsm.engine.interpreter import interpreter
+        from softsm.engine.mma_chains import Tables
         from softsm.isa import product_chain, tcgen05
 
         load_chapters()
@@ -206,9 +213,11 @@ class Kernel:
                 f"{', '.join(CHANGES)}"
             )
         chosen = replace(current_options(), arch=self.module.target, **changes)
-        if not chosen.machine.checkable:
-            chosen = replace(chosen, checks=None, order="eager")
-        if chosen.checks is not None and chosen.checks.races and not self.checking:
+        if not all(x.computes for x in chosen.sessions):
+            chosen = replace(chosen, sessions=tuple(x for x in chosen.sessions if not x.needs_values))
+        for session in chosen.sessions:
+            chosen = session.options(chosen)
+        if any(x.races for x in chosen.sessions) and not self.checking:
             return self.checked.launch_together(grid, block, args, memories, shared, cluster, changes)
         grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)
         cluster = self.function.directives.get("reqnctapercluster", cluster)
@@ -240,17 +249,19 @@ class Kernel:
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
         for buffer in parameters:
             memory.add(buffer.ctypes.data, buffer.nbytes, "the kernel's parameters", buffer)
-        machine = chosen.machine(self, grid, block, shared, cluster, memory, parameters, chosen)
-        if chosen.checks is not None:
-            chosen.checks.report.launches += 1
+        machine = Machine(self, grid, block, shared, cluster, memory, parameters, chosen)
+        observer = machine.observer
         if machine.left:
             with no_garbage():  # until what the launch made is gone again
                 try:
                     machine.run()
-                except Fault as fault:
-                    if chosen.checks is not None:  # what stops the kernel is a finding too
-                        chosen.checks.report.add(Diagnostic(fault.code, fault.message, raised=True))
+                except BaseException as failure:
+                    if observer is not None:
+                        observer.ended(failure)
                     raise
+                else:
+                    if observer is not None:
+                        observer.ended(None)
                 finally:
                     Kernel.executed += machine.steps
                     machine.close()
@@ -287,15 +298,6 @@ class Kernel:
     def independent(self) -> bool:
         """Do its clusters stay away from each other?"""
         return processes.independent(self.module, self.program.specials)
-
-    @functools.cached_property
-    def undefined(self) -> list:
-        """(instruction, register) of reads that no write comes before."""
-        from softsm.checks.registers import undefined
-
-        wide = {name for name, kind in self.function.registers.items() if kind == "b128"}
-        found = undefined(self.program.flow, self.function.branch_targets)
-        return [(ins, name) for ins, name in found if name not in wide]
 
     # ---- what the machine asks of its kernel -------------------------------------------------------------------
 
@@ -387,7 +389,7 @@ class Kernel:
         S[pg.S_ALIVE], S[pg.S_PHASES] = pg.ALL, cta.phases_address
         S[pg.S_UNWATCHED] = machine.unwatched
         idle = S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
-        compared = machine.checker is not None and machine.divisible and machine.options.order != "random"
+        compared = self.checking and machine.follower is None and machine.options.order != "random"
         S[pg.S_LATEST] = machine.options.order == "latest"
         S[pg.S_COLUMNS] = cta.columns.ctypes.data if (idle or compared) and cta.tmem is not None else 0
         if S[pg.S_COLUMNS]:

@@ -22,14 +22,13 @@ import threading
 import traceback
 import warnings
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from softsm.engine.deadlock import PATIENCE
 from softsm.memory.global_memory import Allocation
 from softsm.ptx.ast import Call, Instruction, Module, Symbol
-from softsm.report.diagnostics import Diagnostic
 
 TURNS = 300  # of warps, about 30 ms; a fork takes about 5 ms
 LARGEST = 1 << 29  # bytes of global memory that are compared afterwards
@@ -105,29 +104,24 @@ class Division:
         # Another thread may hold a lock that a copy would wait for.
         able = self.parts > 1 and hasattr(os, "fork") and threading.active_count() == 1 and self.possible()
         self.turns = TURNS if able else 0  # until the launch is divided
-        self.found = self.findings()
 
     def possible(self) -> bool:
         machine = self.machine
-        checks = machine.options.checks
+        observer = machine.observer
         many = machine.left * machine.cluster_size + len(machine.live) > machine.cluster_size
-        followed = not machine.divisible or machine.gpus > 1 or checks is not None and checks.report.tap is not None
         return (
             many
-            and not followed
+            and machine.gpus == 1
+            and (observer is None or observer.divisible and not observer.follows)
             and machine.options.order != "random"
             and machine.kernel.independent
             and sum(a.size for a in machine.global_memory.allocations) <= LARGEST
         )
 
-    def findings(self) -> int:
-        checks = self.machine.options.checks
-        return checks.report.additions if checks is not None else 0
-
     def quiet(self) -> bool:
-        """Has nothing been found so far, and has no word been touched by two clusters and written by one?"""
-        checker = self.machine.checker
-        return self.findings() == self.found and (checker is None or not checker.memory.contended())
+        """Has nothing happened so far that somebody would report?"""
+        observer = self.machine.observer
+        return observer is None or observer.uneventful()
 
     def divide(self) -> None:
         machine = self.machine
@@ -172,7 +166,7 @@ class Division:
             return False
         if machine.steps + sum(o.steps for o in outcomes) > machine.options.budget:
             return False
-        if machine.checker is not None and machine.checker.memory.touched.meet([o.touched for o in outcomes]):
+        if machine.observer is not None and machine.observer.conflict([o.observed for o in outcomes]):
             return False
         changed = [np.zeros((-(-a.size // LINE), LINE // 8), np.uint8) for a in machine.global_memory.allocations]
         for change in (change for o in outcomes for change in o.changes):
@@ -186,10 +180,8 @@ class Division:
         for outcome in outcomes:
             for change in outcome.changes:
                 change.apply(machine.global_memory.allocations)
-            if machine.checker is not None:
-                machine.checker.memory.touched.elsewhere.append(outcome.touched)
-                for warning in outcome.warnings:
-                    machine.checker.report.warn(warning)
+            if machine.observer is not None:
+                machine.observer.adopt(outcome.observed)
             for index in outcome.compiled:
                 machine.kernel.blocks.compile(index)
             machine.steps += outcome.steps
@@ -208,15 +200,14 @@ class Division:
         return machine.watch.pushes == pushes and self.quiet()
 
     def outcome(self, before: Before) -> Outcome:
-        machine, checker = self.machine, self.machine.checker
+        machine, observer = self.machine, self.machine.observer
         return Outcome(
             machine.steps - before.steps,
             machine.engine.completed - before.completed,
             max(machine.watch.longest, machine.watch.turns),
             before.changes(machine.global_memory.allocations),
             np.flatnonzero((machine.kernel.blocks.table[:, 0] != 0) & ~before.compiled).tolist(),
-            checker.memory.touched_since(before.owners) if checker is not None else None,
-            checker.report.warnings if checker is not None else [],
+            observer.since(before.observed) if observer is not None else None,
         )
 
 
@@ -245,8 +236,7 @@ class Outcome(NamedTuple):
     longest: int  # turns without progress
     changes: list[Change]
     compiled: list[int]  # blocks
-    touched: np.ndarray | None  # see MemoryAccesses.touched_since, when races are checked
-    warnings: list[Diagnostic]
+    observed: Any  # of `Observer.since`
 
 
 class Before:
@@ -256,7 +246,7 @@ class Before:
         self.steps, self.completed = machine.steps, machine.engine.completed
         self.memory = [a.bytes.copy() for a in machine.global_memory.allocations]
         self.compiled = machine.kernel.blocks.table[:, 0] != 0
-        self.owners = machine.checker.memory.touched.owners() if machine.checker is not None else []
+        self.observed = machine.observer.checkpoint() if machine.observer is not None else None
 
     def changes(self, allocations: list[Allocation]) -> list[Change]:
         found = []
@@ -308,8 +298,8 @@ def drop(machine, gone: list) -> None:
         cta.sm.resident -= 1
         if cta.sm.tmem is not None:
             cta.sm.tmem.forget(cta)
-        if machine.checker is not None:
-            machine.checker.release(cta)
+        if machine.observer is not None:
+            machine.observer.cta_moved(cta)
         cta.forget()
     for sm in machine.sms:
         if sm.tmem is not None:

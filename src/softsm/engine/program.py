@@ -120,7 +120,7 @@ S_NOTED = 70  # ... and the number of the warp there
 S_FIELDS = 88
 # What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
 # down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py), and what is known of
-# products (checks/mma_chains.py).
+# products (engine/mma_chains.py).
 NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, GROWING, PRODUCTS, LAYOUT = range(10)
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address

@@ -14,6 +14,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine
 from softsm.engine.deadlock import DeadlockWatch
+from softsm.engine.observer import observer_of
 from softsm.engine.processes import Division
 from softsm.engine.warps import Cta, Fragment, Sm, Warp
 from softsm.errors import StepBudget
@@ -24,9 +25,6 @@ NEVER = 1 << 30  # a pc that no program reaches
 
 
 class Machine:
-    divisible: bool = True  # may its CTAs go on in several processes? Not where somebody follows each event.
-    checkable: bool = True  # may checkers follow it? Not where values are not computed.
-
     def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
         self.program: pg.Program = kernel.program
         self.kernel, self.grid, self.block, self.cluster_shape = kernel, grid, block, cluster
@@ -37,7 +35,7 @@ class Machine:
         self.gpus = len(parameters)
         self.shared_dynamic = shared
         self.shared_limit = pg.SHARED_START + self.program.shared_static + shared
-        self.engine = self.new_engine()
+        self.engine = AsyncEngine(options.order, options.seed)
         self.issue, self.require = self.engine.issue, self.engine.require
         self.random = self.engine.random
         self.ready: deque[Warp] = deque()
@@ -49,11 +47,11 @@ class Machine:
         self.output: list[str] = []
         self.current: Warp | None = None
         self.active = pg.ALL  # its lanes that execute a macro-operation
-        self.checker = None
+        self.reuses_registers = True  # else new warps find zeros in registers that nothing wrote
         self.exits = 0  # warps that have exited
         # Triton stores what a whole CTA computes alike by the first warp, and lets all warps load it: in step the
         # others have read before it writes. 'eager' plays that: the first warp starts last, and stays last at barriers.
-        self.in_step = options.order == "eager" and (options.checks is None or not options.checks.races)
+        self.in_step = options.order == "eager" and not kernel.checking
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.launch_rows = [kernel.launch_rows(self, buffer) for buffer in parameters]
@@ -69,18 +67,16 @@ class Machine:
         if self.gpus > 1:
             self.clusters = [(*where, gpu) for where in self.clusters for gpu in range(self.gpus)]
         self.per_sm = kernel.occupancy(self)
-        if options.checks is not None and options.checks.races:
-            from softsm.checks.checker import Checker
-
-            self.checker = self.engine.checker = Checker(self, options.checks.report, options.checks.strict)
+        self.observer = self.engine.observer = observer_of(self, options.sessions)
+        self.follower = self.observer if self.observer is not None and self.observer.follows else None
+        self.execute = self.macro if self.follower is None else self.followed_macro
+        if self.observer is not None:
+            self.observer.launched(self)
 
     @property
     def unwatched(self) -> bool:
-        """Does nobody look at single events?"""
-        return self.divisible and (self.options.checks is None or not self.options.checks.races)
-
-    def new_engine(self) -> AsyncEngine:
-        return AsyncEngine(self.options.order, self.options.seed)
+        """May the compiled loop do all that it can, without a word?"""
+        return self.follower is None and not self.kernel.checking
 
     @property
     def explicit_cluster(self) -> bool:
@@ -124,8 +120,8 @@ class Machine:
             cta = Cta(self, ctaid, rank, cluster, sm)
             cluster.append(cta)
             self.live.append(cta)
-            if self.checker is not None:
-                self.checker.enter(cta)
+            if self.observer is not None:
+                self.observer.cta_began(cta)
         for cta in cluster:
             for w in reversed(cta.warps) if self.in_step else cta.warps:
                 self.make_ready(w)
@@ -145,13 +141,16 @@ class Machine:
         return tuple(w * c for w, c in zip(where, self.cluster_shape))
 
     def register_files(self, cta: Cta, index: int):
-        files = self.kernel.spare_files.pop() if self.kernel.spare_files else self.kernel.new_files()
+        spare = self.kernel.spare_files
+        files = spare.pop() if spare and self.reuses_registers else self.kernel.new_files()
         self.kernel.fill_registers(self, cta, index, *files)
         return files
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def make_ready(self, warp: Warp) -> None:
+        if self.follower is not None:
+            self.follower.woken(warp)
         if not warp.queued and warp.fragments:
             warp.queued = True
             self.ready.append(warp)
@@ -163,7 +162,7 @@ class Machine:
 
     def loop(self) -> None:
         ready, engine = self.ready, self.engine
-        watch, division = self.watch, self.division
+        watch, division, follower = self.watch, self.division, self.follower
         while self.live:
             if division.turns:
                 division.turns -= 1
@@ -183,7 +182,11 @@ class Machine:
                 ready.rotate(self.random.randrange(len(ready)))
             warp = ready.popleft()
             warp.queued = False
+            if follower is not None:
+                follower.turn_began(warp)
             self.run_warp(warp)
+            if follower is not None:
+                follower.turn_ended(warp)
             if self.steps > self.options.budget:
                 used = f"{self.steps} warp instructions used (budget {self.options.budget})"
                 raise StepBudget(f"{used}; last at {warp.where()}")
@@ -194,8 +197,8 @@ class Machine:
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
-        run_code, p, checker, engine = self.run_code, self.program, self.checker, self.engine
-        races = checker.memory.races if checker is not None else None
+        run_code, p, observer, engine = self.run_code, self.program, self.observer, self.engine
+        notes = observer.notes if observer is not None else None
         self.current = warp
         while True:
             fragments = warp.fragments
@@ -215,8 +218,8 @@ class Machine:
             fragment.pc = warp.pc = pc
             if engine.postponed is not None and (status != pg.MACRO or pc != engine.postponed.following):
                 engine.settle()
-            if checker is not None and races.item(0):
-                checker.findings.collect(warp)
+            if notes is not None and notes.item(0):
+                observer.take_notes(warp)
             if multi:
                 fragment.steps += steps
             if mask != fragment.mask:
@@ -228,7 +231,7 @@ class Machine:
                     for hook in warp.cta.lane_hooks:
                         hook(warp)
             if status == pg.MACRO:
-                if self.macro(warp, fragment, pc, lanes):
+                if self.execute(warp, fragment, pc, lanes):
                     quantum = 0
             elif status == pg.EXITED:
                 warp.fragments.remove(fragment)
@@ -254,6 +257,13 @@ class Machine:
                 engine.settle()
                 self.watch.quantum_used(warp)
                 return
+
+    def followed_macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
+        call = self.macro_at[pc]
+        self.follower.executing(warp, fragment, call, lanes)
+        vain = self.macro(warp, fragment, pc, lanes)
+        self.follower.executed(warp, fragment, call, lanes)
+        return vain
 
     def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
         """Execute a macro-operation. True if it only asked in vain: then it is the others' turn."""
@@ -333,6 +343,8 @@ class Machine:
 
     def warp_exit(self, warp: Warp) -> None:
         cta = warp.cta
+        if self.observer is not None:
+            self.observer.warp_ended(warp)
         cta.live -= 1
         self.exits += 1
         self.kernel.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
@@ -344,8 +356,8 @@ class Machine:
         if cta.live == 0 and all(c.live == 0 for c in cluster):
             for c in cluster:
                 self.kernel.cta_exit(self, c)
-                if self.checker is not None:
-                    self.checker.leave(c)
+                if self.observer is not None:
+                    self.observer.cta_ended(c)
                 self.live.remove(c)
                 c.sm.resident -= 1
             for c in cluster:
@@ -362,6 +374,6 @@ class Machine:
         self.engine.signalling.clear()
         for sm in self.sms:
             sm.tmem = None
-        if self.checker is not None:
-            self.checker.close()
-            self.checker = self.engine.checker = None
+        if self.observer is not None:
+            self.observer.closed()
+        self.observer = self.engine.observer = self.follower = self.execute = None

@@ -5,13 +5,15 @@ engine/scheduler.py runs them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from softsm.checks.views import CtaView, WarpView
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import Blocked, Waitable
+from softsm.engine.asynchrony import Blocked
 from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault
+from softsm.memory.waitable import Waitable
 
 
 class Fragment:
@@ -27,9 +29,9 @@ class Fragment:
     def unblock(self) -> None:
         if self.blocked.done:
             self.pc += 1
-            checker = self.warp.cta.machine.checker
-            if checker is not None and not self.blocked.told:
-                checker.order.acquire(self.warp, self.blocked.on)
+            observer = self.warp.cta.machine.observer
+            if observer is not None and not self.blocked.told:
+                observer.acquired(self.warp, self.blocked.on)
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)
 
@@ -69,7 +71,7 @@ class Warp:
         self.state = self.S.ctypes.data
         self.S[pg.S_ALIVE] = lanes
         self.in_flight: InFlight | None = InFlight()
-        self.view: WarpView | None = None  # when races are checked
+        self.view: Any = None  # what an observer knows of it
 
     @property
     def machine(self):
@@ -96,8 +98,6 @@ class Warp:
         """See Cta.forget."""
         self.fragments, self.fragment, self.in_flight = [], None, None
         self.R = self.Q = self.P = self.S = self.local = None
-        if self.view is not None:
-            self.view.forget()
 
 
 class Cta(Waitable):
@@ -138,8 +138,8 @@ class Cta(Waitable):
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
         self.invalidated: dict[int, tuple] = {}  # names of those that were there, and who invalidated them
-        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. Where somebody follows each event,
-        # or races are checked, the compiled loop does not look there.
+        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. The compiled loop looks there,
+        # unless somebody follows each event or races are checked.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
         self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
         # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.
@@ -147,7 +147,7 @@ class Cta(Waitable):
         self.named_barriers: dict[int, object] = {}
         self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
         self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
-        self.view: CtaView | None = None  # when races are checked
+        self.view: Any = None  # what an observer knows of it
         self.exit_hooks: list = []  # called with the warp when one has exited
         self.lane_hooks: list = []  # called with the warp when lanes of it have exited and others live on
         self.threads = machine.block[0] * machine.block[1] * machine.block[2]

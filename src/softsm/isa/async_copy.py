@@ -6,7 +6,7 @@ import numpy as np
 
 from softsm.engine.asynchrony import AsyncOp
 from softsm.isa import copy_kernels
-from softsm.isa.copying import global_view, observe, start
+from softsm.isa.copying import global_view, start, waited
 from softsm.isa.mbarriers import (
     SHARED_SPACES,
     Issuer,
@@ -86,7 +86,7 @@ def do_cp_async(w, mask, o):
         move(at, n, size)
 
     reads = writes = ()
-    if machine.checker is not None:
+    if machine.kernel.checking:
         to = plan[0, :n] - w.cta.shared.ctypes.data
         writes = tuple(("shared", w.cta, int(x), int(x) + size) for x in to)
         reads = tuple(("global", int(x), int(x + k)) for x, k in zip(plan[1, :n], plan[2, :n]) if k)
@@ -121,7 +121,7 @@ def do_wait(w, mask, o):
     mine = w.in_flight.cp_async
     for op in mine.take_all(mask) if o.newest is None else mine.take(mask, o.newest):
         w.machine.require(op)
-        observe(w, op)
+        waited(w, op)
 
 
 def do_copy_arrive(w, mask, o):

@@ -8,12 +8,13 @@ again when its barrier wakes, so each barrier remembers which lanes came in whic
 from __future__ import annotations
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, SEEN, Blocked, Waitable
+from softsm.engine.asynchrony import POLLED, SEEN, Blocked
 from softsm.engine.warps import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate
 from softsm.isa.registry import lowers
 from softsm.isa.warp import converge
+from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Imm
 
 COUNT = 16  # named barriers of a CTA
@@ -93,13 +94,8 @@ class NamedBarrier(Arrivals):
                 f"barrier {self.number}: this warp says {count or 'all'} threads, earlier ones {self.count or 'all'}",
             )
         self.count = count
-        if self.clock is not None:
-            if count is not None and count < 32 * len(self.cta.warps):
-                w.machine.checker.barriers.joins(w, self, waits)
-            if stays:
-                self.clock.members.extend((w.view.at, w.view.slot))
-            else:
-                self.clock.gather()
+        if w.machine.observer is not None:
+            w.machine.observer.bar_arrived(w, self, count, waits, stays)
         if mask == w.alive and w.index not in self.partial:
             self.counted(w)
             return
@@ -127,9 +123,8 @@ class NamedBarrier(Arrivals):
             self.results[self.generation] = self.popc, self.all, self.any
             self.results.pop(self.generation - 64, None)
             self.generation += 1
-            if self.clock is not None:
-                self.clock.complete()
-                self.group_before, self.group = self.group, {}
+            if self.cta.machine.observer is not None:
+                self.cta.machine.observer.bar_completed(self)
             self.reset()
             self.cta.machine.writes += 1
             self.wake()
@@ -162,8 +157,8 @@ def named_barrier(w, row: int, mask: int) -> NamedBarrier:
             cta.exit_hooks.append(_warp_exited)
             cta.lane_hooks.append(_lanes_exited)
         barrier = cta.named_barriers[number] = NamedBarrier(cta, number)
-        if w.machine.checker is not None:
-            w.machine.checker.order.clock_of(barrier)
+        if w.machine.observer is not None:
+            w.machine.observer.bar_created(barrier)
     return barrier
 
 
@@ -249,15 +244,14 @@ def _split(w, over: int, mask: int) -> int:
 
 
 def _acquire(w, barrier) -> None:
-    if w.machine.checker is not None:
-        w.machine.checker.order.acquire(w, barrier)
+    if w.machine.observer is not None:
+        w.machine.observer.acquired(w, barrier)
 
 
 def do_warp_sync(w, mask, o):
-    """The race checker, if races are checked, learns that accesses of the warp's lanes from now on come after those
-    before."""
-    if w.machine.checker is not None:
-        w.machine.checker.order.tick(w)
+    """Observers learn that accesses of the warp's lanes from now on come after those before."""
+    if w.machine.observer is not None:
+        w.machine.observer.warp_synced(w)
     return SEEN
 
 
@@ -338,8 +332,8 @@ class ClusterBarrier(Arrivals):
                 "barrier-phase", f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting"
             )
         self.here[w] = here | mask
-        if w.machine.checker is not None:
-            w.machine.checker.barriers.cluster_arrival(self, w, relaxed)
+        if w.machine.observer is not None:
+            w.machine.observer.cluster_arrived(w, self, relaxed)
         self.enter(id(w), mask)
         self.settle()
 
@@ -351,9 +345,8 @@ class ClusterBarrier(Arrivals):
         if self.here and not self.missing():
             self.here = {}
             self.generation += 1
-            if self.clock is not None:
-                self.clock.complete()
-                self.cluster[0].machine.checker.barriers.cluster_passed(self)
+            if self.cluster[0].machine.observer is not None:
+                self.cluster[0].machine.observer.cluster_completed(self)
             self.cluster[0].machine.writes += 1
             self.wake()
 
@@ -382,8 +375,8 @@ def do_cluster_wait(w, mask, o):
         raise w.fault("barrier-phase", "barrier.cluster.wait without a barrier.cluster.arrive before it")
     if waiting:
         return Blocked(barrier, barrier)
-    if w.machine.checker is not None:
-        w.machine.checker.barriers.cluster_waited(barrier, w)
+    if w.machine.observer is not None:
+        w.machine.observer.cluster_passed(w, barrier)
     barrier.leave(id(w), over)
     return None
 
@@ -453,25 +446,25 @@ def fence(asm, ins):
 
 
 def do_fence_async(w, mask, o):
-    """Changes no value; the race checker learns that generic accesses are visible to asynchronous operations."""
-    if w.machine.checker is not None:
-        w.machine.checker.order.fence_async(w, o.wide)
+    """Changes no value; observers learn that generic accesses are visible to asynchronous operations."""
+    if w.machine.observer is not None:
+        w.machine.observer.fenced_proxy(w, o.wide)
     return SEEN
 
 
 def do_fence_init(w, mask, o):
-    w.machine.checker.barriers.fence_init(w)
+    w.machine.observer.fenced_init(w)
     return SEEN
 
 
 def do_fence_map(w, mask, o):
     for lane in [None] if o.at is None else lanes(mask):
-        w.machine.checker.maps.fence(w, None if lane is None else int(w.Q[o.at, lane]))
+        w.machine.observer.fenced_map(w, None if lane is None else int(w.Q[o.at, lane]))
     return SEEN
 
 
 def do_fence(w, mask, o):
-    w.machine.checker.order.fence(w, o.release, o.acquire, o.scope)
+    w.machine.observer.fenced(w, o.release, o.acquire, o.scope)
     return SEEN
 
 
@@ -486,7 +479,7 @@ def griddepcontrol(asm, ins):
 
 
 def do_grid_wait(w, mask, o):
-    w.machine.checker.grids.over(w)
+    w.machine.observer.grid_waited(w)
     return SEEN
 
 

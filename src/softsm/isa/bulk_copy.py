@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from softsm.isa.copying import global_view, observe, start
+from softsm.isa.copying import global_view, start, waited
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
@@ -167,10 +167,10 @@ def destinations(
 
 
 def signalled(w, address: int):
-    """The mbarrier a copy signals; the race checker asks whether the copy engine can see it."""
+    """The mbarrier a copy signals; observers ask whether the copy engine can see it."""
     barrier = barrier_at(w, address)
-    if w.machine.checker is not None:
-        w.machine.checker.barriers.uses_barrier(w, barrier, asynchronous=True)
+    if w.machine.observer is not None:
+        w.machine.observer.barrier_used(w, barrier, asynchronous=True)
     return barrier
 
 
@@ -275,13 +275,13 @@ def do_bulk_wait(w, mask, o):
     if not o.read:
         for op in mine.take(mask, o.newest):
             w.machine.require(op)
-            observe(w, op)
+            waited(w, op)
         return
     before = mine.closed
     for op in mine.take(mask, o.newest):
         if op.kind.endswith("(read)"):
             w.machine.require(op)
-            observe(w, op)
+            waited(w, op)
     # A later wait_group may ask for the writes; and for a group that is newer, though its operations be over already.
     newer = {id(ops) for _, ops in mine.closed}
     mine.closed = before

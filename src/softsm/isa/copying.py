@@ -37,10 +37,10 @@ def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writ
     return w.machine.issue(op)
 
 
-def observe(w, op: AsyncOp) -> None:
+def waited(w, op: AsyncOp) -> None:
     """The issuing thread has waited for op."""
-    if w.machine.checker is not None:
-        w.machine.checker.order.observe(w, op)
+    if w.machine.observer is not None:
+        w.machine.observer.waited(w, op)
 
 
 def global_view(w, address: int, size: int, what: str) -> np.ndarray:

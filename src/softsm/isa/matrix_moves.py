@@ -37,8 +37,8 @@ def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[ob
         raise w.fault("misaligned", f"{what}: row address {at:#x} of lane {lane} is not a multiple of 16")
     for at in (int(offsets.min()), int(offsets.max())):
         located(w, cta.check_shared, at, 16, what)
-    if w.machine.checker is not None and what != "stmatrix":
-        w.machine.checker.memory.lines(w, cta, offsets, False)
+    if w.machine.observer is not None and what != "stmatrix":
+        w.machine.observer.accessed_rows(w, cta, offsets, False)
     return cta, offsets
 
 
@@ -143,9 +143,9 @@ def do_stmatrix(w, mask, o):
         quads = registers.view(np.uint8).reshape(-1, 8, 4, 2, 2)  # [matrix, t/4, t%4, e/2, e%2]
         data = np.ascontiguousarray(quads.transpose(0, 2, 4, 3, 1))  # [matrix, row (t%4, e%2), byte (e/2, t/4)]
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
-    if w.machine.checker is not None:
+    if w.machine.observer is not None:
         same = np.array_equal(load_rows(cta, offsets).reshape(-1), data.reshape(-1))
-        w.machine.checker.memory.lines(w, cta, offsets, True, same)
+        w.machine.observer.accessed_rows(w, cta, offsets, True, same)
     lines[offsets >> 4] = data.reshape(-1).view(np.complex128)
     w.machine.writes += 1
 

@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from softsm.checks.clocks import WAITED
 from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
@@ -20,6 +19,7 @@ from softsm.errors import Fault
 from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier, pending_count
 from softsm.ptx.ast import Sink
+from softsm.ptx.roles import source_lines
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
 # semantics an operation may have, together with a scope; generic memory is always coherent
@@ -116,8 +116,8 @@ def barrier_at(w, address: int) -> Mbarrier:
     if offset >> pg.RANK_SHIFT:  # a peer's
         cta, offset = located(w, cta.resolve_shared, address)
     barrier = cta.barriers.get(offset)
-    if barrier is not None and cta.machine.checker is not None:
-        cta.machine.checker.barriers.uses_barrier(w, barrier)
+    if barrier is not None and cta.machine.observer is not None:
+        cta.machine.observer.barrier_used(w, barrier)
     if barrier is None:
         shared_bytes(w, address, 8, "mbarrier", 8)
         if offset in cta.invalidated:
@@ -134,8 +134,8 @@ def barrier_at(w, address: int) -> Mbarrier:
 def arrived_at(w, address: int) -> Mbarrier:
     """The mbarrier this thread itself changes now, be it a peer's."""
     barrier = barrier_at(w, address)
-    if w.machine.checker is not None and barrier.home is not None and barrier.home is not w.cta:
-        w.machine.checker.operations.touches_peer(w, barrier.home)
+    if w.machine.observer is not None and barrier.home is not None and barrier.home is not w.cta:
+        w.machine.observer.accessed_peer(w, barrier.home)
     return barrier
 
 
@@ -157,8 +157,6 @@ def source_name(ins, offset: int, cta) -> tuple[str, str]:
 @lru_cache(maxsize=1024)
 def initialised_at(file: str, line: int) -> str:
     """What a line of the source initialises, in its own words."""
-    from softsm.report.roles import source_lines
-
     lines = source_lines(file, line, 0)
     found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)", lines[0][1]) if lines else None
     return found.group(1) if found else ""
@@ -299,11 +297,9 @@ def do_init(w, mask, o):
         old = cta.barriers.get(offset)
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")
-        if old is not None and w.machine.checker is not None:
-            w.machine.checker.barriers.initialised_again(w, old)
-        count = int(w.R[o.count, lane])
+        count, observer = int(w.R[o.count, lane]), w.machine.observer
         name, array = "", ""
-        if w.machine.options.checks is not None or not w.machine.unwatched:
+        if observer is not None:
             name, array = source_name(w.instruction(), offset, cta)
         barrier = located(w, _new, count, name or name_of(cta, offset), Issuer(w))
         barrier.array = array
@@ -311,8 +307,9 @@ def do_init(w, mask, o):
         cta.invalidated.pop(offset, None)
         barrier.shown, barrier.place = cta.phases, offset // 8
         cta.phases[offset // 8] = 1
-        if w.machine.checker is not None:
-            w.machine.checker.barriers.initialised(w, barrier, cta, offset, count)
+        if observer is not None:
+            barrier.observer = observer
+            observer.barrier_initialised(w, barrier, old, cta, offset)
     w.machine.writes += 1
 
 
@@ -329,8 +326,8 @@ def do_inval(w, mask, o):
         del cta.barriers[offset]
         cta.invalidated[offset] = barrier.name, Issuer(w)
         cta.phases[offset // 8] = 0
-        if w.machine.checker is not None:
-            w.machine.checker.barriers.invalidated(cta, offset)
+        if w.machine.observer is not None:
+            w.machine.observer.barrier_invalidated(cta, offset)
     w.machine.writes += 1
 
 
@@ -416,10 +413,8 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
                 passed = located(w, barrier.passed_token, what)
             if not passed:
                 waits.add(barrier)
-            elif w.cta.machine.checker is not None:
-                barrier.watched[WAITED] = barrier.phase - 1
-                order = w.cta.machine.checker.order
-                (order.waits_relaxed if o.relaxed else order.acquire)(w, barrier, o.scope)
+            elif w.cta.machine.observer is not None:
+                w.cta.machine.observer.passed(w, barrier, o.relaxed, o.scope)
             if one:
                 return (mask, None) if passed else (0, barrier)
             known[address, what] = passed
@@ -438,8 +433,8 @@ def _awaited(w, mask: int, o) -> Mbarrier | None:
     barrier = cta.barriers.get(w.R.item(row, lane) - cta.shared_base)
     if barrier is None or barrier.passed_parity(w.R.item(o.what, lane)):
         return None
-    if w.view is not None:
-        cta.machine.checker.barriers.uses_barrier(w, barrier)
+    if cta.machine.observer is not None:
+        cta.machine.observer.barrier_used(w, barrier)
     return barrier
 
 

@@ -194,7 +194,7 @@ def st(asm, ins):
 
 
 def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = False, write: bool = False) -> None:
-    """A strong access may release what came before it and acquire what others released: tell the race checker."""
+    """A strong access may release what came before it and acquire what others released: tell observers."""
     if asm.checking:
         order = next((m for m in ins.modifiers if m in ("acquire", "release", "acq_rel", "volatile")), "relaxed")
         default = "sys" if {"volatile", "mmio"} & set(ins.modifiers) else "gpu"
@@ -219,7 +219,7 @@ def do_synchronise(w, mask, o):
         cta = None
         if o.space == ln.SHARED or pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
             cta, address = w.cta.resolve_shared(address & pg.ALL)
-        w.machine.checker.order.strong(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
+        w.machine.observer.synchronised(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
     return SEEN
 
 
@@ -376,9 +376,9 @@ def locate(
             cta, at = w.cta.resolve_shared(address)
             cta.check_shared(at, size, what)
             there = cta.shared[at : at + size]
-            if w.machine.checker is not None:
+            if w.machine.observer is not None:
                 same = new is not None and np.array_equal(there, new)
-                w.machine.checker.memory.access(w, cta, at, at + size, access != "load", strong, lane, same)
+                w.machine.observer.accessed_shared(w, cta, at, at + size, access != "load", strong, lane, same)
             return there
         if space == ln.LOCAL:
             if address < 0 or address + size > w.local.shape[1]:
@@ -388,9 +388,9 @@ def locate(
                 )
             return w.local[lane, address : address + size]
         there = w.machine.global_memory.view(address, size, what)
-        if w.machine.checker is not None:
+        if w.machine.observer is not None:
             same = new is not None and np.array_equal(there, new)
-            w.machine.checker.memory.global_access(w, address, address + size, access != "load", strong, lane, same)
+            w.machine.observer.accessed_global(w, address, address + size, access != "load", strong, lane, same)
         return there
     except Fault as error:
         if error.placed:

@@ -140,7 +140,8 @@ def kernel_table(name: str) -> np.ndarray:
 
 
 def do_float(w, mask, o):
-    tapped = w.machine.checker is not None and w.machine.checker.products is not None
+    observer = w.machine.observer
+    tapped = observer is not None and observer.operands
     if tapped:  # D may be C's registers, or A's
         n, b_count = o.a_count, len(o.rows) - o.a_count - 2 * o.d_count
         a = fragments.left(w.R[o.rows[:n]], o.types[1], o.m)
@@ -150,7 +151,7 @@ def do_float(w, mask, o):
     if tapped:
         d_rows = o.rows[-o.d_count :]
         d = fragments.accumulator(w.R[d_rows], "f32", o.m).view(np.float32).T
-        w.machine.checker.products.warp(w, a, b, d, bool(c), tuple(d_rows.tolist()))
+        observer.warp_product(w, a, b, d, bool(c), tuple(d_rows.tolist()))
 
 
 def do_any(w, mask, o):

@@ -99,17 +99,17 @@ def do_multimem(w, mask, o):
 
 
 def noted(w, lane: int, o, places: list[int], same: list[bool]) -> None:
-    """Tell the race checker of an access of every place."""
-    checker = w.machine.checker
-    if checker is None:
+    """Tell observers of an access of every place."""
+    observer = w.machine.observer
+    if observer is None:
         return
     write, strong = o.what != "ld_reduce", o.order != "weak"
     for place, unchanged in zip(places, same):
         if strong and write:
-            checker.order.strong(w, place, None, o.order, o.scope, read=False, write=True)
-        checker.memory.global_access(w, place, place + o.size, write, strong, lane, unchanged)
+            observer.synchronised(w, place, None, o.order, o.scope, read=False, write=True)
+        observer.accessed_global(w, place, place + o.size, write, strong, lane, unchanged)
         if strong and o.what != "st":
-            checker.order.strong(w, place, None, o.order, o.scope, read=True, write=False)
+            observer.synchronised(w, place, None, o.order, o.scope, read=True, write=False)
 
 
 def put(w, lane: int, o, value: np.ndarray) -> None:

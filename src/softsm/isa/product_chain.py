@@ -105,7 +105,7 @@ class Together:
     def __init__(self, engine, product: Product, plan: Plan, ctas: list):
         self.engine, self.chain = engine, Chain(product, plan, ctas)
         self.op: AsyncOp | None = None
-        self.joined = None  # when races are checked: what compiled code may do (checks/mma_chains.py)
+        self.joined = None  # when races are checked: what compiled code may do (engine/mma_chains.py)
 
     def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
         """Nothing has been issued since. May the next product go with them, without other operations before it?"""

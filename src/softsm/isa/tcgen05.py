@@ -131,13 +131,13 @@ def start(w, thread: int, ctas: list, o) -> None:
     check_places(work, ctas)
     product, plan = work.product, work.plan
     machine = w.cta.machine
-    engine, checker = machine.engine, machine.checker
+    engine, observer = machine.engine, machine.observer
     if plan is not None and machine.unwatched and engine.order == "eager":
         engine.completed += 1  # issued and performed, and nobody looks
         product_chain.add(engine, product, plan, ctas)
     elif engine.growing is not None and engine.growing.takes(w, thread, work.footprint, product, plan, ctas):
-        if checker is not None:
-            checker.operations.product_joined(w, thread, work.footprint, touches(w, work, ctas))
+        if observer is not None:
+            observer.product_joined(w, thread, work, ctas)
         engine.growing.add(product, plan)
     else:
         issue(w, thread, work, ctas)
@@ -147,7 +147,7 @@ def start(w, thread: int, ctas: list, o) -> None:
         engine.settle()
         tensor_copy.start_shift(w, thread, ctas, (0, 32, 64, 96), product.a_column)
     if engine.postponed is not None:
-        if o.following < 0 or not machine.divisible:
+        if o.following < 0 or machine.follower is not None:
             engine.settle()
         else:
             engine.postponed.following = o.following
@@ -156,38 +156,29 @@ def start(w, thread: int, ctas: list, o) -> None:
 def issue(w, thread: int, work: Work, ctas: list) -> None:
     """Start the product as an asynchronous operation."""
     product, plan, machine = work.product, work.plan, w.cta.machine
-    engine, checker = machine.engine, machine.checker
-    # Others than the checker look at the regions of peers, and where somebody follows each event.
-    alone = len(w.cta.cluster) == 1 and machine.divisible
-    together, touched = None, None
-    if plan is not None and (checker is None or checker.products is None):
+    engine, observer = machine.engine, machine.observer
+    tapped = observer is not None and observer.operands
+    # The race checker asks for regions only where peers can be touched; who follows each event looks at all of them.
+    alone = len(w.cta.cluster) == 1 and machine.follower is None
+    together = None
+    if plan is not None and not tapped:
         if alone and engine.order == "latest":
             effects = together = product_chain.Together(engine, product, plan, ctas)
         else:
             effects = functools.partial(product_chain.add, engine, product, plan, ctas)
     else:
         effects = functools.partial(perform, product, ctas)
-    if checker is None:
+    if not machine.kernel.checking:
         reads, writes = regions(work, ctas)
     else:
         reads, writes = ((), ()) if alone else checked_regions(work, ctas)
-        touched = touches(w, work, ctas)
-        if checker.products is not None:
-            effects = functools.partial(checker.products.perform, w, product, ctas, effects)
-    op = tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, touched)
+    if tapped:
+        effects = functools.partial(observer.tensor_product, w, product, ctas, effects)
+    op = tensor_copy.issue(w, thread, product_chain.KIND, work.footprint, effects, reads, writes, (work, ctas))
     if together is not None:
         together.op, engine.growing = op, together
-        if checker is not None and w.in_flight.products == len(w.in_flight.tensor_ops):
-            together.joined = checker.growing
-            checker.growing.begin(together, w, thread, work, touched[1], product_chain.LONGEST - 1)
-
-
-def touches(w, work: Work, ctas: list) -> tuple:
-    """See AsyncOp."""
-    tensor = w.cta.machine.checker.tensor
-    if work.touched is None:
-        work.touched = tensor.work(work.footprint.accumulator, ctas, *checked_regions(work, ctas))
-    return work.touched[1], tensor.places(ctas), functools.partial(checked_regions, work, ctas)
+        if observer is not None and w.in_flight.products == len(w.in_flight.tensor_ops):
+            together.joined = observer.products_joinable(together, w, thread, work, ctas)
 
 
 def rare_operands(w, thread: int, o) -> tuple:
@@ -216,7 +207,7 @@ class Work:
     shared: tuple[int, int]  # and in shared memory
     spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
     touched: tuple[np.ndarray, int] | None = None  # and all that it touches, for compiled code of the checker
-    chain: int = 0  # see checks/mma_chains.py
+    chain: int = 0  # see engine/mma_chains.py
     learned: bool = False
 
 

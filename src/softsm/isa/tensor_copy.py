@@ -65,9 +65,9 @@ def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[A
 
 
 def issue(
-    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), touches=None
+    w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), product=None
 ) -> AsyncOp:
-    """Start an asynchronous operation of one thread. touches: see AsyncOp."""
+    """Start an asynchronous operation of one thread. product: see AsyncOp."""
     machine, in_flight, after = w.cta.machine, w.in_flight, ()
     pending = in_flight.tensor_ops
     if pending and pending[0][0].done:
@@ -75,7 +75,7 @@ def issue(
         in_flight.products = sum([old.what == "mma" for _, _, old in pending])
     if pending:
         after = latest_before(pending, footprint, in_flight.products)
-    op = AsyncOp(kind, w, lane, w.line(), effects, after, (), reads, writes, footprint, touches=touches)
+    op = AsyncOp(kind, w, lane, w.line(), effects, after, (), reads, writes, footprint, product=product)
     machine.issue(op)
     if not op.done:
         pending.append((op, lane, footprint))

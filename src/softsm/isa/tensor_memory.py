@@ -143,9 +143,9 @@ def do_alloc(w, mask, o):
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")
     cta.columns[:] = column, column + columns
     owner, offset = shared_bytes(w, shared_address(w, o.address, lane), 4, "tcgen05.alloc writes its result", 4)
-    if w.machine.checker is not None:
-        w.machine.checker.memory.access(w, owner, offset, offset + 4, True)
-        w.machine.checker.tensor.allocated(cta, column, columns)
+    if w.machine.observer is not None:
+        w.machine.observer.accessed_shared(w, owner, offset, offset + 4, True)
+        w.machine.observer.tensor_allocated(cta, column, columns)
     owner.shared[offset : offset + 4] = np.frombuffer(np.uint32(column).tobytes(), np.uint8)
     w.machine.writes += 1
     return None
@@ -201,8 +201,8 @@ def do_dealloc(w, mask, o):
     address = int(w.R[o.address, lane])
     if address >> 16:
         raise w.fault("tmem-dealloc", f"address {address:#x} names lane {address >> 16}; tcgen05.alloc returned lane 0")
-    if w.machine.checker is not None:
-        w.machine.checker.tensor.deallocated(w, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
+    if w.machine.observer is not None:
+        w.machine.observer.tensor_freed(w, address & 0xFFFF, int(w.R[o.columns, lane]))
     located(w, w.cta.tmem.deallocate, w.cta, address & 0xFFFF, int(w.R[o.columns, lane]))
     w.cta.columns[:] = 0
 
@@ -337,9 +337,6 @@ def do_ld(w, mask, o):
 
     line = machine.program.instructions[w.pc].line
     op = machine.issue(AsyncOp("tcgen05.ld", w, 0, line, effects, tuple(in_flight.tensor_stores), (), regions))
-    if w.view is not None:
-        w.view.unwaited_loads.append(op)
-        w.S[pg.S_OWED] = 1
     if not op.done:
         in_flight.tensor_loads.append(op)
 
@@ -356,9 +353,6 @@ def do_st(w, mask, o):
     after = (*stores, *w.in_flight.tensor_loads)
     line = machine.program.instructions[w.pc].line
     op = machine.issue(AsyncOp("tcgen05.st", w, 0, line, effects, after, (), (), regions))
-    if w.view is not None:
-        w.view.unwaited_stores.append(op)
-        w.S[pg.S_OWED] = 1
     if not op.done:
         stores.append(op)
 
@@ -366,11 +360,8 @@ def do_st(w, mask, o):
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
     machine = w.cta.machine
-    checker = machine.checker
-    if checker is not None and checker.strict and o is not None and o.use:
-        last = checker.tensor.unwaited_load(w)
-        if last is not None:
-            checker.findings.used_early(w, last)
+    if machine.observer is not None and o is not None and o.use:
+        machine.observer.tensor_loads_used(w)
     loads = w.in_flight.tensor_loads
     for op in loads:
         machine.require(op)
@@ -379,23 +370,13 @@ def flush_tmem_loads(w, mask=0, o=None):
 
 def do_wait_ld(w, mask, o):
     flush_tmem_loads(w)
-    if w.view is not None:
-        waited(w, w.view.unwaited_loads, pg.S_LOADS)
-
-
-def waited(w, operations: list[AsyncOp], others: int) -> None:
-    """The race checker learns that these operations of the warp are complete, and `others`, issued by compiled code."""
-    checker = w.cta.machine.checker
-    for op in operations:
-        checker.order.observe(w, op)
-    operations.clear()
-    checker.tensor.waited(w.state, others)
-    w.S[pg.S_OWED] = bool(w.view.unwaited_loads or w.view.unwaited_stores)
+    if w.machine.observer is not None:
+        w.machine.observer.tensor_loads_waited(w)
 
 
 def do_wait_st(w, mask, o):
-    if w.view is not None:
-        waited(w, w.view.unwaited_stores, pg.S_STORES)
+    if w.machine.observer is not None:
+        w.machine.observer.tensor_stores_waited(w)
     stores = w.in_flight.tensor_stores
     for op in stores:
         w.cta.machine.require(op)
@@ -429,4 +410,4 @@ def lower_fence(asm, ins, modifiers) -> None:
 
 
 def do_fence(w, mask, o):
-    w.machine.checker.order.fence_tensor(w, o.before)
+    w.machine.observer.fenced_tensor(w, o.before)

@@ -59,13 +59,13 @@ def do_replace(w, mask, o):
     for lane in lanes(mask):
         if o.shared:
             cta, offset = shared_bytes(w, shared_address(w, o.at, lane), NBYTES, "tensormap.replace", ALIGNMENT)
-            if w.machine.checker is not None:
-                w.machine.checker.memory.access(w, cta, offset, offset + NBYTES, True)
+            if w.machine.observer is not None:
+                w.machine.observer.accessed_shared(w, cta, offset, offset + NBYTES, True)
             image = cta.shared[offset : offset + NBYTES]
         else:
             image = _global(w, int(w.Q[o.at, lane]))
-            if w.machine.checker is not None:
-                w.machine.checker.maps.written(w, int(w.Q[o.at, lane]), released=False)
+            if w.machine.observer is not None:
+                w.machine.observer.map_written(w, int(w.Q[o.at, lane]), released=False)
         try:
             replace_field(image, o.field, o.ordinal, int((w.Q if o.wide else w.R)[o.value, lane]))
         except ValueError as error:
@@ -83,8 +83,8 @@ def do_cp_fenceproxy(w, mask, o):
     """The warp copies one 128-byte map from shared to global memory and publishes it."""
     lane = lanes(mask)[0]
     cta, offset = shared_bytes(w, int(w.R[o.src, lane]), NBYTES, "tensormap.cp_fenceproxy", ALIGNMENT)
-    if w.machine.checker is not None:
-        w.machine.checker.memory.access(w, cta, offset, offset + NBYTES, False)
-        w.machine.checker.maps.written(w, int(w.Q[o.dst, lane]), released=True)
+    if w.machine.observer is not None:
+        w.machine.observer.accessed_shared(w, cta, offset, offset + NBYTES, False)
+        w.machine.observer.map_written(w, int(w.Q[o.dst, lane]), released=True)
     _global(w, int(w.Q[o.dst, lane]))[:] = cta.shared[offset : offset + NBYTES]
     w.machine.writes += 1

@@ -133,8 +133,8 @@ def tensor_map_at(w, address: int) -> TensorMap:
 
 
 def box_of(w, o, lane: int, offsets: tuple[int, ...] = ()) -> Box:
-    if w.machine.checker is not None:
-        w.machine.checker.maps.used(w, int(w.Q[o.map, lane]))
+    if w.machine.observer is not None:
+        w.machine.observer.map_used(w, int(w.Q[o.map, lane]))
     m = tensor_map_at(w, int(w.Q[o.map, lane]))
     words = [w.R.item(row, lane) for row in o.coords]
     coords = tuple(x - (x >> 31 << 32) for x in words)  # signed
@@ -190,8 +190,8 @@ def do_load(w, mask, o):
                           "the row; sm_90 takes multiples of 16 bytes")  # fmt: skip
         if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
             raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")
-        if w.machine.checker is not None:
-            w.machine.checker.boxes.filled(w, box)
+        if w.machine.observer is not None:
+            w.machine.observer.box_loaded(w, box)
         cta_mask = None if o.cta_mask is None else int(w.R[o.cta_mask, lane]) & 0xFFFF
         targets = destinations(
             w, int(w.R[o.dst, lane]), box.footprint, o.barrier, lane, cta_mask, "TMA load",

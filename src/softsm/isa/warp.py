@@ -11,7 +11,6 @@ from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import unary
 from softsm.ptx.ast import Imm, Pair, Sink
-from softsm.report.diagnostics import Diagnostic
 
 SHUFFLES = ("up", "down", "bfly", "idx")
 for _mode in SHUFFLES:
@@ -51,8 +50,7 @@ def do_check_members(w, mask, o):
     strangers = [lane for lane in range(32) if mask >> lane & 1 and not int(named[lane]) >> lane & 1]
     if strangers:
         text = f"the membermask {int(named[strangers[0]]):#010x} does not name the lanes that execute the instruction"
-        party = w.machine.checker.findings.party(w, None, "is not named", lane=strangers[0])
-        w.machine.checker.report.add(Diagnostic("divergent", text, (party,)))
+        w.machine.observer.misused(w, "divergent", text, "is not named", strangers[0])
     return SEEN
 
 

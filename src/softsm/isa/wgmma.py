@@ -28,7 +28,6 @@ from softsm.isa.wgmma_product import Chain, Part, Shape, chains_of, check_footpr
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Vector
-from softsm.report.diagnostics import Diagnostic
 
 KNOWN_GROUPS = 4096  # chains of products that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
@@ -190,8 +189,7 @@ def do_mma(w, mask, o):
 def do_unfenced(w, mask, o):
     """The program has no wgmma.fence between an ordinary use of the registers and the product."""
     what = "registers of this wgmma were used by ordinary instructions, and no wgmma.fence follows"
-    checker = w.machine.checker
-    checker.report.add(Diagnostic("wgmma-registers", what, (checker.findings.party(w, None, "starts"),)))
+    w.machine.observer.misused(w, "wgmma-registers", what, "starts")
 
 
 def do_early_use(w, mask, o):
@@ -199,16 +197,14 @@ def do_early_use(w, mask, o):
     takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only, what
     is done with them before the wait counts always."""
     state = w.in_flight.wgmma
-    if state is None or o.copy and not w.machine.checker.strict:
+    if state is None or o.copy and not w.machine.observer.strict:
         return
     committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
     for part in [*state.open, *(p for parts in committed for p in parts)]:
         if o.rows & (part.d_set | part.a_set):
-            checker = w.machine.checker
             name = "A" if part.a_set & o.rows else "accumulator"
-            checker.report.add(Diagnostic(
-                "wgmma-registers", f"{name} registers of the wgmma at PTX line {part.line} are used before its "
-                "wgmma.wait_group", (checker.findings.party(w, None, "uses them"),)))  # fmt: skip
+            what = f"{name} registers of the wgmma at PTX line {part.line} are used before its wgmma.wait_group"
+            w.machine.observer.misused(w, "wgmma-registers", what, "uses them")
             return
 
 
@@ -267,8 +263,8 @@ def do_wait(w, mask, o):
         batch = state.group.batches[number]
         for op in batch.ops:
             w.machine.require(op)
-            if w.machine.checker is not None:
-                w.machine.checker.order.observe(w, op)
+            if w.machine.observer is not None:
+                w.machine.observer.waited(w, op)
         for op in batch.results[w.index]:
             w.machine.require(op)
         batch.waited += 1
@@ -320,14 +316,14 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: 
     each for their own, so under 'latest' a warp finds the old values until it waits itself."""
     results: list = []
     reads: tuple = ()
-    if w.machine.checker is not None:
+    if w.machine.kernel.checking:
         reads = (("spans", w.cta, plan.spans, plan.spans_at),)
     line = chain[0][0].line
 
     def effects() -> None:
         results.extend(perform(chain, plan))
-        if w.machine.checker is not None and w.machine.checker.products is not None:
-            w.machine.checker.products.warpgroup(w, chain, results)
+        if w.machine.observer is not None and w.machine.observer.operands:
+            w.machine.observer.warpgroup_product(w, chain, results)
 
     multiply = AsyncOp("wgmma", w, 0, line, effects, earlier, reads=reads)
     batch.ops.append(w.machine.issue(multiply))

@@ -13,10 +13,10 @@ lags two phases behind, which hardware cannot tell.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from softsm.engine.asynchrony import Waitable
 from softsm.errors import Fault
+from softsm.memory.waitable import Waitable
 
 MAX_COUNT = (1 << 20) - 1  # arrivals and transaction bytes are 20-bit quantities
 _PENDING_BITS = 20
@@ -32,6 +32,14 @@ class BarrierEvent(NamedTuple):
     who: object
 
 
+class BarrierObserver(Protocol):
+    """What an mbarrier tells of itself, see engine/observer.py."""
+
+    def arrived(self, barrier: Mbarrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None: ...
+
+    def phase_ended(self, barrier: Mbarrier) -> None: ...
+
+
 class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
@@ -42,6 +50,7 @@ class Mbarrier(Waitable):
         "home",
         "name",
         "next_expected",
+        "observer",
         "origin",
         "overwritten",
         "pending",
@@ -62,10 +71,12 @@ class Mbarrier(Waitable):
         self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
-        self.origin = None  # who initialised it, when races are checked
-        self.home = None  # its CTA, when races are checked
-        self.overwritten = None  # who stored something else over it, when races are checked
-        self.watched = None  # its record of checks/clocks.py, when races are checked
+        self.observer: BarrierObserver | None = None
+        # for the race checker:
+        self.origin: Any = None  # who initialised it
+        self.home: Any = None  # its CTA
+        self.overwritten: Any = None  # who stored something else over it
+        self.watched: Any = None  # its record of checks/clocks.py
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
 
@@ -77,17 +88,18 @@ class Mbarrier(Waitable):
     ) -> int:  # fmt: skip
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
         expected count of the phases that follow; `no_complete` promises that the phase will not end here.
-        `relaxed` and `scope` are for the race checker."""
+        `relaxed` and `scope` are for observers."""
         self.check_arrivals(count, who)
         token = self.token()
-        self._note("drop" if drop else "arrive", count, who)
+        what = "drop" if drop else "arrive"
+        self._note(what, count, who)
         self.pending -= count
         if drop:
             self.next_expected -= count
         if no_complete and self.pending == 0:
             raise Fault("barrier-count", f"{self.name}: arrive.noComplete completed phase {self.phase} ({who})")
-        if self.clock is not None:
-            self.clock.gather(relaxed, scope)
+        if self.observer is not None:
+            self.observer.arrived(self, what, count, relaxed, scope)
         self._settle()
         return token
 
@@ -116,6 +128,8 @@ class Mbarrier(Waitable):
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
         self.tx += nbytes
         self._note("expect_tx", nbytes, who)
+        if self.observer is not None:
+            self.observer.arrived(self, "expect_tx", nbytes)
         self.arrive(count, who, drop=drop, relaxed=relaxed, scope=scope)
         return token
 
@@ -125,6 +139,8 @@ class Mbarrier(Waitable):
             raise Fault("barrier-count", f"{self.name}: pending count beyond {MAX_COUNT} ({who})")
         self.pending += count
         self._note("increment", count, who)
+        if self.observer is not None:
+            self.observer.arrived(self, "increment", count)
 
     # -- questions ---------------------------------------------------------------------------------------------
 
@@ -168,8 +184,8 @@ class Mbarrier(Waitable):
         self._check_tx(self.tx + delta, what, amount, who)
         self.tx += delta
         self._note(what, amount, who)
-        if self.clock is not None and delta < 0:
-            self.clock.gather()
+        if self.observer is not None:
+            self.observer.arrived(self, what, amount)
         self._settle()
 
     def _check_tx(self, tx: int, what: str, amount: int, who: object) -> None:
@@ -182,14 +198,12 @@ class Mbarrier(Waitable):
 
     def _settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
-            if self.clock is not None:
-                self.home.machine.checker.barriers.phase_over(self)
+            if self.observer is not None:
+                self.observer.phase_ended(self)
             self.phase += 1
             if self.shown is not None:
                 self.shown[self.place] = 1 + (self.phase & 1)
             self.expected = self.pending = self.next_expected
-            if self.clock is not None:
-                self.clock.complete()
             if self.waiters:
                 self.wake()
 

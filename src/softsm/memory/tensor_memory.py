@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softsm.engine.asynchrony import Waitable
 from softsm.errors import Fault
+from softsm.memory.waitable import Waitable
 
 LANES, COLUMNS, GRANULE = 128, 512, 32
 ALL_GROUPS = 0xFF  # all lanes, as a mask of groups of 16

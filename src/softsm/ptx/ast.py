@@ -1,4 +1,4 @@
-"""What the parser makes of PTX text: plain data, no behaviour.
+"""What the parser makes of PTX text: plain data.
 
 Names are unique: what is declared in a nested `{ }` scope is renamed `name@k` (k = number of the scope), what a .func
 declares `name@function`, so that everything after the parser can ignore scopes. An entry's own names stay.
@@ -6,7 +6,10 @@ declares `name@function`, so that everything after the parser can ignore scopes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+_LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # of more than six
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +158,8 @@ class Module:
     functions: dict[str, Function]
     files: dict[int, str] = field(default_factory=dict)
     source: str = ""
+
+
+def brief(instruction: str) -> str:
+    """The text of an instruction with long lists of registers cut."""
+    return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)

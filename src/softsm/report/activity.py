@@ -4,7 +4,7 @@
         kernel[grid](...)
     activity.roles["load_role"].operations["TMA load"]     # -> Amount(count, bytes)
 
-A role is a function given to `warp_specialize`, or one whose name ends in `_role` (report/roles.py). A warp takes it
+A role is a function given to `warp_specialize`, or one whose name ends in `_role` (ptx/roles.py). A warp takes it
 from the source locations that its instructions carry (their function is the kernel, into which all others are inlined,
 so the source file is read).
 Outside of `counting` nothing is counted and nothing is slower.
@@ -18,10 +18,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.launch import observing
+from softsm.engine.observer import Observer, Session
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Warp
-from softsm.report.roles import entry_at
+from softsm.ptx.roles import entry_at
 
 TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")
 
@@ -41,7 +43,7 @@ class Role:
     operations: dict[str, Amount] = field(default_factory=lambda: defaultdict(Amount))
 
 
-class Activity:
+class Activity(Session):
     def __init__(self) -> None:
         self._warps: dict[Warp, Role] = {}
         self._names: dict[Warp, str] = {}
@@ -64,6 +66,10 @@ class Activity:
         amount.count += 1
         amount.bytes += size(op)
 
+    def observer(self, machine: Machine) -> Counter:
+        self.launches += 1
+        return Counter(machine, self)
+
     @property
     def roles(self) -> dict[str, Role]:
         """By name; warps that never were in a role (they idle, or the kernel has none) are '-'."""
@@ -78,6 +84,28 @@ class Activity:
         return found
 
 
+class Counter(Observer):
+    """Of one launch."""
+
+    follows = True  # what another process does would not be counted
+
+    def __init__(self, machine: Machine, activity: Activity):
+        self.machine, self.activity = machine, activity
+        self.steps = 0  # before this turn
+
+    def issued(self, op: AsyncOp) -> None:
+        self.activity.note(op)
+
+    def turn_began(self, warp: Warp) -> None:
+        self.steps = self.machine.steps
+
+    def turn_ended(self, warp: Warp) -> None:
+        self.activity.of(warp).instructions += self.machine.steps - self.steps
+        if warp.fragments:
+            # Where it waits says whose it is, also where the compiler merged its copies.
+            self.activity.note_source(warp)
+
+
 def size(op: AsyncOp) -> int:
     """Bytes moved by a copy into shared memory or by a tensor-memory access; 0 for anything else."""
     if op.kind in ("tcgen05.ld", "tcgen05.st"):
@@ -90,28 +118,5 @@ def size(op: AsyncOp) -> int:
 def counting() -> Iterator[Activity]:
     """Count the work of every launch inside."""
     activity = Activity()
-    issue, run_warp, run = AsyncEngine.issue, Machine.run_warp, Machine.run
-
-    def counted_issue(self, op):
-        activity.note(op)
-        return issue(self, op)
-
-    def counted_run_warp(self, warp):
-        before = self.steps
-        run_warp(self, warp)
-        activity.of(warp).instructions += self.steps - before
-        if warp.fragments:
-            activity.note_source(warp)  # where it waits says whose it is, also where the compiler merged its copies
-
-    def counted_run(self):
-        # A machine keeps its engine's method as an attribute of its own, for speed.
-        self.issue = lambda op: counted_issue(self.engine, op)
-        self.divisible = False  # what another process does is not counted
-        activity.launches += 1
-        run(self)
-
-    Machine.run_warp, Machine.run = counted_run_warp, counted_run
-    try:
+    with observing(activity):
         yield activity
-    finally:
-        Machine.run_warp, Machine.run = run_warp, run

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from softsm.ptx.ast import brief
 from softsm.report.codes import CODES, depth, fix
 
 __all__ = ["CODES", "Diagnostic", "Party", "Report"]
 
 
-_LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # of more than six
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
@@ -38,11 +38,6 @@ class Party:
 
 def launches(count: int) -> str:
     return f"{count} launch" if count == 1 else f"{count} launches"
-
-
-def brief(instruction: str) -> str:
-    """The text of an instruction with long lists of registers cut."""
-    return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)
 
 
 @dataclass(frozen=True)

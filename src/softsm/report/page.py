@@ -7,9 +7,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from softsm.ptx.roles import source_lines
 from softsm.report.diagnostics import Report
 from softsm.report.recording import Buffer, Recorder
-from softsm.report.roles import source_lines
 
 PTX_AROUND = 3
 KINDS = ("run", "wait", "arrive", "issue", "copy", "mma", "tmem")

@@ -1,7 +1,6 @@
 """Recording what a launch does: slices on the tracks of warps and engines, waits, arrivals, tensor memory, buffers.
 
-A machine that records (report/recording_machine.py) is a subclass, chosen when a launch begins: a launch that is not
-recorded runs no other code. This file holds what is recorded.
+report/launch_recorder.py observes the launch; this file holds what is recorded.
 
 The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at once. One warp
 instruction takes one cycle. Copies, matrix products and accesses of tensor memory take the cycles that the timing model

@@ -15,9 +15,9 @@ from pathlib import Path
 from softsm.checks.checking import checking
 from softsm.errors import SoftsmError
 from softsm.report.diagnostics import Report
+from softsm.report.launch_recorder import recording
 from softsm.report.page import page
 from softsm.report.recording import Recorder
-from softsm.report.recording_machine import recording
 
 PAGE, TIMELINE = "report.html", "timeline.perfetto-trace"
 

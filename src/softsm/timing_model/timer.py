@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from softsm import accepted
-from softsm.engine.launch import options
+from softsm.engine.launch import Options, observing
+from softsm.engine.observer import Session
+from softsm.engine.scheduler import Machine
 from softsm.timing_model.model import Model, Prediction
 from softsm.timing_model.parameters import GPUS, gpu_for
-from softsm.timing_model.trace import LaunchTrace, TracingMachine
+from softsm.timing_model.trace import LaunchTrace, Tracer
 
 
-class Timer:
-    machine = TracingMachine
+class Timer(Session):
+    """What times the launches of a `timing` block, and what it found."""
+
+    computes, one_gpu = False, True  # products are not computed, and few CTAs run
 
     def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False):
         self.gpu_name, self.clock, self.most, self.values = gpu, clock, samples, values
         self.sms = 132
         self.predictions: list[Prediction] = []
         self.written: dict[str, float] = {}
+
+    def options(self, chosen: Options) -> Options:
+        return replace(chosen, order="eager", sms=4)  # SMs that are emulated; the program sees the GPU's number
+
+    def observer(self, machine: Machine) -> Tracer:
+        return Tracer(machine, self)
 
     def choose(self, shape: list[int], total: int) -> list[int]:
         """Clusters of the grid to run: ends and middle of its first side."""
@@ -78,5 +89,5 @@ def timing(
     accepted.whole("samples", samples, 1, 3)
     accepted.flag("values", values)
     timer = Timer(gpu, clock, samples, values)
-    with options(recorder=timer, machine=TracingMachine, order="eager"):
+    with observing(timer):
         yield timer

@@ -7,25 +7,32 @@ An event is what other warps or engines notice: an arrival, a wait, a copy, a pr
 from __future__ import annotations
 
 import bisect
-import functools
+import weakref
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from softsm.engine import dispatch
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncEngine, AsyncOp
+from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.engine.blocks import NO_LOOP
 from softsm.engine.blocks import Blocks as NativeBlocks
+from softsm.engine.launch import Kernel
+from softsm.engine.observer import Observer
 from softsm.engine.scheduler import Machine
+from softsm.engine.warps import Cta, Fragment, Warp
 from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
-from softsm.report.roles import role_of
+from softsm.ptx.roles import role_of
 from softsm.timing_model import address_trace
 from softsm.timing_model.accesses import Access, Instructions, Looks, shifts
 from softsm.timing_model.blocks import Blocks, blocks_of
 from softsm.timing_model.follow import CannotFollow
+
+if TYPE_CHECKING:
+    from softsm.timing_model.timer import Timer
 
 # Kinds of events; replay.py has their meaning.
 (
@@ -49,10 +56,6 @@ from softsm.timing_model.follow import CannotFollow
 ) = range(17)
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
-
-
-def nothing() -> None:
-    pass
 
 
 @dataclass
@@ -126,50 +129,12 @@ def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
 
 
-class TracingEngine(AsyncEngine):
-    machine: TracingMachine
-
-    def issue(self, op: AsyncOp) -> AsyncOp:
-        self.machine.ops.append(op)
-        return super().issue(op)
-
-    def complete(self, op: AsyncOp) -> None:
-        if op.kind in PRODUCTS and not self.machine.timer.values:
-            op.effects = nothing
-        outer, self.machine.performing = self.machine.performing, op
-        super().complete(op)
-        self.machine.performing = outer
-
-
-def traced_barrier(machine: TracingMachine) -> type:
-    class TracedMbarrier(Mbarrier):
-        __slots__ = ()
-
-        def _note(self, what, amount, who):
-            super()._note(what, amount, who)
-            machine.notes.append((what, self, amount, machine.performing))
-
-        def passed_parity(self, parity):
-            passed = super().passed_parity(parity)
-            if passed:
-                machine.passed = self
-            return passed
-
-        def passed_token(self, token):
-            passed = super().passed_token(token)
-            if passed:
-                machine.passed = self
-            return passed
-
-    return TracedMbarrier
-
-
 class Known:
     """What all timed launches of a kernel share."""
 
-    def __init__(self, machine: TracingMachine):
-        program = machine.program
-        self.blocks = blocks_of(program, machine.macro_at, machine.kernel.module.source)
+    def __init__(self, kernel: Kernel):
+        program = kernel.program
+        self.blocks = blocks_of(program, kernel.macro_at, kernel.module.source)
         self.instructions = Instructions(program)
         self.roles: dict[int, str] = {}  # by record
         self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
@@ -180,7 +145,7 @@ class Known:
         self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
         self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
         self.block_from = self.far_from.tolist()
-        self.code = quiet_code(program, machine.kernel.blocks)
+        self.code = quiet_code(program, kernel.blocks)
 
 
 def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
@@ -192,40 +157,34 @@ def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
     return code
 
 
-class TracingMachine(Machine):
-    """Runs some clusters of the grid and leaves a LaunchTrace with the timer that asked for it."""
+_known: weakref.WeakKeyDictionary[Kernel, Known] = weakref.WeakKeyDictionary()
 
-    divisible = checkable = False
 
-    def __init__(self, *arguments):
-        *rest, chosen = arguments
-        super().__init__(*rest, replace(chosen, sms=4))  # those that run; the program sees the GPU's number
-        self.timer = self.options.recorder
-        self.engine.__class__ = TracingEngine
-        self.engine.machine = self
-        self.issue, self.require = self.engine.issue, self.engine.require
-        self.performing = None
-        self.notes: list = []
-        self.ops: list = []
-        self.passed = None
-        known = self.kernel.__dict__.get("_timed")
+class Tracer(Observer):
+    """Lets some clusters of the grid run, and gives a LaunchTrace to the timer that asked for it."""
+
+    follows = True
+
+    def __init__(self, machine: Machine, timer: Timer):
+        self.machine, self.kernel, self.timer = machine, machine.kernel, timer
+        self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # of the instruction under way
+        self.ops: list[AsyncOp] = []
+        self.inits: list[Mbarrier] = []
+        self.over: Mbarrier | None = None  # whose phase it found complete
+        known = _known.get(machine.kernel)
         if known is None:
-            known = self.kernel._timed = Known(self)
+            known = _known[machine.kernel] = Known(machine.kernel)
         self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
         self.stops, self.code = known.stops, known.code
         self.block_from, self.far_from = known.block_from, known.far_from
         self.looks = Looks(known.instructions)
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
-        self.known: dict = {}  # mbarrier -> (ClusterTrace, number)
-        shape = [-(-g // c) for g, c in zip(self.grid, self.cluster_shape)]
-        self.total = self.left
-        self.samples = self.timer.choose(shape, self.total)
-        self.chosen = [(i % shape[0], i // shape[0] % shape[1], i // (shape[0] * shape[1])) for i in self.samples]
-        self.clusters = iter(self.chosen)
-        self.left = len(self.chosen)
-        self.order_started = 0
-        memory = self.global_memory
+        self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
+        shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
+        self.total = machine.left
+        self.samples = timer.choose(shape, self.total)
+        memory = machine.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.shifts = shifts(memory.starts)
         self.traces: list[ClusterTrace] = []
@@ -233,45 +192,36 @@ class TracingMachine(Machine):
         self.owners: list[ClusterTrace] = []  # of each CTA
         self.trail = address_trace.Trail(address_trace.ROOM)
         self.inner = dispatch.runner(address_trace.operation())
-        self.run_code = self._run
 
-    @functools.cached_property
-    def barrier_type(self) -> type:
-        return traced_barrier(self)
+    def launched(self, machine: Machine) -> None:
+        nx, ny, _ = (-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape))
+        machine.clusters = iter([(i % nx, i // nx % ny, i // (nx * ny)) for i in self.samples])
+        machine.left = len(self.samples)
+        machine.run_code = self._run
+        # Zeros where accumulators are read that no product was written to: branches may depend on them.
+        machine.reuses_registers = self.timer.values or not self.products
 
     # ---- the path ------------------------------------------------------------------------------------------------
 
-    def start_cluster(self, where) -> None:
-        before = len(self.live)
-        super().start_cluster(where)
-        trace = ClusterTrace(tuple(w * c for w, c in zip(where, self.cluster_shape)), self.samples[self.order_started])
-        self.order_started += 1
-        self.traces.append(trace)
-        for cta in self.live[before:]:
-            self.home[cta] = trace
-            for w in cta.warps:
-                mine = WarpTrace(cta.rank, w.index)
-                trace.warps.append(mine)
-                self.by_warp[w] = mine
-                w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
-                w.S[pg.S_CODE] = self.code.ctypes.data
-                self.ctas.append(len(self.owners))
-            self.owners.append(trace)
+    def cta_began(self, cta: Cta) -> None:
+        if cta.rank == 0:
+            self.traces.append(ClusterTrace(cta.ctaid, self.samples[len(self.traces)]))
+        trace = self.home[cta] = self.traces[-1]
+        for w in cta.warps:
+            mine = WarpTrace(cta.rank, w.index)
+            trace.warps.append(mine)
+            self.by_warp[w] = mine
+            w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
+            w.S[pg.S_CODE] = self.code.ctypes.data
+            self.ctas.append(len(self.owners))
+        self.owners.append(trace)
 
-    def register_files(self, cta, index: int):
-        """Zeros where accumulators are read that no product was written to: branches may depend on them."""
-        if self.timer.values or not self.products:
-            return super().register_files(cta, index)
-        files = self.kernel.new_files()
-        self.kernel.fill_registers(self, cta, index, *files)
-        return files
-
-    def warp_exit(self, warp) -> None:
+    def warp_ended(self, warp: Warp) -> None:
         warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
-        super().warp_exit(warp)
 
     def _run(self, state, pc, mask, stop, quantum, multi):
-        mine = self.by_warp[self.current]
+        """In place of the compiled loop: it follows the jumps."""
+        mine = self.by_warp[self.machine.current]
         trail, notes = self.trail, self.looks.notes
         used, whole = 0, mask
         fresh = mine.retry != pc
@@ -316,49 +266,59 @@ class TracingMachine(Machine):
         mine.marks += [len(mine.events)] * (len(blocks) - before)
 
     def _tensor(self, address: int) -> int:
-        return bisect.bisect_right(self.global_memory.starts, address) - 1
+        return bisect.bisect_right(self.machine.global_memory.starts, address) - 1
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def macro(self, warp, fragment, pc: int, lanes: int) -> bool:
-        self.notes, self.ops, self.passed = [], [], None
-        call = self.macro_at[pc]
-        ins = call.instruction
-        mine = self.by_warp[warp]
-        vain = super().macro(warp, fragment, pc, lanes)
+    def issued(self, op: AsyncOp) -> None:
+        self.ops.append(op)
+
+    def performing(self, op: AsyncOp) -> None:
+        if op.kind in PRODUCTS and not self.timer.values:
+            op.effects = nothing
+
+    def barrier_initialised(self, warp: Warp, barrier: Mbarrier, old: Mbarrier | None, cta: Cta, offset: int) -> None:
+        trace = self.home[cta]
+        number = trace.barriers.setdefault((cta.rank, offset), len(trace.barriers))
+        if number == len(trace.names):
+            trace.names.append(barrier.name.removeprefix("mbarrier "))
+        self.known[barrier] = number
+        self.inits.append(barrier)
+
+    def arrived(self, barrier: Mbarrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None:
+        self.arrivals.append((what, barrier, amount, self.machine.engine.performing))
+
+    def passed(self, warp: Warp, barrier: Mbarrier, relaxed: bool, scope: str) -> None:
+        self.over = barrier
+
+    def executing(self, warp: Warp, fragment: Fragment, call: pg.MacroCall, lanes: int) -> None:
+        self.arrivals, self.ops, self.inits, self.over = [], [], [], None
+
+    def executed(self, warp: Warp, fragment: Fragment, call: pg.MacroCall, lanes: int) -> None:
+        mine, pc, ins = self.by_warp[warp], warp.pc, call.instruction
         if fragment.parked or (fragment.blocked is not None and not fragment.blocked.done):
             mine.retry = pc
-            return vain
+            return
         if not mine.role:
             role = self.roles.get(pc)
             if role is None:
                 role = self.roles[pc] = role_of(ins)
             mine.role = role
         self._events(warp, mine, call, ins, lanes)
-        return vain
 
     def _events(self, warp, mine: WarpTrace, call, ins, lanes: int) -> None:
         name, line, o = ins.name, ins.line, call.operands
         trace = self.home[warp.cta]
         add = mine.events.append
-        if name.startswith("mbarrier.init"):
-            for cta in warp.cta.cluster:
-                for offset, barrier in cta.barriers.items():
-                    if type(barrier) is Mbarrier:
-                        barrier.__class__ = self.barrier_type
-                        key = (cta.rank, offset)
-                        number = trace.barriers.setdefault(key, len(trace.barriers))
-                        if number == len(trace.names):
-                            trace.names.append(barrier.name.removeprefix("mbarrier "))
-                        self.known[barrier] = number
-                        add((line, INIT, number, barrier.expected, 0))
+        if self.inits:
+            for barrier in self.inits:
+                add((line, INIT, self.known[barrier], barrier.expected, 0))
             return
-        if self.passed is not None and name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
-            if self.passed in self.known:
-                add((line, WAIT, self.known[self.passed], self.passed.phase - 1, 0))
+        if self.over is not None and name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            add((line, WAIT, self.known[self.over], self.over.phase - 1, 0))
             return
         arrived: dict[int, list[int]] = {}
-        for what, barrier, amount, by in self.notes:
+        for what, barrier, amount, by in self.arrivals:
             number = self.known.get(barrier)
             if number is None or by is not None:
                 continue
@@ -378,7 +338,7 @@ class TracingMachine(Machine):
         elif name.startswith(("cp.async.wait_group", "cp.async.wait_all")):
             add((line, CP_WAIT, int(o.newest or 0), 0, 0))
         elif name.startswith("cp.async.mbarrier.arrive"):
-            for what, barrier, amount, _ in self.notes:
+            for what, barrier, amount, _ in self.arrivals:
                 if what == "arrive" and barrier in self.known:
                     add((line, CP_ARRIVE, self.known[barrier], amount, 0))
         elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
@@ -411,7 +371,7 @@ class TracingMachine(Machine):
                     trace.starts[tensor].append(addresses[0])
             add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked))
             return
-        barriers = [(b, amount) for what, b, amount, by in self.notes if by is op and what == "complete_tx"]
+        barriers = [(b, amount) for what, b, amount, by in self.arrivals if by is op and what == "complete_tx"]
         if kind.startswith(("TMA load", "bulk load")):
             tensor, address, gathered = self._source(op.reads)
             nbytes = barriers[0][1] if barriers else 0
@@ -439,7 +399,7 @@ class TracingMachine(Machine):
         elif kind in ("tcgen05.cp", "tcgen05.shift"):
             add((line, MMA, 64, 32, 0))
         elif kind == "tcgen05.commit":
-            for what, barrier, _, by in self.notes:
+            for what, barrier, _, by in self.arrivals:
                 if by is op and what == "arrive" and barrier in self.known:
                     add((line, MMA_COMMIT, self.known[barrier], 1, 0))
 
@@ -460,35 +420,34 @@ class TracingMachine(Machine):
                 return self._tensor(region[1]), region[1], False
         return -1, 0, False
 
-    def run(self) -> None:
-        try:
-            super().run()
-        except Deadlock as why:
-            if len(self.chosen) == self.total:
-                raise
+    def ended(self, failure: BaseException | None) -> None:
+        machine = self.machine
+        if isinstance(failure, Deadlock) and len(self.samples) < self.total:
             raise CannotFollow(
-                f"{self.kernel.name}: waits for CTAs that a timing run does not execute ({len(self.chosen)} of "
-                f"{self.total} ran), so there is no prediction for this kernel: {why}"
-            ) from why
+                f"{self.kernel.name}: waits for CTAs that a timing run does not execute ({len(self.samples)} of "
+                f"{self.total} ran), so there is no prediction for this kernel: {failure}"
+            ) from failure
+        if failure is not None:
+            return
         for trace in self.traces:
-            trace.instructions = self.steps // max(1, len(self.traces))
+            trace.instructions = machine.steps // max(1, len(self.traces))
         self.timer.traced(
             LaunchTrace(
                 self.kernel.name,
                 self.kernel.module.source,
                 self.kernel.tmem_columns,
-                self.arch,
-                self.grid,
-                self.block,
-                self.cluster_shape,
-                self.shared_limit,
-                self.block[0] * self.block[1] * self.block[2],
+                machine.arch,
+                machine.grid,
+                machine.block,
+                machine.cluster_shape,
+                machine.shared_limit,
+                machine.block[0] * machine.block[1] * machine.block[2],
                 self.blocks,
                 self.traces,
-                self.looks.accesses(self.global_memory.starts, self.ctas, self.owners),
+                self.looks.accesses(machine.global_memory.starts, self.ctas, self.owners),
                 self.tensors,
                 self.samples,
                 self.total,
-                self.options.dependent,
+                machine.options.dependent,
             )
         )

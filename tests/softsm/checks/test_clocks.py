@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import softsm
+from softsm.checks.checker import Checker
 from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
 from softsm.engine.interpreter import clocks_module
-from softsm.engine.scheduler import Machine
 
 SLOTS, SECTIONS, USED = 6, 4, 12
 LENGTH = 2 * SLOTS + SECTIONS * WORDS
@@ -77,8 +77,8 @@ WAIT:
 @pytest.mark.parametrize("parity", [0, 1])
 def test_python_and_the_compiled_loop_answer_waits_alike(parity, monkeypatch):
     reports = []
-    for divisible in (True, False):  # False: somebody follows each event, so that Python answers
-        monkeypatch.setattr(Machine, "divisible", divisible)
+    for follows in (False, True):  # True: each event is followed, so that Python answers
+        monkeypatch.setattr(Checker, "follows", follows)
         x = np.arange(64, dtype=np.uint32)
         raw = np.zeros(64 + 32, np.uint32)
         start = -raw.ctypes.data % 128 // 4

@@ -177,13 +177,13 @@ def test_a_kernel_keeps_few_register_files_between_launches(monkeypatch):
 def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
     """The checker remembers asynchronous operations, and they their CTAs: not with megabytes for each of these."""
     kept = []
-    plain = checker.Checker.close
+    plain = checker.Checker.closed
 
     def close(self):
         kept.extend(self.operations.by_number.values())
         plain(self)
 
-    monkeypatch.setattr(checker.Checker, "close", close)
+    monkeypatch.setattr(checker.Checker, "closed", close)
     with softsm.checking():
         kernel = softsm.load(IN_FLIGHT.replace("WAIT", "cp.async.wait_all;"))
         kernel.launch(40, 1, [np.zeros(16, np.uint32)], processes=1)

@@ -263,7 +263,7 @@ def test_launches_that_are_counted_stay_in_one_process(divided):
 
 
 def test_launches_that_are_recorded_stay_in_one_process(divided):
-    from softsm.report.recording_machine import recording
+    from softsm.report.launch_recorder import recording
 
     with recording():
         launch(SUM, 2)

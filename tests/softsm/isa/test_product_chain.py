@@ -7,7 +7,7 @@ import tensor_kernels as tk
 from layouts import SW128
 
 import softsm
-from softsm.checks import mma_chains
+from softsm.engine import mma_chains
 from softsm.engine.launch import load
 from softsm.isa import instruction_descriptor as idesc
 from softsm.isa import product_chain, tcgen05

@@ -16,7 +16,7 @@ import softsm
 from softsm.cli import app
 from softsm.engine.scheduler import Machine
 from softsm.errors import Deadlock
-from softsm.report.recording_machine import recording
+from softsm.report.launch_recorder import recording
 from softsm.report.trace import tracing
 
 # Warp 0 fetches 1 KiB; warp 1 waits for it, sends it through tensor memory and writes it out.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached
 from softsm.memory.mbarrier import Mbarrier
-from softsm.report.arrivals import Arrival, arrivals, at_barrier, reached
-from softsm.report.diagnostics import Diagnostic, brief
-from softsm.report.roles import role_of
+from softsm.ptx.ast import brief
+from softsm.ptx.roles import role_of
 
 SHOWN = 40
 
@@ -179,17 +179,3 @@ def place(ins) -> str:
 
 def name(barrier) -> str:
     return getattr(barrier, "name", "") or (f"barrier {barrier.number}" if hasattr(barrier, "number") else "a barrier")
-
-
-def findings(machine) -> list[Diagnostic]:
-    """Barriers that explain the deadlock by themselves: wrong bytes."""
-    out = []
-    for cta in machine.live:
-        for barrier in cta.barriers.values():
-            if barrier.waiters and barrier.pending == 0 and barrier.tx:
-                if barrier.tx > 0:
-                    what = f"{barrier.tx} of the bytes announced by expect_tx never arrive"
-                else:
-                    what = f"{-barrier.tx} more bytes have arrived than expect_tx announced"
-                out.append(Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}"))
-    return out

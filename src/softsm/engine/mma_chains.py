@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.checks.order import address_of
 from softsm.engine import program as pg
 
 MOST = 32  # entries of a table
@@ -66,7 +65,7 @@ class Growing:
     def __init__(self, order, tables: Tables, longest: int):
         self.tables, self.together = tables, None
         self.fields = np.zeros(G_FIRST + G_FIELDS * longest, np.int64)
-        order.newest[pg.GROWING], order.newest[pg.PRODUCTS] = address_of(self.fields), address_of(tables.rows)
+        order.newest[pg.GROWING], order.newest[pg.PRODUCTS] = self.fields.ctypes.data, tables.rows.ctypes.data
 
     def begin(self, together, w, lane: int, work, places: int, room: int) -> None:
         self.together = together

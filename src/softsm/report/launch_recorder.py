@@ -1,4 +1,4 @@
-"""The machine that records: as engine/scheduler.py's, and after each macro-operation it notes what happened.
+"""The observer that records a launch (engine/observer.py): it turns events into slices, waits and arrivals.
 
     with recording() as recorder:
         kernel[grid](...)
@@ -13,12 +13,14 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-from softsm.engine.asynchrony import AsyncEngine, AsyncOp
-from softsm.engine.launch import options
+from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.launch import observing
+from softsm.engine.observer import Observer, Session
 from softsm.engine.scheduler import Machine
 from softsm.errors import Deadlock, Fault
 from softsm.memory import swizzle
 from softsm.memory.mbarrier import Mbarrier
+from softsm.ptx.roles import role_of
 from softsm.report.recording import (
     ENGINES,
     GAP,
@@ -34,37 +36,28 @@ from softsm.report.recording import (
     place,
     volume,
 )
-from softsm.report.roles import role_of
 from softsm.timing_model.engines import MACS, engines_of
 
 
-class RecordingEngine(AsyncEngine):
-    """Tells the machine of every operation issued and performed."""
+class Recording(Session):
+    """Launches that are recorded, all in one recorder."""
 
-    def __init__(self, machine: RecordingMachine, order: str, seed: int):
-        super().__init__(order, seed)
-        self.machine = machine
+    one_gpu = needs_values = True
 
-    def issue(self, op: AsyncOp) -> AsyncOp:
-        self.machine.issued(op)
-        return super().issue(op)
+    def __init__(self) -> None:
+        self.recorder = Recorder()
 
-    def complete(self, op: AsyncOp) -> None:
-        outer, self.machine.performing = self.machine.performing, op
-        super().complete(op)
-        self.machine.performing = outer
-        self.machine.times.pop(id(op), None)
+    def observer(self, machine: Machine) -> LaunchRecorder:
+        return LaunchRecorder(machine, self.recorder)
 
 
-class RecordingMachine(Machine):
-    divisible = False
+class LaunchRecorder(Observer):
+    follows = True
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.recorder: Recorder = self.options.recorder
-        self.engines = engines_of(self.arch)
+    def __init__(self, machine: Machine, recorder: Recorder):
+        self.machine, self.recorder = machine, recorder
+        self.engines = engines_of(machine.arch)
         self.recorder.model = str(self.engines)
-        self.performing: AsyncOp | None = None
         self.times: dict[int, tuple[int, int, AsyncOp]] = {}  # id(op) -> end, slice, op
         self.queues: dict[tuple[int, str], int] = {}
         self.lanes: dict[tuple[int, str], list[int]] = defaultdict(
@@ -75,28 +68,23 @@ class RecordingMachine(Machine):
         self.free_at: dict[int, int] = {}  # SM -> when its last CTA ended
         self.arrivals: dict[object, int] = {}  # what is waited for -> latest arrival
         self.known: dict[Mbarrier, Barrier] = {}
-        self.passed: Mbarrier | None = None
+        self.over: Mbarrier | None = None  # the mbarrier whose phase the instruction under way found complete
         self.mark = 0
-        self.barrier_type = recorded_barrier(self)
-        r = self.recorder
+        r, kernel = self.recorder, machine.kernel
         start = r.launches[-1].end + GAP if r.launches else 0
-        sizes = {v.name: v.size for v in (*self.kernel.module.variables, *self.kernel.function.variables)}
-        places = {n: (at, sizes.get(n, 0)) for n, at in self.program.shared_variables.items()}
-        self.record = Launch(self.kernel.name, self.arch, self.grid, self.block, self.cluster_shape, self.shared_limit,
-                             self.options.order, self.kernel.module.source, start, start, variables=places)  # fmt: skip
+        sizes = {v.name: v.size for v in (*kernel.module.variables, *kernel.function.variables)}
+        places = {n: (at, sizes.get(n, 0)) for n, at in machine.program.shared_variables.items()}
+        self.record = Launch(
+            kernel.name, machine.arch, machine.grid, machine.block, machine.cluster_shape, machine.shared_limit,
+            machine.options.order, kernel.module.source, start, start, variables=places,
+        )  # fmt: skip
         self.index = len(r.launches)
         r.launches.append(self.record)
 
-    def new_engine(self) -> AsyncEngine:
-        return RecordingEngine(self, self.options.order, self.options.seed)
-
     # ---- clocks ------------------------------------------------------------------------------------------------
 
-    def start_cluster(self, where) -> None:
-        before = len(self.live)
-        super().start_cluster(where)
-        for cta in self.live[before:]:
-            self.number(cta)
+    def cta_began(self, cta) -> None:
+        self.number(cta)
 
     def number(self, cta) -> int:
         found = self.numbers.get(cta)
@@ -116,7 +104,7 @@ class RecordingMachine(Machine):
     def flush(self, warp) -> Clock:
         """Instructions that ran since the last look belong to this warp."""
         clock = self.warp_clock(warp)
-        steps, self.mark = self.steps - self.mark, self.steps
+        steps, self.mark = self.machine.steps - self.mark, self.machine.steps
         if steps:
             if clock.run_start < 0:
                 clock.run_start = clock.time
@@ -140,52 +128,45 @@ class RecordingMachine(Machine):
             self.draw(clock, f"{clock.run_steps} instructions", clock.run_start, clock.time, "run", at=clock.run_place)
             clock.run_start = -1
 
-    def run_warp(self, warp) -> None:
-        self.mark = self.steps
-        super().run_warp(warp)
+    def turn_began(self, warp) -> None:
+        self.mark = self.machine.steps
+
+    def turn_ended(self, warp) -> None:
         self.flush(warp)
 
-    def warp_exit(self, warp) -> None:
+    def warp_ended(self, warp) -> None:
         clock = self.flush(warp)
         self.close_run(clock)
         sm = warp.cta.sm.index
         self.free_at[sm] = max(self.free_at.get(sm, 0), clock.time)
         self.record.end = max(self.record.end, clock.time)
-        super().warp_exit(warp)
 
-    def run(self) -> None:
-        stuck = False
-        try:
-            super().run()
-        except Deadlock:
-            stuck = True
-            raise
-        finally:
-            for clock in self.clocks.values():
-                self.close_run(clock)
-            times = [clock.time for clock in self.clocks.values()]
-            self.record.end = max([self.record.end, *times, *self.queues.values()])
-            if stuck or any(clock.waiting for clock in self.clocks.values()):
-                self.record.end += 1 + self.record.end // 10  # room for what never ended
-            for warp, clock in self.clocks.items():
-                for start, ins, _, on in clock.waiting.values():
-                    self.draw(clock, f"waits forever: {on}", start, self.record.end, "wait", at=place(ins))
-                if stuck and warp.fragments and not clock.waiting:
-                    ins = self.program.instructions[warp.fragments[0].pc]
-                    self.draw(clock, "polls forever", clock.time, self.record.end, "wait", at=place(ins))
-            self.record.steps = self.steps
-            for a in self.recorder.allocations:
-                if a[0] == self.index and a[4] < 0:
-                    a[4] = self.record.end
+    def ended(self, failure: BaseException | None) -> None:
+        stuck = isinstance(failure, Deadlock)
+        for clock in self.clocks.values():
+            self.close_run(clock)
+        times = [clock.time for clock in self.clocks.values()]
+        self.record.end = max([self.record.end, *times, *self.queues.values()])
+        if stuck or any(clock.waiting for clock in self.clocks.values()):
+            self.record.end += 1 + self.record.end // 10  # room for what never ended
+        for warp, clock in self.clocks.items():
+            for start, ins, _, on in clock.waiting.values():
+                self.draw(clock, f"waits forever: {on}", start, self.record.end, "wait", at=place(ins))
+            if stuck and warp.fragments and not clock.waiting:
+                ins = self.machine.program.instructions[warp.fragments[0].pc]
+                self.draw(clock, "polls forever", clock.time, self.record.end, "wait", at=place(ins))
+        self.record.steps = self.machine.steps
+        for a in self.recorder.allocations:
+            if a[0] == self.index and a[4] < 0:
+                a[4] = self.record.end
 
     # ---- macro-operations --------------------------------------------------------------------------------------
 
-    def macro(self, warp, fragment, pc: int, lanes: int) -> bool:
+    def executing(self, warp, fragment, call, lanes: int) -> None:
         clock = self.flush(warp)
-        call = self.macro_at[pc]
         ins = call.instruction
         name = ins.name
-        self.passed = None
+        self.over = None
         if fragment in clock.waiting:  # it asks again
             clock.run_start = -1
         if not clock.role:
@@ -196,7 +177,10 @@ class RecordingMachine(Machine):
             clock.macs += macs(ins.text)
         if name.startswith(("tcgen05.mma", "wgmma.mma_async")):
             self.note_operands(warp, call, lanes)
-        vain = super().macro(warp, fragment, pc, lanes)
+
+    def executed(self, warp, fragment, call, lanes: int) -> None:
+        clock, ins = self.warp_clock(warp), call.instruction
+        name = ins.name
         self.recorder.lines[self.index, ins.line] += 1
         blocked = fragment.blocked
         if blocked is not None:
@@ -204,18 +188,15 @@ class RecordingMachine(Machine):
                 self.close_run(clock)
                 clock.waiting[fragment] = (clock.time, ins, blocked.on, str(blocked.text))
             self.arrivals[blocked.on] = max(self.arrivals.get(blocked.on, 0), clock.time)
-            return vain
-        if self.passed is not None:
-            self.waited(clock, fragment, ins, self.passed)
-        elif name.startswith("mbarrier.init"):
-            self.adopt(warp.cta, ins)
+            return
+        if self.over is not None:
+            self.passes(clock, fragment, ins, self.over)
         elif name.startswith(("tcgen05.alloc", "tcgen05.dealloc")):
             self.note_allocations(warp.cta, clock.time)
         elif name.startswith("wgmma.wait_group"):
             self.wait_group(clock, clock.groups, call.operands.keep, ins)
         elif name.startswith("cp.async.bulk.wait_group"):
             self.wait_group(clock, clock.stores, getattr(call.operands, "newest", 0) or 0, ins)
-        return vain
 
     def wait_group(self, clock: Clock, ends: list[int], keep: int, ins) -> None:
         if len(ends) > keep and ends[-1 - keep] > clock.time:
@@ -224,7 +205,7 @@ class RecordingMachine(Machine):
             self.draw(clock, ins.name, clock.time, end, "wait", at=place(ins))
             clock.time = end
 
-    def make_ready(self, warp) -> None:
+    def woken(self, warp) -> None:
         """A warp is woken: by the operation being performed, or by the warp that runs."""
         clock = self.warp_clock(warp)
         for f in [f for f in clock.waiting if f.blocked is None]:
@@ -233,19 +214,19 @@ class RecordingMachine(Machine):
                 continue  # it asks again, and then it is known which phase ended
             del clock.waiting[f]
             end = max(start, self.cause_time(), self.arrivals.get(on, 0), clock.time)
-            if self.performing is None and self.current is not None and ins.opcode in ("bar", "barrier"):
-                self.warp_clock(self.current).time = end  # who came last in this run need not be last in time
+            running = self.machine.current
+            if self.machine.engine.performing is None and running is not None and ins.opcode in ("bar", "barrier"):
+                self.warp_clock(running).time = end  # who came last in this run need not be last in time
             self.draw(clock, f"{ins.name}", start, end, "wait", at=place(ins), wait=text)
             clock.time = max(clock.time, end)
-        super().make_ready(warp)
 
     def cause_time(self) -> int:
-        op = self.performing
+        op, running = self.machine.engine.performing, self.machine.current
         if op is not None and id(op) in self.times:
             return self.times[id(op)][0]
-        return self.warp_clock(self.current).time if self.current is not None else 0
+        return self.warp_clock(running).time if running is not None else 0
 
-    def waited(self, clock: Clock, fragment, ins, barrier: Mbarrier) -> None:
+    def passes(self, clock: Clock, fragment, ins, barrier: Mbarrier) -> None:
         info = self.known.get(barrier)
         start = clock.waiting.pop(fragment, (clock.time,))[0]
         if info is None:
@@ -262,35 +243,28 @@ class RecordingMachine(Machine):
 
     # ---- mbarriers ---------------------------------------------------------------------------------------------
 
-    def adopt(self, cta, ins) -> None:
-        for offset, barrier in cta.barriers.items():
-            if type(barrier) is Mbarrier:
-                barrier.__class__ = self.barrier_type
-                info = Barrier(
-                    self.index,
-                    self.number(cta),
-                    barrier.name.removeprefix("mbarrier "),
-                    offset,
-                    barrier.expected,
-                    ins.line,
-                )
-                self.known[barrier] = info
-                self.recorder.barriers.append(info)
+    def barrier_initialised(self, warp, barrier: Mbarrier, old: Mbarrier | None, cta, offset: int) -> None:
+        name = barrier.name.removeprefix("mbarrier ")
+        info = Barrier(self.index, self.number(cta), name, offset, barrier.expected, warp.line())
+        self.known[barrier] = info
+        self.recorder.barriers.append(info)
 
-    def arrived(self, barrier: Mbarrier, what: str, amount: int) -> None:
-        """Called for each event of an mbarrier, by the operation being performed or the running warp."""
+    def passed(self, warp, barrier: Mbarrier, relaxed: bool, scope: str) -> None:
+        self.over = barrier
+
+    def arrived(self, barrier: Mbarrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None:
         info = self.known.get(barrier)
-        if info is None or what == "init":
+        if info is None:
             return
-        op = self.performing
+        op, running = self.machine.engine.performing, self.machine.current
         if op is not None and id(op) in self.times:
             time, cause, _ = self.times[id(op)]
-            track = engine_track(self, op)
+            track = self.engine_track(op)
         else:
-            clock = self.warp_clock(self.current)
+            clock = self.warp_clock(running)
             time, track = clock.time, clock.track
             self.close_run(clock)
-            details = {"at": place(self.current.instruction()), "amount": amount}
+            details = {"at": place(running.instruction()), "amount": amount}
             cause = self.draw(clock, f"{what} {info.name}", time, time + 1, "arrive", **details)
             clock.time += 1
         if what == "complete_tx":
@@ -301,7 +275,7 @@ class RecordingMachine(Machine):
         if time >= info.time:
             info.time, info.cause = time, cause
 
-    def phase_over(self, barrier: Mbarrier) -> None:
+    def phase_ended(self, barrier: Mbarrier) -> None:
         info = self.known.get(barrier)
         if info is not None:
             info.phases += 1
@@ -311,7 +285,7 @@ class RecordingMachine(Machine):
 
     def issued(self, op: AsyncOp) -> None:
         warp = op.warp
-        clock = self.flush(warp) if warp is self.current else self.warp_clock(warp)
+        clock = self.flush(warp) if warp is self.machine.current else self.warp_clock(warp)
         moved = volume(op)
         count = self.recorder.operations[clock.track, op.kind]
         count[0] += 1
@@ -327,7 +301,7 @@ class RecordingMachine(Machine):
             return
         if op.kind == "wgmma result":
             return
-        track = engine_track(self, op)
+        track = self.engine_track(op)
         key = (track.cta, track.kind)
         after = max((self.times[id(x)][0] for x in op.after if id(x) in self.times), default=0)
         ready = max(clock.time, after)
@@ -353,11 +327,19 @@ class RecordingMachine(Machine):
         self.note_tensor(op, start, end)
         self.times[id(op)] = (end, number, op)
         if op.kind == "wgmma":
-            for other in clock_group(self, warp):
-                other.groups.append(end)
+            first = warp.index & ~3
+            for w in warp.cta.warps[first : first + 4]:
+                self.warp_clock(w).groups.append(end)
         elif "store" in op.kind or "reduction" in op.kind:
             if "(read)" not in op.kind:
                 clock.stores.append(end)
+
+    def performed(self, op: AsyncOp) -> None:
+        self.times.pop(id(op), None)
+
+    def engine_track(self, op: AsyncOp) -> Track:
+        name = next((name for name, kinds in ENGINES.items() if op.kind.startswith(kinds)), "other")
+        return Track(self.index, self.number(op.warp.cta), name, 0)
 
     def lane(self, track: Track, start: int, end: int) -> Track:
         """Operations of one engine overlap: each goes to the first row that is free."""
@@ -442,51 +424,9 @@ class RecordingMachine(Machine):
                 b.swizzles.add(f"{swizzle.MODE_NAMES[d.mode]} ({name})")
 
 
-def recorded_barrier(machine: RecordingMachine) -> type:
-    """Mbarriers of this class tell the machine what happens to them; an mbarrier becomes one when it is initialised."""
-
-    class RecordedMbarrier(Mbarrier):
-        __slots__ = ()
-
-        def _note(self, what, amount, who):
-            super()._note(what, amount, who)
-            machine.arrived(self, what, amount)
-
-        def _settle(self):
-            if self.pending == 0 and self.tx == 0:
-                machine.phase_over(self)
-            super()._settle()
-
-        def passed_parity(self, parity):
-            passed = super().passed_parity(parity)
-            if passed:
-                machine.passed = self
-            return passed
-
-        def passed_token(self, token):
-            passed = super().passed_token(token)
-            if passed:
-                machine.passed = self
-            return passed
-
-    return RecordedMbarrier
-
-
-def engine_track(machine: RecordingMachine, op: AsyncOp) -> Track:
-    for name, kinds in ENGINES.items():
-        if op.kind.startswith(kinds):
-            return Track(machine.index, machine.number(op.warp.cta), name, 0)
-    return Track(machine.index, machine.number(op.warp.cta), "other", 0)
-
-
-def clock_group(machine: RecordingMachine, warp) -> list[Clock]:
-    first = warp.index & ~3
-    return [machine.warp_clock(w) for w in warp.cta.warps[first : first + 4]]
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Launches inside are recorded."""
-    recorder = Recorder()
-    with options(recorder=recorder, machine=RecordingMachine):
-        yield recorder
+    session = Recording()
+    with observing(session):
+        yield session.recorder

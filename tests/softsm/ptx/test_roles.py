@@ -9,8 +9,8 @@ import pytest
 
 import softsm
 from softsm.errors import Deadlock
+from softsm.ptx import roles
 from softsm.ptx.ast import SourceLoc
-from softsm.report import roles
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 SOURCE = "def load_role():\n    copy()\n\n\ndef kernel():\n    load_role()\n"
