@@ -188,6 +188,24 @@ def test_doctor_fails_when_what_should_work_does_not(monkeypatch: pytest.MonkeyP
     assert result.code == 1 and "BROKEN" in result.out
 
 
+@pytest.mark.parametrize(
+    "switch, listed, ok",
+    [
+        ("DSV4_VLLM=1", "VLLM_PLUGINS=other", False),
+        ("DSV4_VLLM=1", "VLLM_PLUGINS=", False),  # an empty list loads nothing
+        ("DSV4_VLLM=1", "VLLM_PLUGINS=other,dsv4", True),
+        ("DSV4_VLLM=0", "VLLM_PLUGINS=other", True),
+        ("DSV4_SGLANG=1", "SGLANG_PLUGINS=other", False),
+        ("DSV4_SGLANG=1", "SGLANG_PLUGINS=", True),  # here it loads all
+    ],
+)
+def test_doctor_names_a_switch_whose_plug_in_is_not_loaded(monkeypatch, switch, listed, ok) -> None:
+    for pair in (switch, listed):
+        monkeypatch.setenv(*pair.split("="))
+    finding = doctor.setting(switch.split("=")[0])
+    assert finding.ok is ok and ("leaves dsv4 out" in finding.why) is not ok
+
+
 def test_demo_shows_each_layer_kind_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The part that compiles a kernel and emulates it is left out here: the kernel tests do that. The heads are
     few: the oracle takes most of the time."""

@@ -64,7 +64,9 @@ def test_the_backend_takes_the_functions_from_the_module_that_is_hooked():
 def test_the_backend_whose_start_checks_the_hooks_exists():
     module, cls, name = install.V4_BACKEND.rsplit(".", 2)
     (found,) = [x for x in ast.walk(source(module)) if isinstance(x, ast.ClassDef) and x.name == cls]
-    assert name in [x.name for x in found.body if isinstance(x, ast.FunctionDef)]
+    (start,) = [x for x in found.body if isinstance(x, ast.FunctionDef) and x.name == name]
+    assert [a.arg for a in start.args.args[:2]] == ["self", "model_runner"]
+    assert "hf_text_config" in ast.unparse(start) and "'deepseek_v41'" in ast.unparse(start)
 
 
 @installed
@@ -133,10 +135,35 @@ def test_a_hook_that_sglang_did_not_apply_stops_a_v4_backend(monkeypatch, hooked
     check = hooked()[install.V4_BACKEND]
     patched = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched
     patched |= {*install.REPLACED, *install.BYPASSES}
-    check()
+    check(None, runner())
     patched.remove(f"{install.INTERFACE}.flash_mla_sparse_fwd")
     with pytest.raises(RuntimeError, match="did not apply the hooks on .*flash_mla_sparse_fwd; its log says why"):
-        check()
+        check(None, runner())
+
+
+def runner(model: str = "deepseek_v4"):
+    """SGLang's runner of a model, as far as the plug-in looks at it when a DeepSeek-V4 backend starts."""
+    config = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(model_type=model))
+    return types.SimpleNamespace(model_config=config)
+
+
+def test_deepseek_v4_1_is_refused_by_name(monkeypatch, hooked):
+    """It has the backend of DeepSeek-V4, and kernels that no hook reaches."""
+    monkeypatch.setenv("DSV4_SGLANG", "1")
+    check = hooked()[install.V4_BACKEND]
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched |= {*install.REPLACED, *install.BYPASSES}
+    with pytest.raises(
+        ValueError, match=r"the model: got DeepSeek-V4\.1; accepted: .*DSV4_SGLANG=0 gives SGLang's own"
+    ):
+        check(None, runner("deepseek_v41"))
+
+
+def test_off_it_says_whose_name_dsv4_is(monkeypatch):
+    monkeypatch.delenv("DSV4_SGLANG", raising=False)
+    said = []
+    monkeypatch.setattr(sglang.logger, "filters", [lambda record: said.append(record.getMessage())])
+    sglang.register()
+    assert "DSV4_SGLANG=1 switches it on (--attention-backend dsv4 is SGLang's own)" in said[0]
 
 
 def test_the_dense_name_is_known_and_passes_lists_where_triton_passes(monkeypatch, hooked):
@@ -242,7 +269,7 @@ def test_compressor_and_insertion_are_hooked_where_they_are_asked_for(monkeypatc
     noted = hooked()
     assert noted[install.COMPRESSOR] is rows.compressed and noted[install.INSERTION] is rows.insert
     with pytest.raises(RuntimeError, match="did not apply the hooks on .*fused_norm_rope, .*compress_norm_rope_store"):
-        noted[install.V4_BACKEND]()
+        noted[install.V4_BACKEND](None, runner())
 
 
 def test_the_indexer_is_replaced_where_it_is_asked_for(monkeypatch, hooked):
@@ -252,7 +279,7 @@ def test_the_indexer_is_replaced_where_it_is_asked_for(monkeypatch, hooked):
     monkeypatch.setenv("DSV4_SGLANG_PARTS", "indexer")
     assert hooked()[install.INDEXER] is indexer.forward_c4_indexer
     with pytest.raises(RuntimeError, match="did not apply the hooks on .*forward_c4_indexer"):
-        hooked()[install.V4_BACKEND]()
+        hooked()[install.V4_BACKEND](None, runner())
     monkeypatch.setenv("DSV4_SGLANG_PARTS", "indexer,sampler")
     with pytest.raises(SystemExit, match="DSV4_SGLANG_PARTS: got sampler; accepted: any of indexer"):
         hooked()

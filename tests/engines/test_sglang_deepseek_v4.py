@@ -62,7 +62,7 @@ def test_every_attention_of_the_model_is_dsv4s(run):
     assert calls["logprobs"]["compress"] == 2 * (chunks + steps)
     assert calls["logprobs"]["index"] == chunks + steps and calls["indexer"]["index"] >= -(-LONG // CHUNK)
     assert not any(name in on["kernels"] for names in REPLACED.values() for name in names)
-    assert "dsv4 is on: DeepSeek-V4's attention, indexer, compressor, insertion" in on["log"]
+    assert "the dsv4 plug-in is on: DeepSeek-V4's attention, indexer, compressor, insertion" in on["log"]
 
 
 def test_without_the_plug_in_nothing_is_dsv4s(run):
@@ -70,7 +70,7 @@ def test_without_the_plug_in_nothing_is_dsv4s(run):
     assert all(batch["calls"] == {} for batch in off["batches"].values())
     assert all(off["kernels"][name] > 0 for names in REPLACED.values() for name in names)
     assert off["kernels"][COMPRESSED] == 3 * run(plugin=True)["kernels"][COMPRESSED]
-    assert "dsv4 is installed and off" in off["log"]
+    assert "the dsv4 plug-in is installed and off" in off["log"]
 
 
 def test_parts_that_are_not_named_stay_sglangs(run):

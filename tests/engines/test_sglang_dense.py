@@ -50,13 +50,13 @@ def test_every_attention_of_the_model_is_dsv4s(run):
     assert calls["logprobs"] == {"dense prefill": 6, "dense decode": 6}
     assert all(n % 2 == 0 for batch in calls.values() for n in batch.values())
     assert calls["eight"]["dense decode"] >= 2 * 3 and calls["eight"]["dense prefill"] >= 2 * 6
-    assert "dsv4 is on" in on["log"]
+    assert "the dsv4 plug-in is on" in on["log"]
 
 
 def test_without_the_plug_in_nothing_is_dsv4s(run):
     off = run(plugin=False)
     assert all(batch["calls"] == {} for batch in off["batches"].values())
-    assert "dsv4 is installed and off" in off["log"]
+    assert "the dsv4 plug-in is installed and off" in off["log"]
 
 
 @pytest.mark.parametrize("name", BATCHES)

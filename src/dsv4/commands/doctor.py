@@ -25,10 +25,13 @@ from dsv4.suites import Where
 from . import show
 
 EXTRAS = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
+# switch of a plug-in -> the engine's list of plug-ins that it loads
+PLUGINS = {"DSV4_VLLM": "VLLM_PLUGINS", "DSV4_SGLANG": "SGLANG_PLUGINS"}
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 SETTINGS = (
-    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_VLLM", "DSV4_VLLM_PARTS", "DSV4_SGLANG", "TRITON_CACHE_DIR",
-    "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
+    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_VLLM", "DSV4_VLLM_PARTS", "DSV4_SGLANG",
+    "DSV4_SGLANG_PARTS", "VLLM_PLUGINS", "SGLANG_PLUGINS", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
@@ -88,7 +91,16 @@ def software() -> Iterator[Finding]:
         yield Finding(package, found or "not installed", True if found else None, f"optional: {extra}")
     for name in SETTINGS:
         if name in os.environ:
-            yield Finding(name, os.environ[name], True, "set in the environment")
+            yield setting(name)
+
+
+def setting(name: str) -> Finding:
+    """An engine that does not load the plug-in cannot say that its switch has no effect."""
+    value, listed = os.environ[name], os.environ.get(PLUGINS.get(name, ""))
+    everything = listed is None or (listed == "" and name == "DSV4_SGLANG")  # vLLM reads an empty list as none at all
+    if value == "1" and not everything and "dsv4" not in listed.split(","):
+        return Finding(name, value, False, f"no effect: {PLUGINS[name]} leaves dsv4 out; add it there")
+    return Finding(name, value, True, "set in the environment")
 
 
 def triton() -> Finding:

@@ -16,7 +16,8 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
 
 SGLang logs errors of a plug-in and continues without it. An error in this plug-in therefore ends the process, with the
 reason. Hooks that SGLang could not apply, and SGLang kernels that would bypass dsv4 (fused "mega" attention, FP8
-queries in prefill), raise an error when a DeepSeek-V4 model reaches them.
+queries in prefill), raise an error when a DeepSeek-V4 model reaches them. DeepSeek-V4.1, for which SGLang has kernels
+that no hook reaches, is rejected.
 """
 
 import logging
@@ -42,7 +43,10 @@ def register() -> None:
     if said not in ("0", "1"):
         raise SystemExit(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
     if said != "1":
-        logger.warning("dsv4 is installed and off; %s=1 switches its attention on", SWITCH)
+        logger.warning(
+            "the dsv4 plug-in is installed and off; %s=1 switches it on (--attention-backend dsv4 is SGLang's own)",
+            SWITCH,
+        )
         return
     if (found := metadata.version("sglang")) != TESTED:
         raise SystemExit(
@@ -56,7 +60,7 @@ def register() -> None:
     except Exception as why:
         raise SystemExit(f"dsv4: {why!r}. {SWITCH}=0 gives SGLang's own attention") from why
     what = ", ".join(["attention", *parts()])
-    logger.warning("dsv4 is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+    logger.warning("the dsv4 plug-in is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
 
 
 def parts() -> list[str]:
@@ -67,6 +71,6 @@ def parts() -> list[str]:
     return named
 
 
-def refuse(what: str, got: object, accepted: str) -> NoReturn:
+def refuse(what: str, got: object, accepted: str, instead: str = f"{SWITCH}=0") -> NoReturn:
     """A ValueError that also says how to get SGLang's own attention."""
-    raise ValueError(f"{what}: got {got}; accepted: {accepted}. {SWITCH}=0 gives SGLang's own attention")
+    raise ValueError(f"{what}: got {got}; accepted: {accepted}. {instead} gives SGLang's own attention")

@@ -6,6 +6,7 @@ block table is made inside the graph, from SGLang's own tables. Refused by name:
 cross attention, speculative decoding, MLA models, prefill in a full CUDA graph.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,13 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 import dsv4
+from dsv4.integrations import sglang as plugin
 from dsv4.integrations.flash_attn import flash_attn_varlen_func
-from dsv4.integrations.sglang import calls, logger, refuse
+from dsv4.integrations.sglang import calls, logger
 from dsv4.runtime import checks
+
+# DSV4_SGLANG=0 would end in an unknown name.
+refuse = functools.partial(plugin.refuse, instead="Another --attention-backend")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the last on a CPU alone
 

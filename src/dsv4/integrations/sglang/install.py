@@ -3,7 +3,7 @@ for of its attention, and one name of a backend for dense models."""
 
 from typing import Any, NoReturn
 
-from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, rows, v4
+from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, refuse, rows, v4
 
 INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
@@ -52,10 +52,13 @@ def everything() -> None:
     dense_name()
 
 
-def check_hooks(*_: Any, **__: Any) -> None:
-    """SGLang logs a hook that it could not apply and continues: a DeepSeek-V4 backend must not."""
+def check_hooks(_: Any, model_runner: Any, *__: Any, **___: Any) -> None:
+    """Before a DeepSeek-V4 backend starts. SGLang logs a hook that it could not apply and continues: the backend must
+    not. DeepSeek-V4.1 runs on the same backend, with an indexer and kernels that are not hooked."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    if getattr(model_runner.model_config.hf_text_config, "model_type", None) == "deepseek_v41":
+        refuse("the model", "DeepSeek-V4.1", "DeepSeek-V4 and dense models")
     if missing := [target for target in (*replaced(), *wrapped(), *BYPASSES) if target not in HookRegistry._patched]:
         raise RuntimeError(
             f"{SWITCH}=1, but SGLang did not apply the hooks on {', '.join(missing)}; its log says why. "
@@ -91,7 +94,7 @@ def _known_names(backends_of: Any) -> Any:
 
 
 def _refusing(what: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def bypass(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: turn that off, or dsv4")
 
-    return refuse
+    return bypass
