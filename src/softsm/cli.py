@@ -112,7 +112,7 @@ def check(
     """Run with all checks, once for each order of completion, and print each finding once.
 
     Exit status 1 if there is a finding, or if the program itself fails."""
-    from softsm.report.several_orders import Summary
+    from softsm.commands.check import Summary
 
     _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
     summary = Summary(seed, strict)
@@ -169,8 +169,8 @@ def trace(
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:
     """Run as `softsm run` does, and write what happened: an HTML report, and a timeline for ui.perfetto.dev."""
+    from softsm.commands.trace import tracing
     from softsm.errors import SoftsmError
-    from softsm.report.trace import tracing
 
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
     _writable(output)
@@ -230,7 +230,7 @@ def time(
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
-    from softsm.timing_model import command
+    from softsm.commands import time as command
 
     for given in (file, compare):
         if given is not None and not given.is_file():

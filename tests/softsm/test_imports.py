@@ -54,3 +54,41 @@ def test_the_test_sees_a_circle():
     except CycleError:
         return
     raise AssertionError("a circle was not noticed")
+
+
+# From the bottom to the top. Folders on one line may use each other, as long as no circle of modules arises.
+LAYERS = (
+    ("errors", "accepted", "formats"),
+    ("ptx", "memory"),
+    ("engine", "isa"),  # the machine: an instruction is lowered by isa, and what runs it is engine
+    ("timing_model",),
+    ("report",),
+    ("checks",),
+    ("museum", "doors", "arguments"),
+    ("commands",),
+    ("cli", "pytest_plugin", "__main__"),
+)
+
+
+def layer(module: str) -> int:
+    name = module.split(".")[1]
+    return next(number for number, names in enumerate(LAYERS) if name in names)
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    pairs = [(a, b) for a, used in graph.items() for b in used if "." in a and "." in b]
+    return sorted(f"{a} -> {b}" for a, b in pairs if layer(a) < layer(b))
+
+
+def test_no_import_runs_upwards():
+    assert not upward(imports(types=True))
+
+
+def test_the_test_sees_an_import_that_runs_upwards():
+    graph = imports(types=True) | {"softsm.engine.scheduler": {"softsm.checks.checker"}}
+    assert upward(graph) == ["softsm.engine.scheduler -> softsm.checks.checker"]
+
+
+def test_every_folder_has_its_layer():
+    names = {x.stem for x in (ROOT / "softsm").iterdir() if x.suffix == ".py" or (x / "__init__.py").is_file()}
+    assert names - {"__init__"} == {name for names in LAYERS for name in names}

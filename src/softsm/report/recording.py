@@ -5,7 +5,7 @@ report/launch_recorder.py observes the launch; this file holds what is recorded.
 The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at once. One warp
 instruction takes one cycle. Copies, matrix products and accesses of tensor memory take the cycles that the timing model
 has for them (timing_model/engines.py); operations of one engine queue. A wait ends when the last of those it waits for
-has arrived. The picture shows who waits for whom; timing_model/timeline.py draws how long a kernel takes, in
+has arrived. The picture shows who waits for whom; report/predicted.py draws how long a kernel takes, in
 nanoseconds.
 """
 

@@ -2,7 +2,7 @@
 
 Arrows go from an arrival to the wait it ends, and from an instruction to the operation it starts. Counters: columns of
 tensor memory in use, bytes copied. Cycles of an emulated run are written as nanoseconds
-(report/recording.py); the times of a prediction are nanoseconds (timing_model/timeline.py).
+(report/recording.py); the times of a prediction are nanoseconds (report/predicted.py).
 """
 
 from __future__ import annotations

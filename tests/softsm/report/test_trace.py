@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import softsm
 from softsm.cli import app
+from softsm.commands.trace import tracing
 from softsm.engine.scheduler import Machine
 from softsm.errors import Deadlock
 from softsm.report.launch_recorder import recording
-from softsm.report.trace import tracing
 
 # Warp 0 fetches 1 KiB; warp 1 waits for it, sends it through tensor memory and writes it out.
 PTX = """

@@ -103,7 +103,7 @@ def timelines(timer: Timer, folder: Path) -> list[Path]:
     """For each launch the page and the trace of `softsm trace`, with the model's times in nanoseconds."""
     from softsm.report.diagnostics import Report
     from softsm.report.page import page
-    from softsm.timing_model.timeline import recorded
+    from softsm.report.predicted import recorded
 
     folder.mkdir(parents=True, exist_ok=True)
     out = []

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 import softsm
 from softsm.cli import app
+from softsm.commands import time as command
 from softsm.doors.triton.runtime import bench_once
-from softsm.timing_model import command
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
