@@ -8,7 +8,7 @@ those that a struct names in its attribute `any_alignment`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,9 +38,9 @@ def flat(arguments: Iterable[Any]) -> list[Any]:
     return found
 
 
-def nested(values: Iterator[Any], like: Sequence[Any]) -> list[Any]:
+def nested(values: Iterator[Any], like: Iterable[Any]) -> list[Any]:
     """The inverse of flat: values in structs like these."""
-    return [x._make(nested(values, x)) if isinstance(x, tuple) else next(values) for x in like]
+    return [type(x)(*nested(values, x)) if isinstance(x, tuple) else next(values) for x in like]
 
 
 def neutral(arguments: Iterable[Any]) -> list[Any]:

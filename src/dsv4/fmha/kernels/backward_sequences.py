@@ -1,7 +1,7 @@
 """Gradients of all sequences of a varlen batch by one launch: which tile of which sequence a CTA has."""
 
 from dsv4.fmha.kernels.backward_arguments import Sizes
-from dsv4.fmha.kernels.tiles import ROWS, sequence
+from dsv4.fmha.kernels.tiles import packed_sequence
 from dsv4.kernels.compat import gl, gluon
 
 NOWHERE = gl.constexpr(1 << 30)
@@ -30,9 +30,7 @@ def tile_of(number, cu_ptr, sequences, unit):
 def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
     """(first packed row, first key, sizes) of a sequence. Where `own`, a key with KEYS and else a row, lies past its
     end, it has nothing to be multiplied with."""
-    q_start, tokens, k_start, keys = sequence(
-        seq, True, 0, 0, whole.tokens, whole.keys, cu_q_ptr, cu_k_ptr, cu_q_ptr, ROWS
-    )
+    q_start, tokens, k_start, keys = packed_sequence(seq, cu_q_ptr, cu_k_ptr, whole.tokens, whole.keys)
     rows = tokens * whole.group
     if KEYS:
         tokens = gl.where(own < keys, tokens, 0)

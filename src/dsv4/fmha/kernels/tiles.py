@@ -32,13 +32,18 @@ def sequence(seq, varlen, tensors, sizes, HOW: gl.constexpr):
     if HOW >= PAGES:
         keys = gl.minimum(gl.maximum(gl.load(tensors.lengths_ptr + seq), 0), keys)
     elif varlen:
-        q_start = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + seq), 0), total_q)
-        q_end = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + seq + 1), q_start), total_q)
-        k_start = gl.minimum(gl.maximum(gl.load(tensors.cu_k_ptr + seq), 0), total_k)
-        k_end = gl.minimum(gl.maximum(gl.load(tensors.cu_k_ptr + seq + 1), k_start), total_k)
-        tokens = q_end - q_start
-        keys = k_end - k_start
+        q_start, tokens, k_start, keys = packed_sequence(seq, tensors.cu_q_ptr, tensors.cu_k_ptr, total_q, total_k)
     return q_start, tokens, k_start, keys
+
+
+@gluon.jit
+def packed_sequence(seq, cu_q_ptr, cu_k_ptr, total_q, total_k):
+    """The same for sequences that lie end to end."""
+    q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
+    q_end = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q)
+    k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
+    k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
+    return q_start, q_end - q_start, k_start, k_end - k_start
 
 
 @gluon.jit

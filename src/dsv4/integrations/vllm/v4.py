@@ -101,7 +101,7 @@ class Forward:
         if "compressor" in parts():
             for made in (self.compressor, self.indexer and self.indexer.compressor):
                 if made is not None:
-                    made.__class__ = compressor.replacing(type(made))
+                    made.__class__ = compressor.replacing(type(made))  # type: ignore[arg-type]
         say(choice.v4_line())
         logger.info("%s: dsv4%s, %d heads", self.prefix, where, heads)
 
