@@ -38,6 +38,7 @@ from softsm.engine.interpreter import clocks_module
 from softsm.engine.mma_chains import Growing
 from softsm.engine.observer import Observer
 from softsm.isa import product_chain
+from softsm.ptx.roles import place_of
 from softsm.report.diagnostics import Diagnostic, Party
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class Checker(Observer):
 
     def undefined_registers(self) -> None:
         for ins, name in registers.undefined_in(self.machine.kernel)[:16]:
-            source = f"{ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+            loc = place_of(ins)
+            source = f"{loc.file}:{loc.line}" if loc else ""
             self.report.add(
                 Diagnostic(
                     "uninitialised",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import brief
-from softsm.ptx.roles import role_of
+from softsm.ptx.roles import place_of, role_of
 
 SHOWN = 40
 
@@ -173,7 +173,8 @@ def called(machine, warp) -> str:
 
 
 def place(ins) -> str:
-    source = f"{ins.loc.file}:{ins.loc.line}, " if ins.loc else ""
+    loc = place_of(ins)
+    source = f"{loc.file}:{loc.line}, " if loc else ""
     return f"{source}PTX line {ins.line}: {brief(ins.text).rstrip(';')}"
 
 

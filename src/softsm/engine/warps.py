@@ -14,6 +14,7 @@ from softsm.engine.asynchrony import Blocked
 from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault
 from softsm.memory.waitable import Waitable
+from softsm.ptx.roles import place_of
 
 
 class Fragment:
@@ -85,7 +86,8 @@ class Warp:
 
     def where(self) -> str:
         ins = self.instruction()
-        source = f", {ins.loc.file}:{ins.loc.line}" if ins.loc else ""
+        loc = place_of(ins)
+        source = f", {loc.file}:{loc.line}" if loc else ""
         return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
 
     def __str__(self) -> str:

@@ -143,7 +143,10 @@ def source_name(ins, offset: int, cta) -> tuple[str, str]:
     """(`mbarrier slot_ready.index(2) (0x1408)`, `slot_ready`): as the program's source calls it where it initialises
     it, and the array that it belongs to there; else ''. An index that is a variable is counted from the first mbarrier
     of the array."""
-    found = initialised_at(ins.loc.file, ins.loc.line) if ins.loc else ""
+    from softsm.ptx.roles import place_of
+
+    loc = place_of(ins)
+    found = initialised_at(loc.file, loc.line) if loc else ""
     if not found:
         return "", ""
     array, _, index = found.partition(".index(")

@@ -15,6 +15,8 @@ import functools
 import sys
 from pathlib import Path
 
+from softsm.ptx.ast import SourceLoc
+
 ENDINGS = ("_role", "_partition", "_worker")
 
 
@@ -72,6 +74,47 @@ def function_at(file: str, line: int) -> str:
     return min(inside)[1] if inside else ""
 
 
+@functools.lru_cache(maxsize=256)
+def imported_from(file: str) -> dict[str, tuple[str, ...]]:
+    """Names that a Python file imports from loaded modules -> the files of those."""
+    try:
+        tree = ast.parse(located(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module):
+        ends = (node.module, f".{node.module}")
+        modules = [
+            m for name, m in list(sys.modules.items()) if name == ends[0] or node.level and name.endswith(ends[1])
+        ]
+        files = tuple(m.__file__ for m in modules if getattr(m, "__file__", None))
+        found |= {alias.asname or alias.name: files for alias in node.names}
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def corrected(loc: SourceLoc) -> SourceLoc:
+    """A compiler that puts the first function of `warp_specialize` into the kernel keeps its lines and gives them the
+    kernel's file. A line outside the kernel, inside such a function that is imported, belongs to that one's file."""
+    kernels = [(first, last) for first, last, name in functions(loc.file) if name == loc.function]
+    if loc.caller is not None or not kernels or any(first <= loc.line <= last for first, last in kernels):
+        return loc
+    entries = partitions(loc.file)
+    if function_at(loc.file, loc.line) in entries:
+        return loc
+    for name in sorted(entries & imported_from(loc.file).keys()):
+        for file in imported_from(loc.file)[name]:
+            if function_at(file, loc.line) == name:
+                caller = SourceLoc(loc.file, kernels[0][0], 0, loc.function)
+                return SourceLoc(file, loc.line, loc.column, name, caller)
+    return loc
+
+
+def place_of(ins) -> SourceLoc | None:
+    """The place in the source that an instruction comes from."""
+    return None if ins.loc is None else corrected(ins.loc)
+
+
 def entry_at(place) -> str:
     """The function that names the warp's role at a place of the source, with the places it was inlined at; '' where the
     source has none."""
@@ -89,7 +132,7 @@ def entry_at(place) -> str:
 
 def role_of(ins) -> str:
     """The role an instruction belongs to, without its ending; '' where the source names none."""
-    name = entry_at(ins.loc)
+    name = entry_at(place_of(ins))
     ending = next((e for e in ENDINGS if name.endswith(e)), "")
     return name.removesuffix(ending).strip("_")
 

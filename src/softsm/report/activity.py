@@ -23,7 +23,7 @@ from softsm.engine.launch import observing
 from softsm.engine.observer import Observer, Session
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Warp
-from softsm.ptx.roles import entry_at
+from softsm.ptx.roles import entry_at, place_of
 
 TENSOR_ACCESS = re.compile(r"\.(\d+)x(\d+)b(?:x2)?\.x(\d+)")
 
@@ -56,7 +56,7 @@ class Activity(Session):
         """The role that the instruction under way belongs to, unless it is known already."""
         if warp in self._names:
             return
-        name = entry_at(warp.instruction().loc)
+        name = entry_at(place_of(warp.instruction()))
         if name:
             self._names[warp] = name
 

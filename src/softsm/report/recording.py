@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from softsm.engine.asynchrony import AsyncOp
+from softsm.ptx.roles import place_of
 
 GAP = 200  # between launches
 MAX_SLICES = 200_000
@@ -167,8 +168,9 @@ class Recorder:
 
 
 def place(ins) -> str:
-    loc = f" {ins.loc.file.rpartition('/')[2]}:{ins.loc.line}" if ins.loc else ""
-    return f"PTX line {ins.line}{loc}: {ins.text}"
+    loc = place_of(ins)
+    where = f" {loc.file.rpartition('/')[2]}:{loc.line}" if loc else ""
+    return f"PTX line {ins.line}{where}: {ins.text}"
 
 
 def macs(text: str, footprint=None) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from softsm.errors import SoftsmError
+from softsm.ptx.roles import place_of
 
 _STATEMENT = re.compile(r"^\s*(?:[\w$]+:\s*)*(?:@!?(%[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 _REGISTER = re.compile(r"%[A-Za-z_$][\w$]*")
@@ -130,8 +131,5 @@ def places_of(source: str, kernel: str) -> dict[int, str]:
     """PTX line -> file:line of the program."""
     from softsm.engine.launch import load
 
-    return {
-        ins.line: f"{ins.loc.file.rpartition('/')[2]}:{ins.loc.line}"
-        for ins in load(source, kernel).program.instructions
-        if ins.loc
-    }
+    places = ((ins.line, place_of(ins)) for ins in load(source, kernel).program.instructions)
+    return {line: f"{loc.file.rpartition('/')[2]}:{loc.line}" for line, loc in places if loc}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -127,3 +128,19 @@ def test_long_lists_of_registers_are_cut() -> None:
     assert "b32 {%r0, ..., %r31}, [%r40];" in text
     few = "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];"
     assert few in str(Party("warp 0", 7, few))
+
+
+def test_lines_of_the_first_role_belong_to_the_file_it_is_imported_from(tmp_path, monkeypatch):
+    """Triton puts it into the kernel, with the kernel's file name and its own lines."""
+    (tmp_path / "roles_elsewhere.py").write_text("\n" * 9 + "def lead_role(x):\n    store(x)\n")
+    kernel = tmp_path / "kernel_here.py"
+    kernel.write_text(
+        "from roles_elsewhere import lead_role\ndef kernel(x):\n    warp_specialize([(lead_role, (x,))])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("roles_elsewhere")
+    found = roles.corrected(SourceLoc(str(kernel), 11, 5, "kernel"))
+    assert found.file == str(tmp_path / "roles_elsewhere.py") and found.line == 11
+    assert roles.entry_at(found) == "lead_role"
+    for line in (3, 30):  # in the kernel, and nowhere
+        assert roles.corrected(SourceLoc(str(kernel), line, 5, "kernel")).file == str(kernel)
