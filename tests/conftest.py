@@ -157,9 +157,9 @@ class Cost:
 
 EMULATOR = """
 import softsm
-from softsm.engine import interpreter
+from softsm.checks.lane_operation import lane_operation
 softsm.load(".version 8.7 .target sm_100a .address_size 64 .visible .entry nothing() { ret; }").launch(grid=1, block=32)
-interpreter.lane_operation(True), interpreter.byte_ranges_module()
+lane_operation()
 """
 
 

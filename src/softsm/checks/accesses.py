@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from softsm.checks import byte_ranges
 from softsm.checks import shadow as sh
 from softsm.checks.boxes import spans_of
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.engine import program as pg
-from softsm.engine.interpreter import byte_ranges_module, checking_module
 
 REDUCTIONS = ("TMA reduction", "bulk reduction")
 COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
@@ -45,7 +45,7 @@ class MemoryAccesses:
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
         self.global_memory, self.warps = checker.machine.global_memory, checker.warps
-        self.module, self.spans = checking_module(), byte_ranges_module()
+        self.module, self.spans = sh, byte_ranges
         self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
         self.races[sh.PARTS] = address_of(self.order.parts)

@@ -1,15 +1,14 @@
 """Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
 cluster, and by a warp as a whole.
 
-The records are those of checks/shadow.py. Compiled by `interpreter.byte_ranges_module()`, which gives the compiled
-twin of that module as `records`.
+The records are those of checks/shadow.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from softsm.checks import shadow
+from softsm.checks import shadow as records
 from softsm.checks.clocks import BEGIN, WORDS
 from softsm.checks.shadow import (
     ASYNC,
@@ -37,6 +36,7 @@ from softsm.checks.shadow import (
     WRITTEN,
 )
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
+from softsm.engine.native import native
 from softsm.engine.program import (
     CLOCKS,
     S_CLOCK,
@@ -49,12 +49,8 @@ from softsm.engine.program import (
     SHARED_START,
 )
 
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
-inner = globals().get("inner") or compiled  # for what only compiled code calls
-records = globals().get("records") or shadow
 
-
-@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane):
     """Have the warps of the CTA read these bytes before somebody else writes them, who has seen `clock`?"""
     readers = load32(at + 40)
@@ -71,7 +67,7 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
                     records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes)
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, begin, lane):
     """Is the operation `number` ordered behind the last writer of a word? 1 when it is behind all that this one wrote
     in its epoch; 0 when it is not, which has been reported, or when another word of that epoch may be another case."""
@@ -98,7 +94,7 @@ def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, 
     return 0
 
 
-@inner("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_word(at, address, touched, write, number, agent_kind, clock, known, fenced, races, pc):
     newest = number
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -122,7 +118,7 @@ def global_word(at, address, touched, write, number, agent_kind, clock, known, f
     store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
     now, who = i8(load32(clock + 4 * (me - 1))) - 1, i8(NOBODY) if lane < 0 else lane
@@ -152,7 +148,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
         records.written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
-@inner("i8(i8, i8, i8)")
+@native("i8(i8, i8, i8)")
 def together(words, block, flag):
     """The records of a block's words are at `words`. Does one record, at `block`, do for all of them?"""
     for k in range(BLOCK):
@@ -168,7 +164,7 @@ def together(words, block, flag):
     return 1
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane):
     """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory,
     whose `site` is described in CtaView. layout: see checks/clocks.py. at_clock, slot: of the issuer; told: in place of
@@ -224,7 +220,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
             store64(at + 8, new1)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def asynchronous_global(
     shadow, origin, start, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
 ):
@@ -261,14 +257,14 @@ def asynchronous_global(
             global_word(at, origin + word * 4, touched, write, number, agent_kind, clock, known, fenced, races, pc)
 
 
-@compiled("void(i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8)", python=True)
 def span(S, low, high, write, pc):
     """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
     for word in range(low >> 2, (high + 3) >> 2):
         records.shared_word(S, word, 15, write, pc, -1, records.sget(S, S_CLOCK), records.sget(S, S_KNOWN))
 
 
-@compiled("void(i8, i8, i8)")
+@native("void(i8, i8, i8)", python=True)
 def barrier_word(S, low, pc):
     """The warp of S initialises the mbarrier at `low`: 8 bytes, which are one from now on."""
     span(S, low, low + 8, 1, pc)
@@ -277,7 +273,7 @@ def barrier_word(S, low, pc):
         store32(at, load32(at) | u4(LIVE))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8)", python=True)
 def lines(S, offsets, count, write, pc, flags):
     """The warp of S itself reads or writes rows of 16 bytes of its own shared memory. flags: QUIET."""
     for k in range(count):
@@ -287,7 +283,7 @@ def lines(S, offsets, count, write, pc, flags):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
-@inner("i8(i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8)")
 def keep_lines(S, row, count, to):
     """Copy the lines of 16 bytes of the warp's shared memory that the first `count` lanes name in register `row`. 1,
     and nothing copied, when one is not aligned or out of bounds, or two are the same."""
@@ -307,7 +303,7 @@ def keep_lines(S, row, count, to):
     return 0
 
 
-@inner("void(i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8)")
 def register_lines(S, row, count, write, pc, kept):
     """The warp of S reads or has written those lines. kept: what was there before a store."""
     addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
@@ -326,7 +322,7 @@ def register_lines(S, row, count, write, pc, kept):
             records.shared_word(S, word, 15 | flags, write, pc, WHOLE_WARP, clock, known)
 
 
-@compiled("void(i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8)", python=True)
 def touched_words(shadow, owners, words, out):
     """See MemoryAccesses.touched_since."""
     for word in range(words):

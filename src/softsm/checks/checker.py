@@ -20,21 +20,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from softsm.checks import registers
+from softsm.checks import clocks, registers
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
 from softsm.checks.boxes import BoxChecks
 from softsm.checks.clocks import WORDS
 from softsm.checks.findings import Findings, add_failure
 from softsm.checks.grids import GridChecks
+from softsm.checks.lane_operation import lane_operation
 from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
+from softsm.engine import dispatch
 from softsm.engine import program as pg
-from softsm.engine.interpreter import clocks_module
 from softsm.engine.mma_chains import Growing
 from softsm.engine.observer import Observer
 from softsm.isa import product_chain
@@ -57,13 +58,14 @@ class Checker(Observer):
         report, strict = checks.report, checks.strict
         self.machine, self.report, self.strict = machine, report, strict
         self.divisible = report.tap is None
+        machine.run_code = dispatch.runner(lane_operation())
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
         self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
         earlier = checks.last[0] if machine.options.dependent and checks.last else None
 
-        self.order = Order(machine, strict, ctas * self.warps, clocks_module())
+        self.order = Order(machine, strict, ctas * self.warps, clocks)
         self.findings = Findings(self)
         self.operations = Operations(self)
         self.memory = MemoryAccesses(self)

@@ -1,5 +1,5 @@
 """Vector clocks, compiled: what barriers do with them (checks/order.py has their layout), and instructions that need
-Python only when something is wrong, waits on mbarriers above all. Compiled by `interpreter.clocks_module()`.
+Python only when something is wrong, waits on mbarriers above all.
 
 A watched mbarrier has a record of int64, found through a table that has one address for every 8 bytes of its CTA's
 shared memory: 0 where none lies, or where Python has to look (its word was overwritten, peers have arrived at it).
@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
+from softsm.engine.native import native
 from softsm.engine.program import (
     CLOCKS,
     MACRO,
@@ -26,8 +27,6 @@ from softsm.engine.program import (
     SECTIONS,
     USED,
 )
-
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 
 WORDS = 512  # of a set of asynchronous operations
 HEAD = 4  # uint32 before each clock, of which a warp's own uses two:
@@ -56,7 +55,7 @@ later = _four("later", lambda b, old, new: b.select(b.icmp_unsigned("<", old, ne
 union = _four("union", lambda b, old, new: b.or_(old, new))
 
 
-@compiled("void(i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8)", python=True)
 def join(target, source, clocks, sections, used):
     """The maximum of the first `clocks` entries; the union of the bits in each of the sections behind them, whose first
     `used` words may hold some. Both numbers are multiples of four."""
@@ -68,7 +67,7 @@ def join(target, source, clocks, sections, used):
             union(target + at, source + at)
 
 
-@compiled("void(i8, i8)")
+@native("void(i8, i8)")
 def met(clock, slot):
     """The lanes of the warp of this slot have met, or all of them have passed on what they did: see Order.tick."""
     epoch = load32(clock + 4 * slot) + u4(2)
@@ -77,7 +76,7 @@ def met(clock, slot):
     store32(clock + DIRTY, u4(0))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8)", python=True)
 def publish(target, clock, slot, clocks, sections, private, used):
     """A warp passes on what it has seen, all its lanes, and a new epoch of it begins (Order.tick). private: a section
     that it keeps to itself, or -1."""
@@ -91,7 +90,7 @@ def publish(target, clock, slot, clocks, sections, private, used):
     met(clock, slot)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8)", python=True)
 def commit(target, clock, slot, issued, bit, layout):
     """What tcgen05.commit, operation `bit` of a set, tells when it completes: what the warp has seen, of which a new
     epoch begins, the operations `issued` by its thread (or 0) and itself. At the strict level it tells of operations
@@ -113,7 +112,7 @@ def commit(target, clock, slot, issued, bit, layout):
     met(clock, slot)
 
 
-@compiled("void(i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8)", python=True)
 def hand_over(published, gathering, clocks, sections, used):
     """A phase ends: what was gathered is published, and the next phase begins with nothing."""
     join(published, gathering, clocks, sections, used)
@@ -125,7 +124,7 @@ def hand_over(published, gathering, clocks, sections, used):
             store64(gathering + at, np.uint64(0))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def meet(published, gathering, members, count, clocks, sections, private, used):
     """A phase ends at which warps have waited (pairs: the address of a clock, its slot): each passes on what it has
     seen, and takes in what all have."""
@@ -137,7 +136,7 @@ def meet(published, gathering, members, count, clocks, sections, private, used):
         join(i8(load64(members + 16 * k)), published, clocks, sections, used)
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def answer_wait(R, P, S, predicate, address_row, phase_row, m):
     """mbarrier.try_wait and test_wait by parity, of the lanes of m: 0 when the phase is over, nothing is wrong and the
     warp has taken in what the barrier publishes; else MACRO, and nothing has changed."""
@@ -178,7 +177,7 @@ def answer_wait(R, P, S, predicate, address_row, phase_row, m):
     return i8(0)
 
 
-@compiled("i8(i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, u4)")
 def members(R, S, row, m):
     """A .sync instruction: 0 when the membermask of each lane of m names that lane, else MACRO."""
     if load64(S + 8 * S_PHASES) == np.uint64(0):  # somebody follows each event
@@ -189,7 +188,7 @@ def members(R, S, row, m):
     return i8(0)
 
 
-@compiled("i8(i8)")
+@native("i8(i8)")
 def tick(S):
     """bar.warp.sync: Order.tick for the warp of S. MACRO when nobody keeps clocks here."""
     if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):

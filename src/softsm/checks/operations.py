@@ -8,12 +8,12 @@ from collections import deque
 import numpy as np
 
 from softsm.checks import shadow as sh
+from softsm.checks import tmem_shadow
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
-from softsm.engine.interpreter import tmem_shadow_module
 from softsm.engine.mma_chains import Growing
 from softsm.isa import product_chain
 from softsm.isa.tcgen05 import Work, checked_regions
@@ -47,7 +47,7 @@ class Operations:
         self.entered = 0
         self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
         self.instructions = checker.machine.program.instructions
-        self.operation = tmem_shadow_module().operation
+        self.operation = tmem_shadow.operation
 
     def enter(self, w) -> int:
         """A warp begins; its number as an issuer."""

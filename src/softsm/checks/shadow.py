@@ -29,8 +29,7 @@ numbers. What a clock says of a warp is odd where all its lanes have passed on w
 where only some of them have, without having met the others: `released` tells which.
 
 Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the
-records and the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest. Compiled by
-`interpreter.checking_module()`.
+records and the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ import numpy as np
 
 from softsm.checks.clocks import BEGIN, DIRTY, WORDS
 from softsm.engine.lanes import i8, load8, load16, load32, load64, store8, store32, store64, u4
+from softsm.engine.native import native
 from softsm.engine.program import (
     S_ALLOC,
     S_CLOCK,
@@ -57,9 +57,6 @@ from softsm.engine.program import (
     S_SLOT0,
     S_WARPS,
 )
-
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
-called = globals().get("called") or compiled  # for what Python calls as well
 
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
@@ -95,12 +92,12 @@ SEVERAL_CLUSTERS = 1 << 31
 CLUSTER = WRITTEN - 1
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def sget(S, k):
     return i8(load64(S + 8 * k))
 
 
-@compiled("i8(i8, i8, i8)")
+@native("i8(i8, i8, i8)")
 def complete(known, number, newest):
     """Is the asynchronous operation known to be complete?"""
     if newest - number >= OPS - 64:
@@ -109,7 +106,7 @@ def complete(known, number, newest):
     return i8((load32(known + 4 * (k >> 5)) >> u4(k & 31)) & u4(1))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def report(races, kind, place, address, pc, agent, epoch, other_pc, lane):
     n = i8(load64(races))
     for k in range(n):
@@ -129,7 +126,7 @@ def report(races, kind, place, address, pc, agent, epoch, other_pc, lane):
         store64(races, np.uint64(n + 1))
 
 
-@compiled("i8(i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8)")
 def released(races, slot, upto, epoch, lane):
     """Some lanes of the warp of `slot` have passed on what they did up to the epoch `upto`. Is an access of `epoch` by
     `lane` part of that? What came before the lanes had met is. The table has, for each of the last times between two
@@ -147,7 +144,7 @@ def released(races, slot, upto, epoch, lane):
     return 0 if lane & MANY and mask & (mask - u4(1)) == u4(0) else 1
 
 
-@compiled("i8(i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8)")
 def unseen(clock, agent, epoch, lane, races):
     """An access by a warp: 0 when it happened before, as `clock` says, 1 when it did not, 2 + lane when other lanes of
     its warp have released what they did, and this one has not."""
@@ -159,7 +156,7 @@ def unseen(clock, agent, epoch, lane, races):
     return 2 + (lane & 63)
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def not_before(agent, epoch, lane, me, clock, known, newest, races):
     """Did the last writer or reader (agent, epoch) happen before me? As in `unseen`."""
     if agent == 0 or agent == me:
@@ -169,19 +166,19 @@ def not_before(agent, epoch, lane, me, clock, known, newest, races):
     return unseen(clock, agent, epoch, lane, races)
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def both(lane, other):
     """Two lanes as one number of a finding."""
     return (NOBODY if lane < 0 else lane) | (other + 1) << 6
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def lanes_of(lane, found):
     """The same for what `unseen` has found."""
     return lane if found < 2 else both(lane, found - 2)
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def writer(touched, theirs):
     """The lane that wrote the touched bytes, from what the record says of its bytes, or NOBODY."""
     fresh = (theirs >> FRESH) & 15
@@ -190,7 +187,7 @@ def writer(touched, theirs):
     return (theirs >> LANE) & 63 | (MANY if theirs & SEVERAL else 0)
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def reader(touched, place):
     """The same for a read, by the field with its pc."""
     whole = (place >> READ_BYTES) & 15
@@ -199,7 +196,7 @@ def reader(touched, place):
     return (place >> READ_LANE) & 63 | (MANY if place & READ_SEVERAL else 0)
 
 
-@compiled("i8(i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8)")
 def written(at, touched, theirs, epoch, older):
     """The epoch in which the writer last wrote one of the touched bytes; -1 when it wrote none of them. `older`: where
     the record keeps the epoch of bytes that are not of its own."""
@@ -210,7 +207,7 @@ def written(at, touched, theirs, epoch, older):
     return -1
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def unordered(at, touched, older, pc, me, clock, known, newest, races):
     """Does warp `me` touch bytes that somebody else wrote, and nothing orders that write before? As in `unseen`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -220,7 +217,7 @@ def unordered(at, touched, older, pc, me, clock, known, newest, races):
     return not_before(agent, when, writer(touched, theirs), me, clock, known, newest, races)
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def behind_write(touched, write):
     """What an access that is not ordered behind a write is called."""
     if not write:
@@ -228,7 +225,7 @@ def behind_write(touched, write):
     return SAME if touched & QUIET else WAW
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8)")
 def lanes_race(touched, theirs, epoch, begin, lane, write):
     """One warp again, and its lanes have not met: did another lane of it write these bytes? Returns that lane, else -1.
     Bytes that several lanes wrote are held against an access of all of them only: then one was another's."""
@@ -243,7 +240,7 @@ def lanes_race(touched, theirs, epoch, begin, lane, write):
     return other if other != lane and other != NOBODY else -1
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
     """The record of a write by warp `me`, in its epoch `now`."""
     fresh = touched & 15
@@ -267,7 +264,7 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
     store32(at + 12, u4(mask | (touched & STRONG) | fresh << FRESH | who << LANE | several))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def other_readers(at, word, pc, me, clock, known, newest, races, lane):
     """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
     for k in range(2):
@@ -282,7 +279,7 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
             report(races, WAR, 0, word * 4, pc, peer, seen, place & PC, lanes_of(lane, found))
 
 
-@compiled("void(i8, i8, i8)")
+@native("void(i8, i8, i8)")
 def apart(shadow, blocks, word):
     """Each word of the block of `word` has a record of its own from now on."""
     block = word >> BLOCK_BITS
@@ -297,7 +294,7 @@ def apart(shadow, blocks, word):
             store64(to + k * 4 * RECORD + field, value)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def shared_word(S, word, touched, write, pc, lane, clock, known):
     """One warp touches some bytes of one word of its own shared memory."""
     index = sget(S, S_INDEX)
@@ -357,7 +354,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
-@compiled("void(i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8)")
 def global_reader(at, agent, epoch, pc, mark):
     """Remember a read; the reader before it stays known too, unless it is the same one."""
     if i8(load32(at + 16)) != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch:
@@ -369,7 +366,7 @@ def global_reader(at, agent, epoch, pc, mark):
     store32(at + 24, u4(pc | mark))
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
     """Are the last reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
     for k in range(2):
@@ -385,7 +382,7 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
                 report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
 
 
-@compiled("void(i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8)")
 def global_owner(at, cluster, write, races):
     """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
     owner = i8(load32(at + 44))
@@ -400,7 +397,7 @@ def global_owner(at, cluster, write, races):
         store64(races + 8 * CONTENDED, np.uint64(1))
 
 
-@called("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
     """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -422,7 +419,7 @@ def global_record(at, address, touched, write, pc, lane, clock, known, me, newes
     written_by(at, me, now, pc, touched, theirs, agent, lane, 40)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8)")
 def global_word(S, address, touched, write, pc, lane, clock):
     """One warp touches some bytes of one word of a known allocation (the one of S_HIT, else looked up)."""
     hit = sget(S, S_HIT)
@@ -438,7 +435,7 @@ def global_word(S, address, touched, write, pc, lane, clock):
     )  # fmt: skip
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def there(R, Q, S, row, k, log, wide, lane):
     """Does element k of what a lane stores already lie where it goes? The host addresses are in S[SCRATCH:]."""
     a = sget(S, S_SCRATCH + lane) + (k << log)
@@ -455,7 +452,7 @@ def there(R, Q, S, row, k, log, wide, lane):
     return i8(load64(a) == new)
 
 
-@compiled("i8(i8, u4, i8)")
+@native("i8(i8, u4, i8)")
 def overwriter(S, m, lane):
     """The last of the lanes after this one that store to the same place; -1 when there is none."""
     for later in range(31, lane, -1):
@@ -464,7 +461,7 @@ def overwriter(S, m, lane):
     return i8(-1)
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def quiet(R, Q, pool, S, rows, fmt, m):
     """Would the store whose host addresses are in S[SCRATCH:] change nothing?"""
     for k in range((fmt >> 4) & 15):
@@ -476,7 +473,7 @@ def quiet(R, Q, pool, S, rows, fmt, m):
     return QUIET
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, u4, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, u4, i8)")
 def collide(R, Q, pool, S, rows, fmt, m, pc):
     """That store has been made. A lane whose value is not there wrote to the place of another, with another value.
     In global memory only: Triton has all lanes of a reduction store what they have to one word of shared memory, and
@@ -495,7 +492,7 @@ def collide(R, Q, pool, S, rows, fmt, m, pc):
                 return
 
 
-@compiled("void(i8, i8, u4, i8, i8, i8)")
+@native("void(i8, i8, u4, i8, i8, i8)")
 def note(S, size, m, write, flags, pc):
     """The access whose host addresses are in S[SCRATCH:] is made by the lanes of m. flags: 1 = strong, QUIET."""
     if sget(S, S_RACES) == 0:

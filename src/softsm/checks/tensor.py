@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 
+from softsm.checks import tmem_shadow
 from softsm.checks.order import address_of
 from softsm.checks.shadow import OPS
 from softsm.checks.tmem_shadow import (
@@ -28,7 +29,6 @@ from softsm.checks.tmem_shadow import (
     SUMS,
 )
 from softsm.engine import program as pg
-from softsm.engine.interpreter import tmem_shadow_module
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 
@@ -122,9 +122,8 @@ class TensorChecks:
         self.order, self.operations, self.findings = checker.order, checker.operations, checker.findings
         self.report, self.strict = checker.report, checker.strict
         self.by_sm: dict[int, TensorShadow] = {}
-        cells = tmem_shadow_module()
-        self.touch, self.mark, self.waited, self.in_order = cells.touch, cells.mark, cells.waited, cells.in_order
-        self.busy = cells.busy
+        self.touch, self.mark, self.busy = tmem_shadow.touch, tmem_shadow.mark, tmem_shadow.busy
+        self.waited, self.in_order = tmem_shadow.waited, tmem_shadow.in_order
         self.found = np.zeros(1 + 3 * CELLS, np.int64)
         checker.order.newest[pg.FOUND] = address_of(self.found)
 

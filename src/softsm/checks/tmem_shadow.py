@@ -2,8 +2,7 @@
 
 The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) three times over, for the operation
 that wrote each cell last and the last two that read it, and behind that a byte for each cell: what it holds
-(checks/tensor.py). Compiled by `interpreter.tmem_shadow_module()`, which gives the compiled twin of checks/shadow.py as
-`records`.
+(checks/tensor.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from softsm.checks import byte_ranges, shadow
+from softsm.checks import shadow as records
+from softsm.checks.byte_ranges import asynchronous
 from softsm.checks.clocks import WORDS
 from softsm.checks.shadow import OPS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
@@ -41,6 +41,7 @@ from softsm.engine.mma_chains import (
     TABLE,
 )
 from softsm.engine.mma_chains import ENTRY as ENTRY_FIELDS
+from softsm.engine.native import native
 from softsm.engine.program import (
     CLOCKS,
     DISTANCE,
@@ -77,11 +78,6 @@ from softsm.engine.program import (
     WAIT_LOADS,
     WAIT_STORES,
 )
-
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
-inner = globals().get("inner") or compiled  # for what only compiled code calls
-records = globals().get("records") or shadow
-asynchronous = globals().get("asynchronous") or byte_ranges.asynchronous
 
 LANE_GROUPS, COLUMNS = 8, 512
 CELLS = LANE_GROUPS * COLUMNS
@@ -136,7 +132,7 @@ def copy_four(typingctx, to, of):
     return types.void(types.int64, types.int64), codegen
 
 
-@inner("void(i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8)")
 def note(S, number, pc, kind):
     """Operation `number` is issued by the warp of S."""
     entry = i8(load64(i8(load64(S + 8 * S_NEXT_OP)) + 8 * LOG)) + ENTRY * (number & (OPS - 1))
@@ -145,7 +141,7 @@ def note(S, number, pc, kind):
     store64(entry + 16, np.uint64(kind))
 
 
-@compiled("i8(i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8)", python=True)
 def in_order(old, read, new, write, strict):
     """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): an operation of kind `old` that read or
     wrote cells, and a later one of kind `new` that reads or writes them."""
@@ -160,7 +156,7 @@ def in_order(old, read, new, write, strict):
     return i8(now == PRODUCT and not (write and strict))
 
 
-@inner("void(i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8)")
 def unordered(S, number, reader, me, write, out):
     """Operation `number` wrote cells that `me` touches, or read cells that it writes, and is not known to be complete:
     add it to `out` unless it is in order before."""
@@ -179,7 +175,7 @@ def unordered(S, number, reader, me, write, out):
     store64(out, np.uint64(n + 1))
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def users(S, table, low, high, reader, me, write, known, out):
     """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
     order. Returns 1 when there is a cell that nobody used."""
@@ -200,7 +196,7 @@ def users(S, table, low, high, reader, me, write, known, out):
     return empty
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def look(S, table, groups, low, high, write, me, wrong):
     """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
     of tensor memory. Which operations wrote them (and read them, for a write) and are neither `me`, nor known to be
@@ -231,7 +227,7 @@ def look(S, table, groups, low, high, write, me, wrong):
     return n if n or flags & wrong else i8(-1)
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8)", python=True)
 def mark(table, groups, low, high, write, me, kind):
     """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
     for g in range(LANE_GROUPS):
@@ -256,7 +252,7 @@ def mark(table, groups, low, high, write, me, kind):
             at += 4 if four else 1
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
     """Note an operation of this kind that touches a region, `look`, and `mark` when the answer is -1. left: what it
     leaves behind in the cells."""
@@ -267,7 +263,7 @@ def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
     return n
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def compare(S, work, places, me, pc, lane, issued, silent):
     """What `operation` does. silent: where something is wrong it has changed nothing that doing it again would not, and
     reported nothing."""
@@ -305,7 +301,7 @@ def compare(S, work, places, me, pc, lane, issued, silent):
     return wrong
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8)", python=True)
 def operation(S, work, places, me, pc, lane, issued):
     """A matrix product, issued by one lane of the warp of S. Returns 1 when Python has to compare the regions of tensor
     memory, which then are as before.
@@ -317,7 +313,7 @@ def operation(S, work, places, me, pc, lane, issued):
     return compare(S, work, places, me, pc, lane, issued, 0)
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8)")
 def known_product(S, rows, table, a_tensor, lane, chain):
     """The entry of the product whose operands the registers `rows` of a lane have, or 0: see engine/mma_chains.py."""
     R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
@@ -339,7 +335,7 @@ def known_product(S, rows, table, a_tensor, lane, chain):
     return i8(0)
 
 
-@inner("i8(i8, i8, i8, i8, u4, i8)")
+@native("i8(i8, i8, i8, i8, u4, i8)")
 def product(S, rows, which, a_tensor, m, pc):
     """A matrix product, instruction `which` of them, that goes with the one before it: 0 when nothing is out of the
     ordinary and it has been compared, marked, numbered and noted in engine/mma_chains.py; else MACRO, and nothing has
@@ -374,7 +370,7 @@ def product(S, rows, which, a_tensor, m, pc):
     return i8(0)
 
 
-@compiled("i8(i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8)", python=True)
 def busy(S, table, low, high):
     """Has some operation touched these columns that the warp of S does not know to be complete?"""
     layout = i8(load64(S + 8 * S_NEXT_OP))
@@ -391,7 +387,7 @@ def busy(S, table, low, high):
     return i8(0)
 
 
-@compiled("void(i8, i8)")
+@native("void(i8, i8)", python=True)
 def waited(S, those):
     """The warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES): it knows them to be complete, at
     the strict level for its tcgen05 operations as well."""
@@ -407,7 +403,7 @@ def waited(S, those):
     store64(S + 8 * those, np.uint64(0))
 
 
-@inner("i8(i8, i8, u4)")
+@native("i8(i8, i8, u4)")
 def wait(S, kind, m):
     """tcgen05.wait, or registers of a load are due: MACRO when Python has to look, else 0."""
     if load64(S + 8 * S_PHASES) == np.uint64(0) or load64(S + 8 * S_OWED) != np.uint64(0):
@@ -423,7 +419,7 @@ def wait(S, kind, m):
     return i8(0)
 
 
-@inner("i8(i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def access(S, rows, row, count, store, about, pc):
     """tcgen05.ld and st by a whole warp: `count` registers, whose numbers are at `rows`, and as many columns of its 32
     lanes from the address in register `row` on. 0 when nothing is out of the ordinary and it has been done, compared,

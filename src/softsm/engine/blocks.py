@@ -21,8 +21,8 @@ import numpy as np
 
 from softsm.engine import native
 from softsm.engine import program as pg
-from softsm.engine.dispatch import definition, numbered
-from softsm.engine.translation import Load, Translation, bank_of, sources
+from softsm.engine.dispatch import numbered
+from softsm.engine.translation import Load, bank_of, sources, translate
 from softsm.engine.vec_access import ELEMENT, WIDE, WORDS
 from softsm.isa.registry import Micro
 
@@ -115,13 +115,12 @@ class Blocks:
             constants = {"R": self.program.constants_r, "Q": self.program.constants_q}
             rows = {(bank, int(row)) for m, r in used for bank, row in sources(m, r)}
             known = {key: constants[key[0]][key[1]] for key in sorted(rows) if key[1] in constants.get(key[0], ())}
-            unread = frozenset(self.program.private - self.read_first)
-            translation = Translation(records, steps, known, unread, self.loop(first, length))
-            text = "".join(definition(int(r[0]), m) for m, r in used) + records.tobytes().hex()
-            text += f" {[m for m in steps if isinstance(m, Load)]} {translation.loop} {translation.lanes}"
-            text += f" {sorted(known.items())} {sorted(unread & {(bank_of(m.dst), int(r[1])) for m, r in used})}"
-            text += native.source("translation") + native.source("dispatch")
-            self.table[index, 0] = native.functions("block", text, translation.build, ["block"])["block"]
+            written = {(bank_of(m.dst), int(r[1])) for m, r in used}
+            unread = frozenset(written & self.program.private - self.read_first)
+            build = functools.partial(
+                translate, records=records, steps=steps, known=known, unread=unread, loop=self.loop(first, length)
+            )
+            self.table[index, 0] = native.functions("block", build, ["block"])["block"]
 
     @functools.cached_property
     def read_first(self) -> set[tuple[str, int]]:

@@ -16,12 +16,12 @@ function at the address `lane_operation`, so that one loop serves the plain and 
 from __future__ import annotations
 
 import functools
-import pathlib
+from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
 
-from softsm.engine import build, native, selftest, vec
+from softsm.engine import entry, native, selftest, vec
 from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
@@ -32,6 +32,7 @@ from softsm.isa.registry import MICROS, Micro
 GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
 LETTERS = "abcd"
+VOCABULARY = {name: thing for name, thing in vars(vec).items() if callable(thing) or isinstance(thing, int)}
 HOT = 10_000  # executions after which a block is compiled: that takes about as long as interpreting it so often
 BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: R, Q, P, S, most turns; how many it made
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
@@ -62,7 +63,7 @@ def emit(m: Micro, rd, sources, mask: Bits, files: dict[str, ir.Value]) -> None:
 
 def evaluate(m: Micro, names: dict, mask):
     """The value of a micro-operation's expression; `names` are its sources by letter."""
-    return eval(_compiled(m.expression), vars(vec), {**names, "m": mask})  # noqa: S307
+    return eval(_compiled(m.expression), dict(VOCABULARY), {**names, "m": mask})  # noqa: S307
 
 
 @functools.cache
@@ -82,10 +83,6 @@ def cold_group(module: ir.Module, part: list[tuple[int, Micro]]) -> None:
             b.ret_void()
 
 
-def definition(n: int, m: Micro) -> str:
-    return f"{n} {m.name} {m.dst}={m.srcs} {m.expression}\n"
-
-
 class ColdOperations:
     """The table of their addresses; a group is compiled or loaded when a program has one of it."""
 
@@ -102,11 +99,8 @@ class ColdOperations:
         for g in sorted(used):
             if not self.table[g * GROUP]:
                 part = self.groups[g]
-                text = "".join(definition(n, m) for n, m in part)
                 names = {f"op{n}": n for n, _ in part}
-                got = native.functions(
-                    f"operations{g}", text, lambda module, part=part: cold_group(module, part), list(names)
-                )
+                got = native.functions(f"operations{g}", functools.partial(cold_group, part=part), list(names))
                 for name, n in reversed(names.items()):  # the first of the group last: it says that all are there
                     self.table[n - self.first] = got[name]
 
@@ -114,9 +108,8 @@ class ColdOperations:
 # ---------------------------------------------------------------- the loop
 
 
-def dispatch(module: ir.Module) -> None:
+def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
     """Add the function `run` to the module."""
-    hot, _ = numbered()
     tensor = {pg.OP_TENSOR_LD: tensor_access(module, False), pg.OP_TENSOR_ST: tensor_access(module, True)}
     function = ir.Function(module, RUN, "run")
     lane_operation, cold, S, pc0, mask0, stop, quantum, multi, results = function.args
@@ -324,22 +317,10 @@ def cold_operations() -> ColdOperations:
 @functools.cache
 def loop_address() -> int:
     hot, _ = numbered()
-    text = "".join(definition(n, m) for n, m in hot) + native.source("dispatch") + native.source("program")
-
-    def build(module: ir.Module) -> None:
-        selftest.check()
-        dispatch(module)
-
-    return native.functions("interpreter", text, build, ["run"])["run"]
+    return native.functions("interpreter", functools.partial(dispatch, hot=hot), ["run"], selftest.check)["run"]
 
 
-@functools.cache
-def entry():
-    """engine/entry.py, compiled."""
-    path = pathlib.Path(__file__).with_name("entry.py")
-    return build.load("entry", path.read_text(), (path.with_name("lanes.py"),), compiled=build.compiler)
-
-
-def runner(lane_operation: int):
+def runner(lane_operation: int) -> Callable:
     """`run` as described above."""
-    return functools.partial(entry().enter, loop_address(), lane_operation, cold_operations().address)
+    native.ready(entry)
+    return functools.partial(entry.enter, loop_address(), lane_operation, cold_operations().address)

@@ -1,5 +1,5 @@
 """From Python into the dispatch loop: one call of a compiled function that takes and returns numbers, which costs a
-microsecond; by ctypes it is four. Compiled by `dispatch.entry()`.
+microsecond; by ctypes it is four.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from softsm.engine.lanes import load32
-
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
+from softsm.engine.native import native
 
 
 @intrinsic
@@ -29,13 +28,13 @@ def call(typingctx, loop, lane_operation, cold, S, pc, mask, stop, quantum, mult
     return types.UniTuple(types.int64, 5)(*[types.int64] * 9), codegen
 
 
-@compiled("UniTuple(i8, 5)(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+@native("UniTuple(i8, 5)(i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def enter(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
     """-> status, pc, mask, lanes, steps."""
     return call(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi)
 
 
-@compiled("i8(i8)")
+@native("i8(i8)", python=True)
 def agreed(row):
     """The value that the 32 lanes of a 32-bit register have at this address, if all, active or not, have the same; else
     -1."""

@@ -2,7 +2,6 @@
 
 Everything here is scalar code over raw addresses (R, Q, P, S, pool are addresses of the register files, the state
 vector and the operand pool); on machines without gather instructions that is what a vector gather becomes anyway.
-The file is compiled by `interpreter.lanes_module()`, as text, into the cache folder; importing it gives constants.
 Bounds are checked before anything is touched: an access that leaves the CTA's own shared memory or the known global
 allocations returns SLOW and is done (or refused with a message) in Python.
 """
@@ -14,6 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from softsm.engine.native import native
 from softsm.engine.program import (
     LOCAL_WINDOW,
     S_ALIVE,
@@ -64,42 +64,40 @@ load16, store16 = _raw(16, "16")
 load32, store32 = _raw(32, "32")
 load64, store64 = _raw(64, "64")
 
-# Set by `build.load` when the file is compiled: the decorator that compiles with one explicit signature.
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
 u4, i8, u8 = np.uint32, np.int64, np.uint64
 
 
-@compiled("u4(i8, i8, i8)")
+@native("u4(i8, i8, i8)")
 def rget(R, row, lane):
     return load32(R + ((row << 5) + lane) * 4)
 
 
-@compiled("void(i8, i8, i8, u4)")
+@native("void(i8, i8, i8, u4)")
 def rput(R, row, lane, value):
     store32(R + ((row << 5) + lane) * 4, value)
 
 
-@compiled("u8(i8, i8, i8)")
+@native("u8(i8, i8, i8)")
 def qget(Q, row, lane):
     return load64(Q + ((row << 5) + lane) * 8)
 
 
-@compiled("void(i8, i8, i8, u8)")
+@native("void(i8, i8, i8, u8)")
 def qput(Q, row, lane, value):
     store64(Q + ((row << 5) + lane) * 8, value)
 
 
-@compiled("i8(i8, i8)")
+@native("i8(i8, i8)")
 def sget(S, k):
     return i8(load64(S + 8 * k))
 
 
-@compiled("void(i8, i8, i8)")
+@native("void(i8, i8, i8)")
 def sput(S, k, value):
     store64(S + 8 * k, u8(value))
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def matrices(R, S, rows, row, count, transpose, store):
     """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: matrix i between the register whose number is at
     rows + 4*i and the eight lines of 16 bytes that the register `row` names. SLOW, and nothing done, when a line is not
@@ -132,7 +130,7 @@ def matrices(R, S, rows, row, count, transpose, store):
     return OK
 
 
-@compiled("i8(i8, i8, i8)")
+@native("i8(i8, i8, i8)")
 def known(S, lo, hi):
     """Is [lo, hi) inside one known global allocation? The table is sorted; the last hit is remembered."""
     table, n = sget(S, S_ALLOC), sget(S, S_NALLOC)
@@ -152,7 +150,7 @@ def known(S, lo, hi):
     return 0
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, u4)")
 def locate(R, Q, S, space, row, offset, size, m):
     """Fill S[SCRATCH:] with the host addresses of the active lanes, all checked; SLOW if one is not plain."""
     lo, hi = i8(0x7FFFFFFFFFFFFFFF), i8(-0x8000000000000000)
@@ -197,7 +195,7 @@ def locate(R, Q, S, space, row, offset, size, m):
     return OK
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
 def load(R, Q, pool, S, space, rows, row, offset, fmt, m):
     log, count = fmt & 3, (fmt >> 4) & 15
     status = locate(R, Q, S, space, row, offset, count << log, m)
@@ -230,7 +228,7 @@ def load(R, Q, pool, S, space, rows, row, offset, fmt, m):
     return OK
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
 def store(R, Q, pool, S, space, rows, row, offset, fmt, m):
     log, count = fmt & 3, (fmt >> 4) & 15
     status = locate(R, Q, S, space, row, offset, count << log, m)
@@ -279,7 +277,7 @@ def _f64_bits(typingctx, x):
     return types.uint64(types.float64), lambda c, b, s, a: b.bitcast(a[0], ir.IntType(64))
 
 
-@compiled("u4(i8, i8, u4, u4, u4)")
+@native("u4(i8, i8, u4, u4, u4)")
 def atomic32(op, t, old, b, c):
     if op == EXCH:
         return b
@@ -301,7 +299,7 @@ def atomic32(op, t, old, b, c):
     return old if less == (op == MIN) else b
 
 
-@compiled("u8(i8, i8, u8, u8, u8)")
+@native("u8(i8, i8, u8, u8, u8)")
 def atomic64(op, t, old, b, c):
     if op == EXCH:
         return b
@@ -319,7 +317,7 @@ def atomic64(op, t, old, b, c):
     return old if less == (op == MIN) else b
 
 
-@compiled("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
 def atomic(R, Q, pool, S, space, rows, row, offset, fmt, m):
     """pool[rows:] = destination row (or -1), b row, c row; fmt = op | type << 8. Lanes take their turns in order."""
     op, t = fmt & 255, fmt >> 8
@@ -358,7 +356,7 @@ V_ANY, V_ALL, V_UNI, V_BALLOT = range(4)
 R_ADD, R_MIN, R_MAX, R_AND, R_OR, R_XOR, R_SMIN, R_SMAX = range(8)
 
 
-@compiled("u4(i8, i8, i8, u4)")
+@native("u4(i8, i8, i8, u4)")
 def reduce(R, ra, op, m):
     """redux.sync over the lanes of m."""
     first = True
@@ -387,7 +385,7 @@ def reduce(R, ra, op, m):
     return acc
 
 
-@compiled("i8(u4)")
+@native("i8(u4)")
 def first_lane(m):
     for lane in range(32):
         if (m >> u4(lane)) & u4(1):
@@ -395,7 +393,7 @@ def first_lane(m):
     return 0
 
 
-@compiled("i8(i8, i8, i8, u4)")
+@native("i8(i8, i8, i8, u4)")
 def missing(R, S, row, m):
     """Lanes named in the membermask that are alive but not here: they must arrive first."""
     member = rget(R, row, first_lane(m))

@@ -139,7 +139,7 @@ class Kernel:
         product_chain.mark(self.program, products)
         if checking:
             self.products = Tables(self.program, products)
-        self.interpreter = interpreter(self.program, checking)
+        self.interpreter = interpreter(self.program)
         self.blocks = Blocks(self.program, checking)
         self.tmem_columns = max(
             (

@@ -1,88 +1,126 @@
-"""Generated LLVM code: made once per machine, kept on disk as object files, loaded by every process.
+"""Native code, made in one of two ways and kept in one cache (engine/cache.py).
 
-`functions(name, text, build)` gives the addresses of the functions that `build` adds to an empty LLVM module. `text`
-must hold everything that decides what `build` makes, apart from the vector vocabulary: a hash of it and of the versions
-and the CPU is the file's name.
+`@native(signature)` has Numba compile a Python function, scalar code over raw addresses mostly. `functions(name, build,
+names)` gives the addresses of functions that `build` adds to an LLVM module: code for the 32 lanes of a warp at once.
+Both compile at the first use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import os
-import pathlib
-import platform
-import sys
+import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 
-import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba import config
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 
-_ENGINE = pathlib.Path(__file__).parent
-VOCABULARY = (
-    "native",
-    "vec",
-    "vec_types",
-    "vec_rows",
-    "vec_ops",
-    "vec_math",
-    "vec_round",
-    "vec_access",
-    "vec_small",
-    "vec_lanes",
-    "vec_tensor",
-)
+from softsm.engine import cache
+
 _kept: list = []  # engines own the code
 
-
-def cache_folder() -> pathlib.Path:
-    """$SOFTSM_CACHE, or a folder below the user's cache folder."""
-    chosen = os.environ.get("SOFTSM_CACHE")
-    if chosen:
-        return pathlib.Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base:
-        base = pathlib.Path.home() / ("Library/Caches" if platform.system() == "Darwin" else ".cache")
-    return pathlib.Path(base) / "softsm"
+# ---------------------------------------------------------------- by Numba
 
 
-def made_cache_folder() -> pathlib.Path:
-    folder = cache_folder()
+def native(signature: str | None, *, python: bool = False, c: bool = False, effort: int = 2) -> Callable[..., Native]:
+    """Compile a function at its first use, with one signature (None: for whatever it is given).
+
+    Other native functions can call it; `python`: Python too; `c`: generated code too, at its `address`. Both need
+    wrappers, which take time to compile. `effort` is LLVM's level of optimisation: 3 is for loops over arrays; code
+    that only branches and moves is as quick with 2, and compiled in two thirds of the time."""
+    return lambda function: Native(function, signature, python, c, effort)
+
+
+class Native(CPUDispatcher):
+    """A function of Numba's that knows its signature before it is compiled."""
+
+    def __init__(self, function: Callable, signature: str | None, python: bool, c: bool, effort: int):
+        options = {"nopython": True, "nogil": True, "error_model": "numpy"}
+        super().__init__(
+            function, targetoptions=options | {"no_cpython_wrapper": not python, "no_cfunc_wrapper": not c}
+        )
+        self.declared, self.effort, self.called = signature, effort, python or c
+        self._cache = _Kept(self)
+
+    def compile(self, signature):
+        """Called by Numba when a function needs this one; the types that it would pass do not matter."""
+        signature = self.declared or signature
+        known = self._cache.path(signature).exists()
+        # Variants of a function have one name; what they are linked by must differ, in whichever process it was made.
+        self.py_func.__qualname__ = f"{self.__name__}_{self._cache.key}"
+        # Numba's lock first: a thread that has it may be about to wait for the other one.
+        with global_compiler_lock, nullcontext() if known else cache.compiling(self.__name__), optimised(self.effort):
+            if self.declared and self.overloads:  # another thread was first
+                return next(iter(self.overloads.values())).entry_point
+            entry = super().compile(signature)
+            self.disable_compile(self.declared is not None)
+            return entry
+
+    def ready(self) -> None:
+        if not self.overloads:
+            self.compile(self.declared)
+
+    @property
+    def address(self) -> int:
+        self.ready()
+        (made,) = self.overloads.values()
+        return made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
+
+
+def ready(*modules: ModuleType) -> None:
+    """Compile or load what these modules have for callers that are not native."""
+    for module in modules:
+        for thing in vars(module).values():
+            if isinstance(thing, Native) and thing.called and thing.__module__ == module.__name__:
+                thing.ready()
+
+
+class _Kept(NullCache):
+    """Where Numba looks for a compiled function, and puts it."""
+
+    def __init__(self, function: Native):
+        self.function = function
+
+    @functools.cached_property
+    def key(self) -> str:
+        return cache.key(self.function, self.function.targetoptions, self.function.effort)
+
+    def path(self, signature):
+        home = self.function.__module__.rpartition(".")[2]
+        return cache.cache_folder() / f"{home}.{self.function.__name__}_{cache.key(self.key, str(signature))}.nbc"
+
+    def load_overload(self, signature, context):
+        path = self.path(signature)
+        if not path.exists():
+            return None
+        rtsys.initialize(
+            context
+        )  # what loaded code needs of it; getting ready to compile would take a third of a second
+        return CompileResult._rebuild(context, *pickle.loads(path.read_bytes()))
+
+    def save_overload(self, signature, made) -> None:
+        cache.write(self.path(signature), dumps(made._reduce()))
+
+
+@contextmanager
+def optimised(effort: int) -> Iterator[None]:
+    before = config.OPT
+    config.OPT = type(before)(min(effort, before))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        why = f"SOFTSM_CACHE: got {folder}, accepted is a folder to write to ({problem.strerror})"
-        raise ValueError(why) from None
-    return folder
+        yield
+    finally:
+        config.OPT = before
 
 
-@functools.cache
-def _vocabulary() -> bytes:
-    """A hash of the vector vocabulary, the versions and the CPU."""
-    h = hashlib.sha256()
-    for name in VOCABULARY:
-        h.update((_ENGINE / f"{name}.py").read_bytes())
-    h.update(f"{llvmlite.__version__} {sys.version_info[:2]} {llvm.get_host_cpu_name()}".encode())
-    h.update(llvm.get_host_cpu_features().flatten().encode())
-    return h.digest()
-
-
-def source(name: str) -> str:
-    """The text of a module of the engine, for `text` below."""
-    return (_ENGINE / f"{name}.py").read_text()
-
-
-def module_source(file: str) -> str:
-    return pathlib.Path(file).read_text()
-
-
-def fingerprint(text: str, *more: bytes) -> str:
-    h = hashlib.sha256(_vocabulary())
-    for part in (text.encode(), *more):
-        h.update(part)
-    return h.hexdigest()[:16]
+# ---------------------------------------------------------------- by LLVM alone
 
 
 @functools.cache
@@ -112,16 +150,18 @@ def object_code(build: Callable[[ir.Module], None], name: str) -> bytes:
     return machine.emit_object(parsed)
 
 
-def functions(name: str, text: str, build: Callable[[ir.Module], None], names: list[str]) -> dict[str, int]:
-    """Addresses of the functions `names` of the module that `build` fills; compiled if no process has done so."""
-    path = cache_folder() / f"{name}_{fingerprint(text)}.o"
+def functions(
+    name: str, build: Callable[[ir.Module], None], names: list[str], test: Callable[[], None] | None = None
+) -> dict[str, int]:
+    """Addresses of the functions `names` of the module that `build` fills; compiled if no process has done so, `test`
+    before that. `build` is a function, or a partial one with all that decides what it makes."""
+    path = cache.cache_folder() / f"{name}_{cache.key(build, object_code)}.o"
     if not path.exists():
-        with compiling(name):
+        with cache.compiling(name):
             if not path.exists():
-                code = object_code(build, name)
-                scratch = path.with_suffix(f".{os.getpid()}.tmp")
-                scratch.write_bytes(code)
-                scratch.replace(path)
+                if test is not None:
+                    test()
+                cache.write(path, object_code(build, name))
     return addresses(path.read_bytes(), names)
 
 
@@ -132,21 +172,3 @@ def addresses(code: bytes, names: list[str]) -> dict[str, int]:
     engine.finalize_object()
     _kept.append(engine)
     return {name: engine.get_function_address(name) for name in names}
-
-
-@contextlib.contextmanager
-def compiling(name: str) -> Iterator[None]:
-    """One process compiles, the others wait for it; say so."""
-    import fcntl
-
-    from rich.console import Console
-
-    folder = made_cache_folder()
-    console = Console(stderr=True)
-    text = f"softsm: compiling {name} for this CPU (once; kept in {folder})"
-    with open(folder / f"{name}.lock", "w") as lock, console.status(text):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)

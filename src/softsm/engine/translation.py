@@ -65,7 +65,6 @@ class Place:
 
 def inside(expression: str) -> str:
     """canonical(x) -> x."""
-    assert expression.startswith("canonical(") and expression.endswith(")"), expression
     return expression.removeprefix("canonical(")[:-1]
 
 
@@ -94,6 +93,11 @@ def group_mask(bits: ir.Value) -> Mask:
 def places() -> Vector:
     """1, 2, 4, ..: the bit of each lane within its group."""
     return Vector(ir.Constant(U.ir, [1 << i for i in range(U.count)]), U)
+
+
+def translate(module: ir.Module, **what) -> None:
+    """Add the function `block` to the module; see Translation."""
+    Translation(**what).build(module)
 
 
 class Translation:

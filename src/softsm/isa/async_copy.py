@@ -72,15 +72,14 @@ def lower(asm, ins, mods):
 
 def do_cp_async(w, mask, o):
     """One operation for all lanes of the instruction. Lanes with nothing to read write zeros."""
-    kernels = copy_kernels.kernels()
     plan = np.empty((3, 32), np.int64)
     at = plan.ctypes.data
     used = -1 if o.used is None else o.used
     ignored = 0 if o.ignore is None else int(w.P[o.ignore])
-    n = kernels.plan_lanes(w.state, at, mask, o.dst, o.src, used, ignored, o.size)
+    n = copy_kernels.plan_lanes(w.state, at, mask, o.dst, o.src, used, ignored, o.size)
     if n < 0:
         _explain(w, mask, o, ignored)
-    machine, move, size = w.machine, kernels.move_lanes, o.size
+    machine, move, size = w.machine, copy_kernels.move_lanes, o.size
 
     def effects(plan=plan) -> None:  # the default keeps the plan alive
         move(at, n, size)

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from softsm.engine import dispatch
+from softsm.engine import entry
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
@@ -67,7 +67,7 @@ def uniform(values: np.ndarray) -> int | None:
 
 def agreed(w, row: int) -> int | None:
     """The same for a 32-bit register of the warp, in a third of the time."""
-    value = dispatch.entry().agreed(w.S.item(pg.S_R) + 128 * row)
+    value = entry.agreed(w.S.item(pg.S_R) + 128 * row)
     return None if value < 0 else value
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from softsm.isa import fragments, sparsity, tensor_core
 from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
-from softsm.isa.tensor_kernels import kernels
+from softsm.isa.tensor_kernels import warp_product
 from softsm.isa.tensor_memory import take
 from softsm.ptx.ast import Imm
 
@@ -147,7 +147,7 @@ def do_float(w, mask, o):
         a = fragments.left(w.R[o.rows[:n]], o.types[1], o.m)
         b = fragments.right(w.R[o.rows[n : n + b_count]], o.types[2])
         c = w.R[o.rows[n + b_count : n + b_count + o.d_count]].any()
-    kernels().warp_product(w.R, o.rows, o.a_count, o.per, *o.tables)
+    warp_product(w.R, o.rows, o.a_count, o.per, *o.tables)
     if tapped:
         d_rows = o.rows[-o.d_count :]
         d = fragments.accumulator(w.R[d_rows], "f32", o.m).view(np.float32).T

@@ -72,7 +72,7 @@ class Chain:
             return
         k, n = p.shape.k, p.shape.n
         count, total, own = len(parts), len(parts) * k, n // len(ctas)
-        gather = tensor_kernels.kernels().gather_tiles
+        gather = tensor_kernels.gather_tiles
         tiles = b"".join([x.tiles[0] for _, x in parts] + [x.tiles[1] for _, x in parts])
         room.tiles[: len(tiles)] = tiles
         to_a, to_b, of_a = room.at_a, room.at_b, room.at_tiles

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm import formats
-from softsm.isa.tensor_kernels import kernels
+from softsm.isa.tensor_kernels import gather8, gather16, gather32, halves
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 
@@ -95,8 +95,7 @@ def tile(
     per = chunk_elements(name)
     size = (rows, k // per) if k_major else (k, -(-rows // per))
     word = np.dtype(_WORD.get(name, np.uint8))
-    kernel = kernels()
-    gather = {2: kernel.gather16, 1: kernel.gather8, 4: kernel.gather32}[word.itemsize]
+    gather = {2: gather16, 1: gather8, 4: gather32}[word.itemsize]
     table = decoding(name)
     chunks = swizzle.chunks(descriptor, k_major, *size)
     return Tile(gather, word, (descriptor.start & ~1023) >> 4, chunks.index, table, place, int(k_major == by_lanes))
@@ -165,7 +164,7 @@ def tensor_lanes(cells: np.ndarray, name: str, packed_fp4: bool = False) -> np.n
     if name in ("f16", "bf16"):
         k = cells.shape[0] * 2
         out = lane_rows(k, 4)
-        kernels().halves(cells, decoding(name), out)
+        halves(cells, decoding(name), out)
         return out
     containers = np.ascontiguousarray(cells.T).view(np.uint8)  # [lanes, 32]
     if packed_fp4:

@@ -5,38 +5,17 @@ stride 4), A is [k * stride + 2, 32] with the operand row of each lane in its pl
 NaNs, B is [n, k]. Results are written under lane masks, so half-filled layouts and disabled lanes cost nothing extra.
 Sums are fused multiply-adds in ascending k: the same bits on every machine. A NaN comes out as 0x7fffffff, as tensor
 cores make it.
-
-This file is compiled as text (see `kernels`); importing it gives the functions in plain Python.
 """
 
 from __future__ import annotations
 
-import functools
-import pathlib
-
 import numpy as np
 
 from softsm.engine.lanes import load8, load16, load32, load64, store32
-
-compiled = globals().get("compiled") or (lambda signature: lambda function: function)
-
-
-@functools.cache
-def kernels():
-    """The compiled functions of this file."""
-    from numba import njit
-
-    from softsm.engine import build
-
-    def compiler(signature):
-        return njit(signature, cache=True, nogil=True, error_model="numpy")
-
-    path = pathlib.Path(__file__)
-    lanes = path.parent.parent / "engine" / "lanes.py"
-    return build.load("tensor_core", path.read_text(), (lanes,), compiled=compiler)
+from softsm.engine.native import native
 
 
-@compiled("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+@native("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather16(shared, base, index, table, place, out, swap):
     """16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16, or empty
     for bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
@@ -53,7 +32,7 @@ def gather16(shared, base, index, table, place, out, swap):
                     out[i, place[j * 8 + e]] = value
 
 
-@compiled("void(u1[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+@native("void(u1[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather8(shared, base, index, table, place, out, swap):
     """8-bit elements through a table of 256 values; as gather16."""
     for i in range(index.shape[0]):
@@ -67,7 +46,7 @@ def gather8(shared, base, index, table, place, out, swap):
                     out[i, place[j * 16 + e]] = value
 
 
-@compiled("void(u4[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)")
+@native("void(u4[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather32(shared, base, index, table, place, out, swap):
     """tf32: the tensor core reads the upper 19 bits; as gather16."""
     for i in range(index.shape[0]):
@@ -81,7 +60,7 @@ def gather32(shared, base, index, table, place, out, swap):
                     out[i, place[j * 4 + e]] = value
 
 
-@compiled("void(u4[:,::1], u4[::1], u4[:,::1])")
+@native("void(u4[:,::1], u4[::1], u4[:,::1])", python=True, effort=3)
 def halves(cells, table, out):
     """A of 16-bit elements in tensor memory, [columns, 128 lanes] with two in each cell, by lanes; `table` as above."""
     convert = table.size > 0
@@ -100,7 +79,7 @@ def halves(cells, table, out):
 TILE = 8  # numbers that describe a tile for `gather_tiles`
 
 
-@compiled("void(i8, i8, i8, i8, i8, i8, i8)")
+@native("void(i8, i8, i8, i8, i8, i8, i8)", python=True, effort=3)
 def gather_tiles(shared, cells, tiles, count, out, width, step):
     """Several tiles, by addresses: number t from out + t * step on, `width` words from one row of `out` to the next.
     tiles, int64 [count, TILE]: bytes of an element, first chunk, address of the chunk numbers, rows and columns of
@@ -140,7 +119,7 @@ def gather_tiles(shared, cells, tiles, count, out, width, step):
                         store32(to + (i * width + np.int64(load64(place + 8 * (j * per + e)))) * 4, value)
 
 
-@compiled("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)")
+@native("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)", python=True, effort=3)
 def fragments(matrix, stride, first, registers, rows, store):
     """Move an accumulator of 16 rows between the registers `rows` of a warp and `matrix` (uint32 [n*stride, 32], lane =
     row of the product, `first` the lane of row 0). store: from the matrix to the registers.
@@ -159,7 +138,7 @@ def fragments(matrix, stride, first, registers, rows, store):
                 matrix[at, lane + (t >> 2)] = registers[r, t]
 
 
-@compiled("void(u4[:,::1], i8[::1], i8, u4[::1], u4[:,::1], i8)")
+@native("void(u4[:,::1], i8[::1], i8, u4[::1], u4[:,::1], i8)", python=True, effort=3)
 def left(registers, rows, per, table, out, first):
     """A of 16 rows from the registers `rows` of a warp, `per` elements in each, into lanes `first`.. of out [k, lanes].
     table: float32 bits of every code, empty for bf16 and tf32. The layout is that of isa/fragments.py."""
@@ -180,7 +159,7 @@ def left(registers, rows, per, table, out, first):
                     out[at + e, lane] = code << np.uint32(16)
 
 
-@compiled("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])")
+@native("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])", python=True, effort=3)
 def warp_product(registers, rows, a_count, per, a_table, b_table):
     """mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in a register;
     tables: float32 bits of every code, empty for bf16 and tf32."""

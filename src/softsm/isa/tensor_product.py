@@ -107,7 +107,7 @@ def multiply(module: ir.Module) -> None:
 @functools.cache
 def native_multiply():
     """`multiply`, with addresses and nothing checked."""
-    at = native.functions("product", native.module_source(__file__), multiply, ["multiply"])["multiply"]
+    at = native.functions("product", multiply, ["multiply"])["multiply"]
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(at)
 
 

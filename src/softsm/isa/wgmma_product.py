@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.isa import fragments, sparsity, tensor_core
-from softsm.isa.tensor_kernels import kernels
+from softsm.isa import fragments, sparsity, tensor_core, tensor_kernels
 from softsm.isa.tensor_product import multiply_add
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
@@ -153,7 +152,7 @@ def columns_of(parts: tuple[Part, ...]) -> np.ndarray:
 
 def write_registers(part: Part, result: np.ndarray, lane: int) -> None:
     if part.shape.d == "f32":
-        kernels().fragments(result, 2, lane, part.warp.R, part.d_rows, 1)
+        tensor_kernels.fragments(result, 2, lane, part.warp.R, part.d_rows, 1)
     else:
         part.warp.R[part.d_rows] = fragments.accumulator_registers(result, part.shape.d)
 
@@ -165,7 +164,6 @@ def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
     d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
     if s.d != "f32":
         return perform_alone(chain[0], d)
-    kernel = kernels()
     a = np.empty((plan.k, 64), np.uint32)
     b = np.empty((-(-s.n // 16) * 16, plan.k), np.uint32)  # MN-major chunks may reach past the last row
     k, aside = 0, []
@@ -176,7 +174,7 @@ def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
             per = fragments.PER_REGISTER[shape.a]
             table = tensor_core.decoding(shape.a)
             for i, part in enumerate(parts):
-                kernel.left(part.warp.R, of_a, per, table, given, 16 * i)
+                tensor_kernels.left(part.warp.R, of_a, per, table, given, 16 * i)
         else:
             of_a.read(cta.shared, given)
         of_b.read(cta.shared, b)
@@ -189,7 +187,7 @@ def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
         b ^= np.uint32(1 << 31)
     if first.add:
         for i, part in enumerate(chain[0]):
-            kernel.fragments(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
+            tensor_kernels.fragments(d, 2, 16 * i, part.warp.R, part.d_rows, 0)
     multiply_add(d, 0, both_halves(s.n), a, b.view(np.float32), 1.0 if first.add else 0.0)
     for terms in aside:
         if terms is not None:

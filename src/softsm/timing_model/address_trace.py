@@ -76,9 +76,8 @@ def _step(b: ir.IRBuilder, addresses: ir.Value) -> ir.Value:
 @functools.cache
 def operation() -> int:
     """The address of the function, to be given to `engine.dispatch.runner`."""
-    llvm.add_symbol(PLAIN, interpreter.lane_operation(False))
-    text = native.source("program") + native.module_source(__file__)
-    return native.functions("noting", text, noting, ["noting"])["noting"]
+    llvm.add_symbol(PLAIN, interpreter.lane_operation())
+    return native.functions("noting", noting, ["noting"])["noting"]
 
 
 class Notes:

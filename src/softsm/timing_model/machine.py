@@ -1,11 +1,9 @@
 """What a replay (replay.py) reads and changes: the kinds and columns of machine instructions, the parameters by
-their place in an array, and the arrays themselves, all of one dimension; and the replay as compiled code.
+their place in an array, and the arrays themselves, all of one dimension.
 """
 
 from __future__ import annotations
 
-import functools
-import pathlib
 from typing import NamedTuple
 
 import numpy as np
@@ -209,16 +207,3 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         np.zeros(11 * sms),
         np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers, ending]),
     )  # fmt: skip
-
-
-@functools.cache
-def compiled():
-    """The replay, compiled at the first use and kept on disk under a name that stands for its text, for this one and
-    for parts.py."""
-    from numba import njit
-
-    from softsm.engine import build
-
-    text, *rest = (pathlib.Path(__file__).with_name(f"{name}.py") for name in ("replay", "machine", "parts"))
-    module = build.load("replay", text.read_text(), tuple(rest))
-    return njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(module.simulate)

@@ -14,6 +14,7 @@ from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import makespan, over_grid
 from softsm.timing_model.lower import Lowering, Path, Streams, kinds_of, lowering_of
 from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
 from softsm.timing_model.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
@@ -323,7 +324,7 @@ class Model:
         state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
                              log, len(order) - (0 if whole else len(queues)))  # fmt: skip
-        if machine.compiled()(*state):
+        if simulate(*state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
         kept = state.log.reshape(-1, 6)[: state.count[0]]

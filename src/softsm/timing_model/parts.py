@@ -8,12 +8,11 @@ top, and a warp's new time changes the nodes on its way there.
 
 from __future__ import annotations
 
-from numba.extending import register_jitable
-
+from softsm.engine.native import native
 from softsm.timing_model.machine import COLD, FAR, INF, JUMP_FAR, JUMP_NEAR, LOW, NEAR
 
 
-@register_jitable
+@native(None)
 def plant(tree, leaves, w_time, active, n_active):
     """All nodes anew."""
     for k in range(leaves):
@@ -22,7 +21,7 @@ def plant(tree, leaves, w_time, active, n_active):
         tree[k] = min(tree[2 * k], tree[2 * k + 1])
 
 
-@register_jitable
+@native(None)
 def change(tree, k, time):
     """One leaf, and what is above it."""
     tree[k] = time
@@ -32,7 +31,7 @@ def change(tree, k, time):
         tree[k] = time
 
 
-@register_jitable
+@native(None)
 def earliest(tree, leaves):
     """-> (its place among the active warps, the earliest time of the others)"""
     second = INF
@@ -48,7 +47,7 @@ def earliest(tree, leaves):
     return k - leaves, second
 
 
-@register_jitable
+@native(None)
 def fetch(before, i, p):
     """Cycles until the code of an instruction is there that nobody has run: what follows the one before comes fast,
     what a jump leads to does not."""
@@ -58,7 +57,7 @@ def fetch(before, i, p):
     return p[JUMP_NEAR] * over / NEAR if over > 0 else p[COLD]
 
 
-@register_jitable
+@native(None)
 def held(board, first, mask):
     """When the scoreboards of the mask are down; `first`: of the warp."""
     time = 0.0
@@ -68,7 +67,7 @@ def held(board, first, mask):
     return time
 
 
-@register_jitable
+@native(None)
 def wake(tag, t, w_tag, w_time, first, after):
     """Warps from first to after that wait for what the tag names go on. -> whether there is one"""
     found = False
@@ -80,7 +79,7 @@ def wake(tag, t, w_tag, w_time, first, after):
     return found
 
 
-@register_jitable
+@native(None)
 def note(log, n, w, pos, begin, end, kind, more):
     """A row of the log, if there is room. -> rows"""
     if 6 * n >= len(log):

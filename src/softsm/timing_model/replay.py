@@ -6,7 +6,7 @@ each operation takes its slot and completes after a latency. mbarriers count arr
 them up. The warp with the earliest time goes first, so everything that another warp may have to wait for is known when
 it asks.
 
-Numba compiles it (`machine.compiled`) as one function over arrays of one dimension: arrays of two dimensions, a tuple
+Numba compiles it as one function over arrays of one dimension: arrays of two dimensions, a tuple
 of arrays, or functions that take many of them need two to three times as long to compile. Three quarters of that time
 are Numba's own, for types and the way to LLVM's language; fewer statements are what makes it shorter. Functions of few
 arrays are in parts.py.
@@ -15,6 +15,8 @@ arrays are in parts.py.
 from __future__ import annotations
 
 import numpy as np
+
+from softsm.engine.native import native
 
 # isort: off
 from softsm.timing_model.machine import (
@@ -33,6 +35,7 @@ from softsm.timing_model.machine import (
 from softsm.timing_model.parts import change, earliest, fetch, held, note, plant, wake
 
 
+@native(None, python=True, effort=3)
 def simulate(
     ints, values, fetched, issued, asked, stalls, s_ins, s_ev, s_cnt, e_kind, e_a, e_b, e_c, w_pos, w_end, w_event,
     w_sm, w_sched, w_inst, w_group, w_alone, w_time, w_since, w_tag, w_count, w_last, board, w_groups, w_ends, i_first,

@@ -108,7 +108,7 @@ def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
 @functools.lru_cache(maxsize=128)
 def disassemble(ptx: str, arch: str) -> tuple[str, str]:
     """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
-    from softsm.engine.native import cache_folder
+    from softsm.engine.cache import cache_folder
 
     key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
     kept = cache_folder() / "sass" / f"{key}.json"

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from softsm.checks import byte_ranges
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
 from softsm.checks.views import SharedShadow, SpareShadows
 from softsm.engine import program as pg
-from softsm.engine.interpreter import byte_ranges_module
 
 BLOCKS, WARPS, SLOTS = 6, 3, 4
 BYTES = 32 * BLOCKS - 8  # the last block is not whole
@@ -18,7 +18,7 @@ class Memory:
     """The shadow of a small shared memory, and warps that know something of each other."""
 
     def __init__(self, shadow: SharedShadow, clocks: np.ndarray):
-        self.shadow, self.clocks, self.spans = shadow, clocks, byte_ranges_module()
+        self.shadow, self.clocks, self.spans = shadow, clocks, byte_ranges
         self.layout = np.zeros(pg.LAYOUT, np.int64)
         self.layout[: pg.LOG] = 1, 2 * SLOTS, 2, WORDS
         self.races = np.zeros(sh.CLUSTERS + SLOTS, np.int64)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import softsm
+from softsm.checks import clocks
 from softsm.checks.checker import Checker
 from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
-from softsm.engine.interpreter import clocks_module
 
 SLOTS, SECTIONS, USED = 6, 4, 12
 LENGTH = 2 * SLOTS + SECTIONS * WORDS
@@ -43,7 +43,7 @@ def test_warps_that_meet_know_what_each_of_them_knew(private):
         made[slot] = max(int(w[slot]) + 2, int(want_published[slot]))  # a new epoch, and what others knew of it
     began = [int(w[slot]) for slot, w in enumerate(warps)]
     members = np.array([[address_of(w), slot] for slot, w in enumerate(warps)], np.int64)
-    clocks_module().meet(address_of(published), address_of(gathering), address_of(members), len(warps), 2 * SLOTS,
+    clocks.meet(address_of(published), address_of(gathering), address_of(members), len(warps), 2 * SLOTS,
                          SECTIONS, private, USED)  # fmt: skip
     assert not gathering.any()
     np.testing.assert_array_equal(published, want_published)

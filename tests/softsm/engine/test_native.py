@@ -1,7 +1,13 @@
-"""Generated LLVM code: compiled once, found again, by name of all that goes in."""
+"""Native code of both kinds: compiled once, found again by every process."""
 
 import ctypes
+import functools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import pytest
 from llvmlite import ir
 
@@ -10,38 +16,115 @@ from softsm.engine import native
 I64 = ir.IntType(64)
 
 
-def adding(constant: int, calls: list):
-    def build(module: ir.Module) -> None:
-        calls.append(constant)
-        function = ir.Function(module, ir.FunctionType(I64, [I64]), "f")
-        b = ir.IRBuilder(function.append_basic_block("entry"))
-        b.ret(b.add(function.args[0], I64(constant)))
-
-    return build
-
-
-def call(address: int, x: int) -> int:
-    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(x)
-
-
-def test_code_is_compiled_once_and_found_again(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path))
-    calls: list[int] = []
-    assert call(native.functions("tiny", "1", adding(1, calls), ["f"])["f"], 2) == 3
-    assert call(native.functions("tiny", "1", adding(1, calls), ["f"])["f"], 5) == 6
-    assert call(native.functions("tiny", "2", adding(2, calls), ["f"])["f"], 2) == 4
-    assert calls == [1, 2]
-    assert len(list(tmp_path.glob("tiny_*.o"))) == 2
+    return tmp_path
 
 
-def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
-    monkeypatch.delenv("SOFTSM_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.cache_folder() == tmp_path / "softsm"
+def add(module: ir.Module, constant: int) -> None:
+    function = ir.Function(module, ir.FunctionType(I64, [I64]), "f")
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    b.ret(b.add(function.args[0], I64(constant)))
 
 
-def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ValueError, match=r"^SOFTSM_CACHE: got .*/cache, accepted is a folder to write to \(.*\)$"):
-        native.made_cache_folder()
+def test_llvm_code_is_compiled_once_and_found_again(folder):
+    def added(constant: int, x: int) -> int:
+        address = native.functions("tiny", functools.partial(add, constant=constant), ["f"], lambda: tests.append(x))
+        return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address["f"])(x)
+
+    tests: list[int] = []
+    assert [added(1, 2), added(1, 5), added(2, 2)] == [3, 6, 4]
+    assert tests == [2, 2]  # before each compilation
+    assert len(list(folder.glob("tiny_*.o"))) == 2
+
+
+SOURCE = """
+from softsm.engine.native import native
+
+@native("i8(i8, u4)")
+def inner(x, y):
+    return x + y
+
+@native("i8(i8, i8)", python=True)
+def tiny(x, y):
+    return inner(x, y)
+"""
+
+
+def run(folder, source: str, call: str = "tiny(1, 2)") -> tuple[str, str]:
+    """In a process of its own."""
+    (folder / "made.py").write_text(f"{source}\nprint({call})")
+    command = [sys.executable, str(folder / "made.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_function_is_compiled_once_and_found_again(folder):
+    assert run(folder, SOURCE)[0] == "3"
+    made = {path: path.stat().st_mtime_ns for path in folder.glob("*.nbc")}
+    assert len(made) == 2
+    assert run(folder, "# moved\n" + SOURCE) == ("3", "")
+    assert made == {path: path.stat().st_mtime_ns for path in folder.glob("*.nbc")}
+    assert run(folder, SOURCE.replace("x + y", "x - y"))[0] == "-1"
+    assert len(list(folder.glob("*.nbc"))) == 4
+
+
+def test_nothing_is_compiled_before_it_is_used(folder):
+    assert run(folder, SOURCE, "tiny.overloads") == ("OrderedDict()", "")
+    assert not list(folder.glob("*.nbc"))
+
+
+def test_the_declared_signature_counts_and_not_the_arguments():
+    @native.native("u4(u4)", python=True)
+    def wrapped(x):
+        return x + numba.uint32(1)
+
+    assert wrapped(0xFFFFFFFF) == 0
+    assert len(wrapped.signatures) == 1
+
+
+def test_threads_that_need_a_function_at_once_wait_for_one_compilation():
+    @native.native("i8(i8)", python=True)
+    def doubled(x):
+        return x + x
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(doubled, range(8))) == list(range(0, 16, 2))
+
+
+def test_generated_code_calls_an_address():
+    @native.native("i8(i8)", c=True)
+    def squared(x):
+        return x * x
+
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(squared.address)(7) == 49
+
+
+def test_a_branch_that_a_constant_rules_out_is_not_compiled():
+    """Variants are made by functions around them: what a variant lacks may be None."""
+
+    def variant(extra):
+        more = extra is not None
+
+        @native.native("i8(i8)", python=True)
+        def function(x):
+            if more:
+                return extra(x)
+            return x
+
+        return function
+
+    one = native.native("i8(i8)")(lambda x: x + 1)
+    assert (variant(None)(1), variant(one)(1)) == (1, 2)
+
+
+def test_effort_is_for_one_function_alone(monkeypatch):
+    monkeypatch.setattr(numba.config, "OPT", type(numba.config.OPT)(3))
+    with native.optimised(2):
+        assert numba.config.OPT == 2
+    assert numba.config.OPT == 3
+    monkeypatch.setattr(numba.config, "OPT", type(numba.config.OPT)(0))  # somebody looks for a bug
+    with native.optimised(2):
+        assert numba.config.OPT == 0

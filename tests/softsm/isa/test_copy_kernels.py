@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from softsm.engine import program as pg
-from softsm.isa.copy_kernels import kernels
+from softsm.isa import copy_kernels
 
 SIZE = 16
 
@@ -27,9 +27,9 @@ class Lanes:
         self.plan = np.zeros((3, 32), np.int64)
 
     def run(self, mask=pg.ALL, used=-1, ignored=0):
-        n = kernels().plan_lanes(self.S.ctypes.data, self.plan.ctypes.data, mask, 1, 1, used, ignored, SIZE)
+        n = copy_kernels.plan_lanes(self.S.ctypes.data, self.plan.ctypes.data, mask, 1, 1, used, ignored, SIZE)
         if n >= 0:
-            kernels().move_lanes(self.plan.ctypes.data, n, SIZE)
+            copy_kernels.move_lanes(self.plan.ctypes.data, n, SIZE)
         return n
 
     @property

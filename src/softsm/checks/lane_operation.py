@@ -1,0 +1,32 @@
+"""What the interpreter calls for memory and exchange between lanes when races are checked: every access is followed."""
+
+from __future__ import annotations
+
+import functools
+
+from softsm.checks import byte_ranges, clocks, shadow, tmem_shadow
+from softsm.engine.interpreter import Watch, lane_by_lane
+from softsm.engine.native import ready
+
+checked = lane_by_lane(
+    Watch(
+        note=shadow.note,
+        quiet=shadow.quiet,
+        collide=shadow.collide,
+        keep_lines=byte_ranges.keep_lines,
+        register_lines=byte_ranges.register_lines,
+        answer_wait=clocks.answer_wait,
+        members=clocks.members,
+        tick=clocks.tick,
+        access=tmem_shadow.access,
+        wait=tmem_shadow.wait,
+        product=tmem_shadow.product,
+    )
+)
+
+
+@functools.cache
+def lane_operation() -> int:
+    """Its address. What Python calls is made ready as well, before a launch is divided among processes."""
+    ready(clocks, shadow, byte_ranges, tmem_shadow)
+    return checked.address
