@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import dsv4
-from dsv4.caches.kv import dequantize_rows
+from dsv4.caches.formats import FP8_584
 from dsv4.integrations.vllm.v4 import sparse_fwd
 
 LAYERS = {"window": 2, "csa": 21, "hca": 20}
@@ -180,7 +180,7 @@ def rows_at(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """bf16 rows [n, 512] of the slots [n]."""
     cache = dsv4.Fp8Cache.from_pages(pages)
     page, row = slots.long() // cache.rows_per_page, slots.long() % cache.rows_per_page
-    return dequantize_rows(cache.data_view()[page, row], cache.scale_view()[page, row], torch.bfloat16)
+    return FP8_584.dequantize(cache.data_view()[page, row], cache.scale_view()[page, row], torch.bfloat16)
 
 
 def pool(step: Step, kind: str, device: torch.device) -> torch.Tensor:

@@ -32,7 +32,7 @@ from deepseek_v4 import paging
 from deepseek_v4.serving import Serving
 from deepseek_v4.step import CSA, HCA, Step
 from dsv4 import elementwise as parts
-from dsv4.caches.kv import HEAD_DIM, ROPE
+from dsv4.caches.formats import FP8_584
 from dsv4.integrations.transformers import note_layers
 from dsv4.runtime import checks
 from dsv4.runtime.plan import plan
@@ -78,9 +78,14 @@ class PagedModel:
             if page_tokens % rate:
                 checks.fail("page_tokens", page_tokens, f"a multiple of {rate}, the ratio of {kind}")
         checks.one_of("rows", rows, ("model", "fp8"))
-        if rows == "fp8" and (config.head_dim, config.qk_rope_head_dim) != (HEAD_DIM, ROPE):
+        if rows == "fp8" and (config.head_dim, config.qk_rope_head_dim) != (
+            FP8_584.values,
+            FP8_584.values - FP8_584.coded,
+        ):
             came = f"'fp8' with head dim {config.head_dim} and {config.qk_rope_head_dim} rotated dims"
-            checks.fail("rows", came, f"'fp8' with head dim {HEAD_DIM} and {ROPE} rotated dims")
+            checks.fail(
+                "rows", came, f"'fp8' with head dim {FP8_584.values} and {FP8_584.values - FP8_584.coded} rotated dims"
+            )
         checks.head_dim("model.config.head_dim", config.head_dim)
         self.backend = checks.backend(backend)
         self.model, self.chunk, self.limit, self.vocabulary = model, chunk, requests, config.vocab_size

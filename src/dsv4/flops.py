@@ -121,8 +121,7 @@ FORMULAS = {
         "compress_backward",
         "merge_states_training",
         "merge_states_backward",
-        "write_fp8_cache",
-        "write_index_cache",
+        "write_rows",
     ): lambda given: 0,  # fmt: skip
 }
 

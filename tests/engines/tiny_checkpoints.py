@@ -170,14 +170,14 @@ def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arg
 
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-    from dsv4.caches.kv import dequantize_rows, quantize_rows
+    from dsv4.caches.formats import FP8_584
 
     eager, grouped = modeling.eager_attention_forward, modeling.DeepseekV4GroupedLinear.forward
     scorer = modeling.DeepseekV4IndexerScorer.forward
 
     def attention(module, query, key, value, *rest, **options):
-        packed = quantize_rows(key.flatten(0, -2).to(first))
-        rows = dequantize_rows(*packed, key.dtype).view(key.shape)
+        packed = FP8_584.quantize(key.flatten(0, -2).to(first))
+        rows = FP8_584.dequantize(*packed, key.dtype).view(key.shape)
         return eager(module, query, rows, rows, *rest, **options)
 
     def e4m3(x):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import dsv4
 from dsv4.bench import peers
-from dsv4.caches import kv as caches
+from dsv4.caches.formats import FP8_584
 from dsv4.caches.index_keys import quantize_queries, unpacked
 from dsv4.compress import api as compressor
 from dsv4.reference import rope_table
@@ -199,7 +199,7 @@ def writing(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The kernel, and what torch does of it without waiting for the device: the quantisation."""
     cache, x = dsv4.Fp8Cache.empty(200, 64, device="cuda"), bf16(rows, 512)
     slots = torch.randperm(cache.rows, device="cuda")[:rows]
-    return lambda: cache.write(slots, x), lambda: caches.quantize_rows(x)
+    return lambda: cache.write(slots, x), lambda: FP8_584.quantize(x)
 
 
 KINDS = (("csa", 512, 4, True), ("index keys", 128, 4, True), ("hca", 512, 128, False))

@@ -1,1 +1,1 @@
-"""Rows as bytes in pages: KV rows (kv.py), index keys (index_keys.py), the pages of both (pages.py)."""
+"""Rows as bytes in pages: row formats (formats.py), pages (pages.py), KV rows (kv.py), index keys (index_keys.py)."""

@@ -1,98 +1,96 @@
-"""Rows as bytes in pages that are split, not interleaved: what Fp8Cache and IndexCache have in common.
+"""Rows as bytes in pages: what Fp8Cache and IndexCache are. formats.py says what the bytes of a row mean.
 
-page p starts at byte p * page_stride:  [ R rows of data | R rows of scales | padding ]
-row r is row r % R of page r // R
+page p starts at byte p * page_stride; row r is row r % R of page r // R
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dsv4.runtime import checks, operators
+from dsv4.caches.formats import FORMATS, RowFormat
+from dsv4.runtime import checks, dispatch, operators
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_NUMBERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class SplitPages:
-    """Pages of rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not. A kind of row says how
-    long it is and how it is quantised."""
+class PackedRows:
+    """Pages of rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
+
+    storage        uint8 [bytes], contiguous
+    rows_per_page  rows in one page
+    page_stride    bytes from page to page; default: the format's
+    format_name    says what the bytes of a row mean: of formats.FORMATS; a class for one format has it as its default
+    """
 
     storage: Tensor
     rows_per_page: int
     page_stride: int = -1
+    format_name: str = ""
 
-    WIDTH: ClassVar[int]  # values of a row
-    DATA_BYTES: ClassVar[int]
-    SCALE_BYTES: ClassVar[int]
-    STRIDE_UNIT: ClassVar[int]  # pages begin at multiples of it when nothing else is asked for
-    WRITE: ClassVar[str]  # the operator of `write`
+    def __post_init__(self) -> None:
+        checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
+        if self.format_name not in FORMATS:
+            checks.fail("format_name", repr(self.format_name), ", ".join(FORMATS))
+        rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
+        used = rows * self.format.row_bytes
+        stride = self.format.default_stride(rows) if checks.whole(self.page_stride) == -1 else self.page_stride
+        accepted = f"an int >= rows_per_page * {self.format.row_bytes} = {used}"
+        object.__setattr__(self, "rows_per_page", rows)
+        object.__setattr__(self, "page_stride", checks.at_least(used, "page_stride", stride, accepted))
 
-    @staticmethod
-    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, WIDTH] -> uint8 (data [n, DATA_BYTES], scales [n, SCALE_BYTES])."""
-        raise NotImplementedError
-
-    def write_on_gpu(self, slots: Tensor, rows: Tensor) -> bool:
-        """Write by a kernel; False if there is none here."""
-        raise NotImplementedError
-
-    @classmethod
-    def row_bytes(cls) -> int:
-        return cls.DATA_BYTES + cls.SCALE_BYTES
+    @property
+    def format(self) -> RowFormat:
+        return FORMATS[self.format_name]  # the name is kept: torch.compile knows texts, and no classes of ours
 
     @classmethod
     def stride_for(cls, rows_per_page: int) -> int:
         """Bytes from one page to the next when nothing else is asked for."""
-        return -(-rows_per_page * cls.row_bytes() // cls.STRIDE_UNIT) * cls.STRIDE_UNIT
-
-    def __post_init__(self) -> None:
-        checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
-        rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
-        used = rows * self.row_bytes()
-        stride = self.stride_for(rows) if checks.whole(self.page_stride) == -1 else self.page_stride
-        accepted = f"an int >= rows_per_page * {self.row_bytes()} = {used}"
-        object.__setattr__(self, "rows_per_page", rows)
-        object.__setattr__(self, "page_stride", checks.at_least(used, "page_stride", stride, accepted))
+        return FORMATS[cls.format_name].default_stride(rows_per_page)
 
     @classmethod
     def empty(
-        cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu"
-    ) -> Self:
+        cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu",
+        format: RowFormat | None = None,
+    ) -> Self:  # fmt: skip
         """Zeroed pages. Zero bytes read back as rows of zeros."""
         pages = checks.at_least(0, "pages", pages)
         # Without pages first: it checks the sizes, and gives the stride.
         stride = -1 if page_stride is None else page_stride
-        none = cls(torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device)), rows_per_page, stride)
+        nothing = torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device))
+        none = cls(nothing, rows_per_page, stride, format.name if format else cls.format_name)
         if pages * none.page_stride >= 1 << 63:
             checks.fail("pages", pages, f"at most {((1 << 63) - 1) // none.page_stride} of {none.page_stride} bytes")
         return replace(none, storage=none.storage.new_zeros(pages * none.page_stride))
 
     @classmethod
-    def pack(cls, rows: Tensor, *, rows_per_page: int = 64, page_stride: int | None = None) -> Self:
+    def pack(
+        cls, rows: Tensor, *, rows_per_page: int = 64, page_stride: int | None = None, format: RowFormat | None = None
+    ) -> Self:
         """Quantise rows [n, values] into new pages; row i gets number i, and the last page is padded with zeros."""
-        checks.tensor("rows", rows, ("n", cls.WIDTH), FLOATS, unit_last=False)
+        checks.tensor("rows", rows, ("n", (format or FORMATS[cls.format_name]).values), FLOATS, unit_last=False)
         if rows.is_meta:
             accepted = f"a tensor with values; {cls.__name__}.empty makes pages of any device"
             checks.fail("rows", "a meta tensor", accepted)
         pages = -(-rows.shape[0] // checks.at_least(1, "rows_per_page", rows_per_page))
-        cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device)
+        cache = cls.empty(pages, rows_per_page, page_stride=page_stride, device=rows.device, format=format)
         cache.write(torch.arange(rows.shape[0], device=rows.device), rows)
         return cache
 
     @classmethod
-    def from_pages(cls, pages: Tensor) -> Self:
+    def from_pages(cls, pages: Tensor, *, format: RowFormat | None = None) -> Self:
         """The caches of serving engines, [pages, rows, bytes] or [pages, rows, 1, bytes], without a copy.
 
-        Any one-byte dtype. Their shape speaks of the bytes of a row; those inside a page are split as described above
-        all the same. The stride of dim 0 is the page stride.
+        Any one-byte dtype. Their shape speaks of the bytes of a row, whatever their order inside a page. The stride
+        of dim 0 is the page stride.
         """
-        width = cls.row_bytes()
+        name = format.name if format else cls.format_name
+        width = FORMATS[name].row_bytes
         accepted = f"one-byte elements [pages, rows, {width}] or [pages, rows, 1, {width}], contiguous inside a page"
         if not checks.is_tensor(pages) or pages.element_size() != 1:
             checks.fail("pages", checks.describe(pages), accepted)
@@ -104,7 +102,7 @@ class SplitPages:
         stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * width)
         span = (count - 1) * stride + rows * width if count else 0
         flat = pages.view(torch.uint8).as_strided((span,), (1,), pages.storage_offset())
-        return cls(flat, rows, stride)
+        return cls(flat, rows, stride, name)
 
     def with_storage(self, storage: Any) -> Self:
         """The same pages in other memory, or in what stands for it where no memory is read (program.Slot)."""
@@ -115,7 +113,7 @@ class SplitPages:
     @property
     def pages(self) -> int:
         # The last page need not be padded up to the stride.
-        used = self.rows_per_page * self.row_bytes()
+        used = self.rows_per_page * self.format.row_bytes
         return 0 if self.storage.numel() < used else (self.storage.numel() - used) // self.page_stride + 1
 
     @property
@@ -127,27 +125,36 @@ class SplitPages:
     def device(self) -> torch.device:
         return self.storage.device
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, self.format.values)
+
     def data_view(self) -> Tensor:
         """uint8 [pages, rows_per_page, bytes], a view of the storage: the data of every row."""
-        return self._view(self.DATA_BYTES, 0)
+        return self._view(self.format.data_bytes, self.format.data_step, 0)
 
     def scale_view(self) -> Tensor:
         """uint8 [pages, rows_per_page, bytes], a view of the storage: the scales of every row."""
-        return self._view(self.SCALE_BYTES, self.rows_per_page * self.DATA_BYTES)
+        start = self.format.scales_begin(self.rows_per_page)
+        return self._view(self.format.scale_bytes, self.format.scale_step, start)
 
-    def _view(self, width: int, start: int) -> Tensor:
+    def page_view(self) -> Tensor:
+        """uint8 [pages, rows_per_page, bytes of a row], as engines hold them, whatever the order inside a page."""
+        return self._view(self.format.row_bytes, self.format.row_bytes, 0)
+
+    def _view(self, width: int, step: int, start: int) -> Tensor:
         size = (self.pages, self.rows_per_page, width)
-        return self.storage[start:].as_strided(size, (self.page_stride, width, 1))
+        return self.storage[start:].as_strided(size, (self.page_stride, step, 1))
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Quantise rows [n, values] into the row numbers slots [n]; slot -1 drops its row."""
         like = ("storage", self.storage)
-        checks.tensor("rows", rows, ("n", self.WIDTH), FLOATS, like=like, unit_last=False)
+        checks.tensor("rows", rows, ("n", self.format.values), FLOATS, like=like, unit_last=False)
         checks.tensor("slots", slots, (rows.shape[0],), ROW_NUMBERS, like=like, unit_last=False)
         checks.forward_only(rows=rows)
         if operators.observed() or self.storage.is_meta or not operators.all_plain((self.storage, slots, rows)):
-            operator = getattr(torch.ops.dsv4, self.WRITE)
-            operator(self.storage, slots, rows, self.rows_per_page, self.page_stride)
+            pages = (self.rows_per_page, self.page_stride, self.format_name)
+            torch.ops.dsv4.write_rows(self.storage, slots, rows, *pages)
         else:
             self._write(slots, rows)
 
@@ -155,25 +162,70 @@ class SplitPages:
         if checks.values_checked(slots):
             checks.in_range("slots", slots, -1, self.rows - 1)
         if self.storage.is_cuda and rows.dtype != torch.float64:
-            with torch.cuda.device(self.device):
-                if self.write_on_gpu(slots, rows):
-                    return
-        data, scales = self.quantize(rows)
+            if self.format.store is not None and dispatch.has_kernels(self.device):
+                from dsv4.caches.kernels.pack import write_rows  # with Triton, which a CPU does not need
+
+                with torch.cuda.device(self.device):
+                    write_rows(self, slots, rows)
+                return
+        data, scales = self.format.quantize(rows)
         keep = (slots >= 0) & (slots < self.rows)
         slots, data, scales = slots[keep].long(), data[keep], scales[keep]
         page, place = slots // self.rows_per_page, slots % self.rows_per_page
         self.data_view()[page, place] = data
         self.scale_view()[page, place] = scales
 
+    def gather(self, indices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Rows [..., values] of the given row numbers [...]; -1 gives a row of zeros. Only these rows are read."""
+        checks.dtype("dtype", dtype, FLOATS)
+        shape = tuple(indices.shape) if checks.is_tensor(indices) else ("...",)
+        checks.tensor("indices", indices, shape, ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
+        if checks.values_checked(indices):
+            checks.in_range("indices", indices, -1, self.rows - 1)
+        if self.rows == 0:
+            return torch.zeros(*indices.shape, self.format.values, dtype=dtype, device=self.device)
+        flat = indices.reshape(-1).long()
+        absent = (flat < 0) | (flat >= self.rows)
+        rows = self.gather_rows(torch.where(absent, 0, flat), dtype)
+        # Row 0 stands in for an absent one and may hold anything, NaN included: overwrite, do not multiply by zero.
+        rows.masked_fill_(absent[:, None], 0)
+        return rows.view(*indices.shape, self.format.values)
 
-def define_write(kind: type[SplitPages]) -> None:
-    """Its operator: what a compiler sees of `write`, whose own code picks the rows that are kept by their values."""
+    def gather_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [n, values] of the row numbers rows int64 [n], which the caller has checked."""
+        page, place = rows // self.rows_per_page, rows % self.rows_per_page
+        start = self.format.scales_begin(self.rows_per_page)
+        data = self._gather_bytes(self.data_view(), 0, page, place)
+        return self.format.dequantize(data, self._gather_bytes(self.scale_view(), start, page, place), dtype)
 
-    def kernel(storage: Tensor, slots: Tensor, rows: Tensor, rows_per_page: int, page_stride: int) -> None:
-        kind(storage, rows_per_page, page_stride)._write(slots, rows)
+    def _gather_bytes(self, view: Tensor, start: int, page: Tensor, place: Tensor) -> Tensor:
+        """view[page, place], uint8 [n, width]; start is where the view begins in a page."""
+        width = view.shape[2]
+        if self.format.interleaved or self.page_stride % width or start % width:
+            return view[page, place]
+        # The usual strides are whole rows: index_select then copies rows at once, which is several times faster.
+        lines = self.storage[: self.storage.numel() // width * width].view(-1, width)
+        return lines.index_select(0, page * (self.page_stride // width) + start // width + place)
 
-    def fake(storage: Tensor, slots: Tensor, rows: Tensor, rows_per_page: int, page_stride: int) -> None:
-        return None
+    def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """All rows, [rows, values]."""
+        checks.dtype("dtype", dtype, FLOATS)
+        data = self.data_view().reshape(-1, self.format.data_bytes)
+        return self.format.dequantize(data, self.scale_view().reshape(-1, self.format.scale_bytes), dtype)
 
-    arguments = "Tensor(a!) storage, Tensor slots, Tensor rows, SymInt rows_per_page, SymInt page_stride"
-    operators.define(f"{kind.WRITE}({arguments}) -> ()", kernel, fake)
+
+# The operator of `write`: what a compiler sees of it, whose own code picks the rows that are kept by their values.
+
+
+def _write_kernel(
+    storage: Tensor, slots: Tensor, rows: Tensor, rows_per_page: int, page_stride: int, format: str
+) -> None:
+    PackedRows(storage, rows_per_page, page_stride, format)._write(slots, rows)
+
+
+def _write_fake(*_: Any) -> None:
+    return None
+
+
+ARGUMENTS = "Tensor(a!) storage, Tensor slots, Tensor rows, SymInt rows_per_page, SymInt page_stride, str format"
+operators.define(f"write_rows({ARGUMENTS}) -> ()", _write_kernel, _write_fake)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.index_keys import IndexCache
-from dsv4.caches.kv import ROW_NUMBERS, Fp8Cache
+from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.pages import ROW_NUMBERS
 from dsv4.compress import api as compressor
 from dsv4.fmha import problem
 from dsv4.fmha.problem import FmhaProblem
@@ -255,7 +256,7 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
 def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
     """dsv4.compress to rows, to a pool and to FP8 pages, also from an engine's states; rows and index keys into FP8
     pages."""
-    from dsv4.caches.kernels.index_keys import write_keys
+    from dsv4.caches.kernels.pack import write_rows
     from dsv4.compress.kernels import pages
     from dsv4.runtime import launch
 
@@ -273,8 +274,8 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
                 pages.run(states, one, one.int(), one, table, one, weight, torch.empty(16, sizes.rope), made, m, 1e-6)
         for rows, numbers in itertools.product((torch.bfloat16, torch.float32), ROW_NUMBERS):
             slots = torch.zeros(1, dtype=numbers)
-            kernels.write(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows))
-            write_keys(IndexCache.empty(1, 64), slots, torch.empty(1, 128, dtype=rows))
+            write_rows(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows))
+            write_rows(IndexCache.empty(1, 64), slots, torch.empty(1, 128, dtype=rows))
     return found
 
 

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
-from dsv4.caches.index_keys import DIMS, IndexCache
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.pages import FLOATS, ROW_NUMBERS, PackedRows
 from dsv4.compress import training
 from dsv4.runtime import checks, dispatch
 from dsv4.v4.problem import Pool
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, which changes no bit
 
 
@@ -65,7 +63,7 @@ class CompressProblem:
     new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
     new_gate: Tensor
     rows: Tensor | None = None  # [B, windows, d], to be filled; or
-    pool: Pool | IndexCache | None = None  # written to, ...
+    pool: Pool | None = None  # written to, ...
     slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
 
     q = property(lambda self: self.kv)  # whose device counts
@@ -99,7 +97,7 @@ def compress(
     state: CompressState | None = None,
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
-    out: Pool | IndexCache | None = None,
+    out: Pool | None = None,
     slots: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Any, CompressState]:
@@ -158,10 +156,7 @@ def compress(
     if out is None:
         return rows, after
     assert slots is not None
-    if isinstance(out, IndexCache):
-        out.write(slots.flatten(), rows.flatten(0, -2))
-    else:
-        caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
+    caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
     return out, after
 
 
@@ -193,7 +188,7 @@ def _reason(p: CompressProblem) -> str | None:
     return "there are none" if module is None else module.supports(p)
 
 
-def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | IndexCache | None) -> tuple[Any, CompressState]:
+def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
     if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
         with dispatch.entered(found, kv.device) as target:
             module = dispatch.kernel_module("compress", target.capability)
@@ -331,8 +326,8 @@ def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
     if out is None:
         return
     like = ("kv", kv)
-    if isinstance(out, (Fp8Cache, IndexCache)):
-        kind, width = ("an Fp8Cache", caches.HEAD_DIM) if isinstance(out, Fp8Cache) else ("an IndexCache", DIMS)
+    if isinstance(out, PackedRows):
+        kind, width = f"an {type(out).__name__}", out.format.values
         if d != width:
             checks.fail("out", f"{kind} for rows of {d}", f"{kind} for rows of {width}")
         if out.device != kv.device:
@@ -343,6 +338,6 @@ def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
             checks.fail("out", checks.describe(out), accepted)
         checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
         checks.dtype("out", out.dtype, FLOATS)
-    checks.tensor("slots", slots, (*kv.shape[:-2], n), caches.ROW_NUMBERS, like=like, unit_last=False)
+    checks.tensor("slots", slots, (*kv.shape[:-2], n), ROW_NUMBERS, like=like, unit_last=False)
     if checks.values_checked(kv):
         checks.in_range("slots", slots, -1, caches.pool_size(out) - 1)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.caches.index_keys import DIMS, IndexCache
-from dsv4.caches.kv import HEAD_DIM, Fp8Cache
+from dsv4.caches.pages import PackedRows
 from dsv4.compress.api import pooled
 from dsv4.runtime import checks, dispatch
 
@@ -24,7 +23,7 @@ def compress_pages(
     slots: Tensor,
     norm_weight: Tensor,
     cos_sin: Tensor,
-    out: Fp8Cache | IndexCache,
+    out: PackedRows,
     *,
     ratio: int,
     eps: float = 1e-6,
@@ -46,9 +45,9 @@ def compress_pages(
     """
     checks.tensor("states", states, ("pages", "lines", "2 * width"), (torch.float32,))
     like, n = ("states", states), positions.shape[0]
-    d = {Fp8Cache: HEAD_DIM, IndexCache: DIMS}.get(type(out))
-    if d is None:
+    if not isinstance(out, PackedRows):
         checks.fail("out", checks.describe(out), "a dsv4.Fp8Cache or a dsv4.IndexCache")
+    d = out.format.values
     if states.shape[2] not in (2 * d, 4 * d):
         checks.fail("states", f"lines of {states.shape[2]}", f"{2 * d} (HCA) or {4 * d} (CSA) with this out")
     for name, x in (("tokens", tokens), ("requests", requests), ("positions", positions), ("slots", slots)):

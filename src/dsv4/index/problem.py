@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dsv4.caches.formats import INDEX_132
 from dsv4.runtime import checks
 
-KEY_BYTES = 132  # of dsv4.IndexCache
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -150,12 +150,13 @@ def build(
 
 def _check_pages(q: Tensor, k: Tensor, block_table) -> None:
     """Pages of an IndexCache: uint8 [pages, page, 132], the bytes of a page one after the other."""
-    if q.ndim != 3 or q.shape[2] != KEY_BYTES - 4:
-        checks.fail("q", f"shape {list(q.shape)}", f"shape [N, H, {KEY_BYTES - 4}] with an IndexCache")
-    checks.tensor("k", k, ("pages", "page", KEY_BYTES), (torch.uint8,), like=("q", q), unit_last=False)
-    if k.shape[1] == 0 or (k.stride(1), k.stride(2)) != (KEY_BYTES, 1):
+    values, row_bytes = INDEX_132.values, INDEX_132.row_bytes
+    if q.ndim != 3 or q.shape[2] != values:
+        checks.fail("q", f"shape {list(q.shape)}", f"shape [N, H, {values}] with an IndexCache")
+    checks.tensor("k", k, ("pages", "page", row_bytes), (torch.uint8,), like=("q", q), unit_last=False)
+    if k.shape[1] == 0 or (k.stride(1), k.stride(2)) != (row_bytes, 1):
         got = f"shape {list(k.shape)}, strides {list(k.stride())}"
-        checks.fail("k", got, f"pages of at least one row of {KEY_BYTES} bytes, contiguous inside a page")
+        checks.fail("k", got, f"pages of at least one row of {row_bytes} bytes, contiguous inside a page")
     if block_table is None:
         checks.fail("block_table", None, "int32 [R, pages] with an IndexCache")
 

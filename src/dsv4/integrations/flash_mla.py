@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches.kv import HEAD_DIM, ROW_BYTES, Fp8Cache
+from dsv4.caches.formats import FP8_584
+from dsv4.caches.kv import Fp8Cache
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
@@ -99,8 +100,8 @@ def flash_mla_with_kvcache(
     checks.tensor("q", q, ("b", "s_q", "h_q", "d"), checks.FLOATS)
     b, s_q, heads, d = q.shape
     _width("q", d)
-    if checks.whole(head_dim_v) != HEAD_DIM:
-        checks.fail("head_dim_v", checks.describe(head_dim_v), f"{HEAD_DIM}")
+    if checks.whole(head_dim_v) != FP8_584.values:
+        checks.fail("head_dim_v", checks.describe(head_dim_v), f"{FP8_584.values}")
     if num_splits is not None:
         checks.fail("num_splits", checks.describe(num_splits), "None, as get_mla_metadata gives it")
     for name, x in (
@@ -155,7 +156,7 @@ def flash_mla_sparse_fwd(
     kv: Tensor,
     indices: Tensor,
     sm_scale: float,
-    d_v: int = HEAD_DIM,
+    d_v: int = FP8_584.values,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     *,
@@ -175,8 +176,8 @@ def flash_mla_sparse_fwd(
     s_q, heads, d = q.shape
     like = ("q", q)
     _width("q", d)
-    if checks.whole(d_v) != HEAD_DIM:
-        checks.fail("d_v", checks.describe(d_v), f"{HEAD_DIM}")
+    if checks.whole(d_v) != FP8_584.values:
+        checks.fail("d_v", checks.describe(d_v), f"{FP8_584.values}")
     checks.tensor("kv", kv, ("s_kv", 1, d), checks.FLOATS, like=like)
     checks.int32("indices", indices, (s_q, 1, "topk"), like)
     checks.flag("return_max_logits", return_max_logits)
@@ -201,20 +202,22 @@ def _absent(accepted: str, **arguments: Any) -> None:
 
 def _width(name: str, d: int) -> None:
     if d == 576:
-        checks.fail(name, "head dim 576 (DeepSeek-V3: keys of 576 columns, values of 512)", f"head dim {HEAD_DIM}")
-    if d != HEAD_DIM:
-        checks.fail(name, f"head dim {d}", f"head dim {HEAD_DIM}")
+        checks.fail(
+            name, "head dim 576 (DeepSeek-V3: keys of 576 columns, values of 512)", f"head dim {FP8_584.values}"
+        )
+    if d != FP8_584.values:
+        checks.fail(name, f"head dim {d}", f"head dim {FP8_584.values}")
 
 
 def _pool(name: str, x: Any, fp8: bool) -> Pool:
     if checks.is_tensor(x) and x.layout != torch.strided:
         checks.fail(name, f"layout {x.layout}", "a dense strided tensor")
     if not fp8:
-        accepted = f"a tensor [blocks, rows, 1, {HEAD_DIM}] of q's dtype, or is_fp8_kvcache=True"
-        if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.shape[3] != HEAD_DIM:
+        accepted = f"a tensor [blocks, rows, 1, {FP8_584.values}] of q's dtype, or is_fp8_kvcache=True"
+        if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.shape[3] != FP8_584.values:
             checks.fail(name, checks.describe(x), accepted)
         return x[:, :, 0]
-    accepted = f"one-byte elements [blocks, rows, 1, {ROW_BYTES}] (DeepSeek-V4), contiguous inside a block"
+    accepted = f"one-byte elements [blocks, rows, 1, {FP8_584.row_bytes}] (DeepSeek-V4), contiguous inside a block"
     if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.dtype not in FP8_DTYPES:
         checks.fail(name, checks.describe(x), accepted)
     if x.shape[3] in OTHER_ROWS:

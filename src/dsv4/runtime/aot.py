@@ -36,8 +36,9 @@ def source_hash() -> str:
 
 
 def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:
-    """The name of a variant: arguments are type names in order, constants what is fixed at compile time."""
-    text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True)
+    """The name of a variant: arguments are type names in order, constants what is fixed at compile time:
+    numbers, texts, and formats of rows, whose repr says all there is to know."""
+    text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True, default=repr)
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -103,7 +104,8 @@ def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[st
     meta = compiled.metadata
     record = {
         "format": FORMAT, "kernel": kernel.__name__, "entry": meta.name, "arch": arch, "arguments": types,
-        "constants": constants, "threads": meta.num_warps * 32, "shared": meta.shared, "clusters": meta.num_ctas,
+        "constants": json.loads(json.dumps(constants, default=repr)), "threads": meta.num_warps * 32,
+        "shared": meta.shared, "clusters": meta.num_ctas,
         "dependent": bool(meta.launch_pdl), "descriptors": [dict(d) for d in meta.tensordesc_meta],
         "triton": _triton_version(), "sources": source_hash(),
     }  # fmt: skip

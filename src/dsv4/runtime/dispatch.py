@@ -146,6 +146,14 @@ def module_here(operation: str, device: torch.device) -> ModuleType | None:
         return None
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for the GPU that a device is."""
+    capability = torch.cuda.get_device_capability(device)
+    if triton_version() is None or capability not in ARCHITECTURES:
+        return False
+    return settings.aot is not None or too_old(capability) is None
+
+
 @cache
 def triton_version() -> tuple[int, int] | None:
     try:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dsv4.caches.kv import HEAD_DIM, Fp8Cache
+from dsv4.caches.formats import FP8_584
+from dsv4.caches.kv import Fp8Cache
 from dsv4.runtime import checks
 from dsv4.runtime.plan import Plan, plan
 
@@ -81,7 +82,7 @@ def _v4_calls(made: Plan, q: Tensor, page_size: int, fp8: tuple[bool, ...]) -> I
     """(tensors, options) of a call with one listed row, for each kind of pool and of compressed rows that fit."""
     numbers = torch.zeros(made.batch, 1, dtype=torch.int32, device=q.device)
     for packed in fp8:
-        if packed and made.head_dim != HEAD_DIM:
+        if packed and made.head_dim != FP8_584.values:
             continue
         rows = q.new_zeros(page_size, made.head_dim)
         pool = Fp8Cache.pack(rows, rows_per_page=page_size) if packed else rows

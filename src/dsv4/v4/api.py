@@ -4,7 +4,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches import kv as caches
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Outputs
 from dsv4.runtime.plan import Plan
@@ -63,9 +63,9 @@ def v4_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def v4_attention(
     q: Tensor,
-    window: Tensor | Fp8Cache,
+    window: Pool,
     window_indices: Tensor,
-    compressed: Tensor | Fp8Cache | None = None,
+    compressed: Pool | None = None,
     compressed_indices: Tensor | None = None,
     *,
     window_lengths: Tensor | None = None,
@@ -138,52 +138,42 @@ def v4_attention(
         cos_sin, positions = inverse_rope
     if inverse_rope is not None and (cos_sin is None or positions is None):
         checks.fail("inverse_rope", checks.describe(inverse_rope), "None or (cos_sin, positions)")
-    rows, window_page, window_stride = _travelling(window)
-    more_rows, compressed_page, compressed_stride = _travelling(compressed)
+    rows, *window_pages = caches.parts_of(window)
+    more_rows, *compressed_pages = caches.parts_of(compressed)
     tensors = (
         q, rows, window_indices, more_rows, compressed_indices, window_lengths, compressed_lengths,
         compressed_block_table, request_starts, cos_sin, positions, sink,
     )  # fmt: skip
     options = (
-        window_page, window_stride, compressed_page, compressed_stride,
+        *window_pages, *compressed_pages,
         checks.scale(softmax_scale), checks.flag("deterministic", deterministic),
     )  # fmt: skip
     return operators.call(V4_ATTENTION, tensors, options, return_lse, out, plan, checks.backend(backend))
 
 
-# The operators. A pool travels as a tensor, rows per page and page stride; both 0: the tensor holds rows, not bytes.
+# The operators. A pool travels as a tensor, rows per page, page stride and format; without one the tensor holds rows,
+# not bytes.
 
 ARGUMENTS = (
     "Tensor q, Tensor window, Tensor window_indices, Tensor? compressed=None, Tensor? compressed_indices=None, "
-    "*, SymInt window_rows_per_page=0, SymInt window_page_stride=0, "
-    "SymInt compressed_rows_per_page=0, SymInt compressed_page_stride=0, "
+    "*, SymInt window_rows_per_page=0, SymInt window_page_stride=0, str window_format='', "
+    "SymInt compressed_rows_per_page=0, SymInt compressed_page_stride=0, str compressed_format='', "
     "Tensor? window_lengths=None, Tensor? compressed_lengths=None, Tensor? compressed_block_table=None, "
     "Tensor? request_starts=None, Tensor? cos_sin=None, Tensor? positions=None, Tensor? sink=None, "
     "float? softmax_scale=None, bool deterministic=False"
 )
 
 
-def _travelling(pool: Any) -> tuple[Any, int, int]:
-    """(tensor, rows per page, page stride)."""
-    if isinstance(pool, Fp8Cache):
-        return pool.storage, pool.rows_per_page, pool.page_stride
-    return pool, 0, 0
-
-
-def _arrived(storage: Tensor | None, rows_per_page: int, page_stride: int) -> Tensor | Fp8Cache | None:
-    return storage if storage is None or not rows_per_page else Fp8Cache(storage, rows_per_page, page_stride)
-
-
 def _build(
     q, window, window_indices, compressed=None, compressed_indices=None, *,
-    window_rows_per_page=0, window_page_stride=0, compressed_rows_per_page=0, compressed_page_stride=0,
-    cos_sin=None, positions=None, **options,
+    window_rows_per_page=0, window_page_stride=0, window_format="", compressed_rows_per_page=0,
+    compressed_page_stride=0, compressed_format="", cos_sin=None, positions=None, **options,
 ) -> problem.V4Problem:  # fmt: skip
     return problem.build(
         q,
-        _arrived(window, window_rows_per_page, window_page_stride),
+        caches.from_parts(window, window_rows_per_page, window_page_stride, window_format),
         window_indices,
-        _arrived(compressed, compressed_rows_per_page, compressed_page_stride),
+        caches.from_parts(compressed, compressed_rows_per_page, compressed_page_stride, compressed_format),
         compressed_indices,
         inverse_rope=None if cos_sin is None and positions is None else (cos_sin, positions),
         **options,
@@ -204,7 +194,8 @@ V4_ATTENTION = Operation(
     ),
     3,
     (
-        "window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride",
+        "window_rows_per_page", "window_page_stride", "window_format",
+        "compressed_rows_per_page", "compressed_page_stride", "compressed_format",
         "softmax_scale", "deterministic",
     ),
     (3,),

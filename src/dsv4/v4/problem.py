@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.pages import PackedRows
 from dsv4.runtime import checks
 
-Pool = Tensor | Fp8Cache  # [rows, D], [pages, rows per page, D], or pages of 584-byte rows
+Pool = Tensor | PackedRows  # [rows, D], [pages, rows per page, D], or packed rows: an Fp8Cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class V4Problem:
     * compressed rows compressed_indices[n, :compressed_lengths[n]], or, with a block table, the rows
       0 .. compressed_lengths[n]-1 of its request r: row j is row j % page of page block_table[r, j // page].
 
-    Any strides but the last, which is 1. D is 64, 128, 256 or 512; an Fp8Cache means 512. Queries past the last
+    Any strides but the last, which is 1. D is 64, 128, 256 or 512; packed rows have D values. Queries past the last
     request see no compressed rows. Without value checks (on a GPU) numbers may be wrong: treat a row or page number
     out of range as -1, clamp lengths and positions, read nothing out of bounds.
     """
@@ -152,11 +152,12 @@ def build(
 
 def _pool(name: str, x, q: Tensor) -> None:
     d = q.shape[-1]
-    if isinstance(x, Fp8Cache):
-        if d != caches.HEAD_DIM:
-            checks.fail(name, f"an Fp8Cache with q of head dim {d}", "an Fp8Cache with q of head dim 512")
+    if isinstance(x, PackedRows):
+        kind = f"an {type(x).__name__}"
+        if d != x.format.values:
+            checks.fail(name, f"{kind} with q of head dim {d}", f"{kind} with q of head dim {x.format.values}")
         if x.device != q.device:
-            checks.fail(name, f"an Fp8Cache on {x.device}", f"the device of q, {q.device}")
+            checks.fail(name, f"{kind} on {x.device}", f"the device of q, {q.device}")
         return
     if not checks.is_tensor(x):
         checks.fail(name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache")

@@ -1,6 +1,6 @@
 """v4_attention with gradients: its training operators. backward.py says what a backend receives.
 
-Rows of an Fp8Cache have no gradient; q and sink have theirs beside them.
+Packed rows have no gradient; q and sink have theirs beside them.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches import kv as caches
 from dsv4.runtime import gradients, operators
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.problem import V4Problem
@@ -17,19 +17,20 @@ TENSORS = (
     "q", "window", "compressed", "sink", "window_indices", "compressed_indices", "window_lengths",
     "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
 )  # fmt: skip
-PAGING = ("window_rows_per_page", "window_page_stride", "compressed_rows_per_page", "compressed_page_stride")
+PAGES = {"rows_per_page": ("SymInt", 0), "page_stride": ("SymInt", 0), "format": ("str", "")}  # of a pool
+PAGING = {f"{pool}_{name}": x for pool in ("window", "compressed") for name, x in PAGES.items()}
 ARGUMENTS = (*TENSORS, *PAGING, "softmax_scale", "deterministic", "backend")
 REQUIRED = ("q", "window", "window_indices")
 DIFFERENTIABLE = TENSORS[:4]
 
 TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in REQUIRED else '?'} {name}" for name in TENSORS)
-OPTION_SCHEMA = ", ".join(f"SymInt {name}" for name in PAGING)
+OPTION_SCHEMA = ", ".join(f"{kind} {name}" for name, (kind, _) in PAGING.items())
 OPTION_SCHEMA += ", float? softmax_scale, bool deterministic, str backend"
 
 
 def call(given: dict[str, Any], return_lse: bool, plain: bool) -> Any:
     """The public function, its arguments checked, when a gradient will be asked for."""
-    arguments = (given.get(name, 0 if name in PAGING else None) for name in ARGUMENTS)
+    arguments = (given.get(name, PAGING[name][1] if name in PAGING else None) for name in ARGUMENTS)
     out, lse = gradients.forward("v4_attention", plain, *arguments)
     return (out, lse) if return_lse else out
 
@@ -38,8 +39,7 @@ def _pools(given: dict[str, Any]) -> tuple[Any, Any]:
     """Tensors of rows, or the caches that travelled as bytes."""
 
     def pool(name: str) -> Any:
-        rows, stride = given[f"{name}_rows_per_page"], given[f"{name}_page_stride"]
-        return Fp8Cache(given[name], rows, stride) if rows else given[name]
+        return caches.from_parts(given[name], *(given[f"{name}_{part}"] for part in PAGES))
 
     return pool("window"), pool("compressed")
 

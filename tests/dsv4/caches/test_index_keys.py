@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import softsm
-from dsv4.caches.index_keys import ROW_BYTES, IndexCache, data_of, quantize_keys, quantize_queries, scales_of, unpacked
-from dsv4.caches.kernels.index_keys import write_keys
+from dsv4.caches.formats import INDEX_132
+from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
+from dsv4.caches.kernels.pack import write_rows
 
 
 def keys(n, seed=0, scale=1.0):
@@ -16,7 +17,7 @@ def keys(n, seed=0, scale=1.0):
 
 def test_a_page_is_data_then_scales():
     cache = IndexCache.pack(keys(3), rows_per_page=2)
-    values, scales = quantize_keys(keys(3))
+    values, scales = INDEX_132.codes(keys(3))
     page = cache.storage[: cache.page_stride]
     assert cache.pages == 2 and cache.rows == 4 and cache.page_stride == 272
     assert torch.equal(page[:256].view(2, 128), values[:2].view(torch.uint8))
@@ -27,7 +28,7 @@ def test_a_page_is_data_then_scales():
 def test_scales_are_the_least_powers_of_two_that_fit():
     rows = torch.zeros(6, 128)
     rows[:, 5] = torch.tensor([448.0, 448.0 * 1.001, 1.0, 0.0, 1e-6, -3e4])
-    values, scales = quantize_keys(rows)
+    values, scales = INDEX_132.codes(rows)
     expected = [2.0 ** math.ceil(math.log2(max(abs(x), 1e-4) / 448)) for x in rows[:, 5].double().tolist()]
     assert scales.tolist() == expected
     assert (values.float() * scales[:, None]).isfinite().all()
@@ -38,7 +39,7 @@ def test_rounding_is_that_of_e4m3():
     """4 bits of mantissa: half a unit in the last place is 2^-4 of a value, or of the least normal number."""
     x = keys(500, scale=3.0)
     back = IndexCache.pack(x).unpack(torch.float32)[:500]
-    scale = quantize_keys(x)[1]
+    scale = INDEX_132.codes(x)[1]
     bound = torch.maximum(x.abs() * 2.0**-4, scale[:, None] * 2.0**-10)
     assert ((back - x).abs() <= bound).all()
 
@@ -59,16 +60,16 @@ def test_slots_drop_and_overwrite():
 
 
 def test_pages_of_engines_are_taken_without_a_copy():
-    block = torch.zeros(5, 3, 64 * ROW_BYTES, dtype=torch.uint8)  # pages of three layers side by side
-    pages = block[:, 1].view(5, 64, 1, ROW_BYTES)
+    block = torch.zeros(5, 3, 64 * INDEX_132.row_bytes, dtype=torch.uint8)  # pages of three layers side by side
+    pages = block[:, 1].view(5, 64, 1, INDEX_132.row_bytes)
     cache = IndexCache.from_pages(pages)
-    assert (cache.pages, cache.rows_per_page, cache.page_stride) == (5, 64, 3 * 64 * ROW_BYTES)
+    assert (cache.pages, cache.rows_per_page, cache.page_stride) == (5, 64, 3 * 64 * INDEX_132.row_bytes)
     x = keys(5 * 64)
     cache.write(torch.arange(len(x)), x)
     assert not block[:, 0].any() and not block[:, 2].any()
     values, scales = unpacked(cache.page_view())
-    assert torch.equal(values.view(torch.uint8), data_of(cache.page_view()))
-    assert torch.equal(scales[..., None].contiguous().view(torch.uint8), scales_of(cache.page_view()))
+    assert torch.equal(values.view(torch.uint8), cache.data_view())
+    assert torch.equal(scales[..., None].contiguous().view(torch.uint8), cache.scale_view())
     assert torch.equal(values.float() * scales[..., None], IndexCache.pack(x).unpack(torch.float32).view(5, 64, 128))
 
 
@@ -77,7 +78,7 @@ def test_scales_of_queries_go_into_the_weights():
     small, weights = quantize_queries(q, w)
     k = torch.randn(7, 128)
     got = torch.einsum("nh,nhs->ns", weights, (small.float() @ k.T).relu())
-    values, scales = quantize_keys(q)
+    values, scales = INDEX_132.codes(q)
     want = torch.einsum("nh,nhs->ns", w, ((values.float() * scales[..., None]) @ k.T).relu())
     torch.testing.assert_close(got, want)
 
@@ -111,7 +112,7 @@ def test_the_kernel_writes_the_same_bytes():
     want, got = IndexCache.empty(5, 8), IndexCache.empty(5, 8)
     want.write(slots, x)
     with softsm.use("sm_90a"), softsm.checking(races=True) as report:
-        write_keys(got, slots, x)
+        write_rows(got, slots, x)
     assert not report, str(report)
     assert torch.equal(got.scale_view(), want.scale_view())
     finite = ~torch.isin(torch.arange(40), slots[5:7].long())  # the values of a row whose scale is NaN do not count

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4.caches.kv import DATA_BYTES, ROW_BYTES, Fp8Cache, dequantize_rows, quantize_rows
+from dsv4.caches.formats import FP8_584
+from dsv4.caches.kv import Fp8Cache
 
 
 def rows_of(n, seed=0, spread=8.0):
@@ -69,14 +70,14 @@ def test_every_byte_pair_dequantises_as_ml_dtypes_does():
     """All 256 e4m3 codes under all scales that bf16 can carry exactly, and the ue8m0 NaN."""
     codes = np.arange(448, dtype=np.int64) % 256
     for e in (1, 60, 114, 127, 128, 240, 255):
-        data = np.zeros((1, DATA_BYTES), np.uint8)
+        data = np.zeros((1, FP8_584.data_bytes), np.uint8)
         data[0, :448] = codes
         scales = np.full((1, 8), e, np.uint8)
         with np.errstate(over="ignore", invalid="ignore"):
             scale = scales[:, :1].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
             want = data[0, :448].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale[0]
             want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
-        got = dequantize_rows(torch.from_numpy(data), torch.from_numpy(scales))[0, :448].float().numpy()
+        got = FP8_584.dequantize(torch.from_numpy(data), torch.from_numpy(scales))[0, :448].float().numpy()
         np.testing.assert_array_equal(got, want)
 
 
@@ -87,11 +88,11 @@ def test_scale_is_the_smallest_power_of_two_that_fits(seed, exponent, mantissa):
     amax = np.float32(448) * np.float32(mantissa) * np.float32(2.0**exponent)
     rows = torch.zeros(1, 512)
     rows[0, seed % 448] = float(amax) * (1 if seed % 2 else -1)
-    data, scales = quantize_rows(rows)
+    data, scales = FP8_584.quantize(rows)
     e = int(scales[0, (seed % 448) // 64]) - 127
     least = math.ceil(math.log2(max(float(np.float32(amax / np.float32(448))), float(np.float32(1e-4)))))
     assert e == least
-    back = dequantize_rows(data, scales, torch.float32)[0, seed % 448]
+    back = FP8_584.dequantize(data, scales, torch.float32)[0, seed % 448]
     assert abs(float(back) - float(rows[0, seed % 448])) <= float(amax) / 16 + 2.0 ** (e - 10)
 
 
@@ -141,7 +142,7 @@ def choose(cache):
 
 @pytest.mark.parametrize("kind, read", [(Fp8Cache, attend), (dsv4.IndexCache, choose)])
 def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
-    rows, slots = torch.randn(4, kind.WIDTH).bfloat16(), torch.tensor([7, -1, 0, 11])
+    rows, slots = torch.randn(4, kind.empty(0, 1).format.values).bfloat16(), torch.tensor([7, -1, 0, 11])
 
     def step(storage, slots, rows):
         cache = kind(storage, rows_per_page=4)
@@ -152,8 +153,8 @@ def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
     result = step(want.storage, slots, rows)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(got.storage, slots, rows), result) and torch.equal(got.storage, want.storage)
-    operator = getattr(torch.ops.dsv4, kind.WRITE).default
-    torch.library.opcheck(operator, (got.storage, slots, rows, 4, got.page_stride))
+    given = (got.storage, slots, rows, 4, got.page_stride, kind.format_name)
+    torch.library.opcheck(torch.ops.dsv4.write_rows.default, given)
     with pytest.raises(ValueError, match="^slots: got values"):
         compiled(got.storage, slots + 1, rows)
     meta = kind.empty(3, 4, device="meta")
@@ -166,8 +167,8 @@ def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
 def test_from_pages_takes_serving_caches_without_a_copy(rows, stride, one):
     """Engines hold [pages, rows, 1, 584] with a padded page stride; the last page may end without its padding."""
     count = 3
-    flat = torch.randint(0, 200, ((count - 1) * stride + rows * ROW_BYTES,), dtype=torch.uint8)
-    pages = flat.as_strided((count, rows, ROW_BYTES), (stride, ROW_BYTES, 1))
+    flat = torch.randint(0, 200, ((count - 1) * stride + rows * FP8_584.row_bytes,), dtype=torch.uint8)
+    pages = flat.as_strided((count, rows, FP8_584.row_bytes), (stride, FP8_584.row_bytes, 1))
     cache = Fp8Cache.from_pages(pages[:, :, None] if one else pages.view(torch.int8))
     assert cache.storage.data_ptr() == flat.data_ptr()
     assert (cache.pages, cache.rows, cache.page_stride) == (count, count * rows, stride)
@@ -234,7 +235,7 @@ def test_bad_input_is_refused_by_name(case):
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 700), st.lists(st.integers(-3, 45), max_size=12))
 def test_any_list_gives_its_rows_or_a_named_error(rows_per_page, n, extra, wanted):
     rows = rows_of(n, seed=n, spread=1)
-    cache = Fp8Cache.pack(rows, rows_per_page=rows_per_page, page_stride=rows_per_page * ROW_BYTES + extra)
+    cache = Fp8Cache.pack(rows, rows_per_page=rows_per_page, page_stride=rows_per_page * FP8_584.row_bytes + extra)
     indices = torch.tensor(wanted, dtype=torch.int32)
     if any(not -1 <= i < cache.rows for i in wanted):
         with pytest.raises(ValueError, match="^indices: "):

@@ -9,6 +9,7 @@ from torch.library import opcheck
 
 import dsv4
 from dsv4 import Fp8Cache, reference
+from dsv4.caches import kv as caches
 
 N, H, ROWS = 4, 2, 10
 
@@ -49,7 +50,8 @@ def op_arguments(**changes):
         if isinstance(a[pool], Fp8Cache):
             cache = a[pool]
             a[pool] = cache.storage
-            a |= {f"{pool}_rows_per_page": cache.rows_per_page, f"{pool}_page_stride": cache.page_stride}
+            names = ("rows_per_page", "page_stride", "format")
+            a |= {f"{pool}_{name}": x for name, x in zip(names, caches.parts_of(cache)[1:])}
     return a
 
 

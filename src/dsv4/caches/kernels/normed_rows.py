@@ -2,7 +2,7 @@
 
     y = x / rms(x) * weight        each of the two if asked for
     y = RoPE(y)                    the interleaved pairs of the last columns, if asked for
-    y -> out, line after line; or the row `slot` of a pool: plain pages, or pages of 584-byte FP8 rows (dsv4.caches.kv)
+    y -> out, line after line; or the row `slot` of a pool, plain or packed (dsv4.caches.formats)
 
 Arithmetic is fp32, rounded once.
 """
@@ -11,28 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import PLAIN, RowFormat
+from dsv4.caches.pages import PackedRows
 from dsv4.runtime import launch
 
-LINES, PAGES, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# For the kernel, which sees constexprs alone.
-NOPE, ROPE, TILE = tl.constexpr(caches.NOPE), tl.constexpr(caches.ROPE), tl.constexpr(caches.TILE)
-DATA_BYTES, SCALE_BYTES = tl.constexpr(caches.DATA_BYTES), tl.constexpr(caches.SCALE_BYTES)
-E4M3_MAX, MIN_SCALE = tl.constexpr(caches.E4M3_MAX), tl.constexpr(caches.MIN_SCALE)
 ROWS = 4  # of a program
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "positions", "page_rows", "page_stride", "row_stride", "pool_rows"])
 def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_ptr, eps, line, rows, heads,
                 positions, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, WIDE: tl.constexpr,
-                R: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, TO: tl.constexpr,
+                R: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, FORMAT: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
     """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position. The other
     strides are in elements of out.
 
     R: columns that are rotated; WIDE: D rounded up to a power of two. A slot that is no row of the pool drops its row;
-    a position that is none counts as the nearest.
+    a position that is none counts as the nearest. FORMAT: of the pool; None: rows go to lines.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
@@ -60,7 +55,7 @@ def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_pt
         cos = tl.load(angle, mask=turned, other=1.0)
         sin = tl.load(angle + R // 2, mask=turned, other=0.0)
         y = y * cos + z * tl.where(column % 2 == 0, -1.0, 1.0)[None, :] * sin
-    if TO == LINES:
+    if FORMAT is None:
         to = row.to(tl.int64)[:, None] * D + column[None, :]
         tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -68,37 +63,13 @@ def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_pt
         kept = (slot >= 0) & (slot < pool_rows)
         page = (slot // page_rows) * page_stride
         place = slot % page_rows
-        if TO == PAGES:
+        if FORMAT.coded == 0:
             to = page + place * row_stride
             tl.store(
                 out_ptr + to[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside & kept[:, None]
             )
         else:
-            store_packed(out_ptr, y, page + place * DATA_BYTES, page + page_rows * DATA_BYTES + place * SCALE_BYTES,
-                         column, kept, WIDE, ROWS)  # fmt: skip
-
-
-@triton.jit
-def store_packed(out_ptr, y, data, scales, column, kept, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Rows y [ROWS, 512] as the bytes of dsv4.caches.kv.quantize_rows; data, scales: where their bytes begin."""
-    # A tile with a NaN or an infinity gets the scale 255, which is NaN.
-    size = tl.where(y == y, tl.abs(y), float("inf"))
-    largest = tl.max(tl.reshape(size, [ROWS, WIDE // TILE, TILE]), 2)  # [ROWS, 8]; the last tile is the RoPE part
-    target = tl.maximum(tl.div_rn(largest, E4M3_MAX), MIN_SCALE)
-    bits = target.to(tl.int32, bitcast=True)
-    scale = tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)  # 2 ** ceil(log2(target)), ue8m0
-    inverse = tl.where(scale == 255, float("nan"), ((254 - scale) << 23).to(tl.float32, bitcast=True))
-    small = tl.reshape(tl.reshape(y, [ROWS, WIDE // TILE, TILE]) * inverse[:, :, None], [ROWS, WIDE])
-    packed = small.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    kept = kept[:, None]
-    tl.store(out_ptr + data[:, None] + column[None, :], packed, mask=kept & (column < NOPE)[None, :])
-    rope = y.to(tl.bfloat16).to(tl.uint16, bitcast=True)  # byte by byte: pages may lie at any address
-    place = out_ptr + data[:, None] + (NOPE + (column - NOPE) * 2)[None, :]
-    tl.store(place, (rope & 255).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
-    tl.store(place + 1, (rope >> 8).to(tl.uint8), mask=kept & (column >= NOPE)[None, :])
-    tile = tl.arange(0, WIDE // TILE)
-    scale = tl.where(tile[None, :] < NOPE // TILE, scale, 0)
-    tl.store(out_ptr + scales[:, None] + tile[None, :], scale.to(tl.uint8), mask=kept)
+            FORMAT.store(out_ptr, y, page, place, page_rows, column, kept, FORMAT)
 
 
 def normed(
@@ -107,7 +78,7 @@ def normed(
     eps: float | None = None,
     weight: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
-    to: Tensor | Fp8Cache | None = None,
+    to: Tensor | PackedRows | None = None,
     slots: Tensor | None = None,
 ) -> Tensor | None:
     """x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in the pool ``to``.
@@ -117,18 +88,19 @@ def normed(
     n, d = x.shape[0], x.shape[-1]
     rows = x.numel() // d if n else 0
     cos_sin, positions = rope if rope is not None else (x, x)
+    format: RowFormat | None = None
     if to is None:
-        out, how, sizes = x.new_empty(x.shape), LINES, (1, 0, 0, 0)
-    elif isinstance(to, Fp8Cache):
-        out, how, sizes = to.storage, PACKED, (to.rows_per_page, to.page_stride, 0, to.rows)
+        out, sizes = x.new_empty(x.shape), (1, 0, 0, 0)
+    elif isinstance(to, PackedRows):
+        out, format, sizes = to.storage, to.format, (to.rows_per_page, to.page_stride, 0, to.rows)
     else:
-        out, how, sizes = to, PAGES, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
+        out, format, sizes = to, PLAIN, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
     if rows:
         launch.now(
             normed_rows, (triton.cdiv(rows, ROWS),), x, x if weight is None else weight, cos_sin, positions, out,
             x if slots is None else slots,
             0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
             D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
-            WEIGHT=weight is not None, TO=how.value, ROWS=ROWS, num_warps=4,
+            WEIGHT=weight is not None, FORMAT=format, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
     return out if to is None else None

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.caches.index_keys import IndexCache
-from dsv4.caches.kernels.index_keys import store_keys
-from dsv4.caches.kernels.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.kernels.pack import store_packed
+from dsv4.caches.pages import PackedRows
 from dsv4.compress.kernels.rows import finished, pooled
 from dsv4.runtime import launch
 
@@ -20,7 +18,7 @@ from dsv4.runtime import launch
 ])  # fmt: skip
 def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_ptr, norm_ptr, cos_sin_ptr, out_ptr,
                eps, m, state_page, state_stride, state_line, table_line, rope_line, rows, page_rows, page_stride,
-               D: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr, KEYS: tl.constexpr,
+               D: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr, FORMAT: tl.constexpr,
                SLOTS: tl.constexpr):  # fmt: skip
     """One program: a token; it makes a row if it ends a window and has a place for it."""
     n = tl.program_id(0)
@@ -50,19 +48,12 @@ def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_
         row = tl.reshape(row, [1, D])
         row = row.to(tl.bfloat16).to(tl.float32)  # as it would be handed out, before it is packed
         one = tl.zeros([1], tl.int64) + slot
-        if KEYS:
-            store_keys(out_ptr, row, one, rows, page_rows, page_stride, column)
-        else:
-            page = one // page_rows
-            place = one - page * page_rows
-            page *= page_stride
-            store_packed(out_ptr, row, page + place * DATA_BYTES, page + page_rows * DATA_BYTES + place * SCALE_BYTES,
-                         column, one >= 0, D, 1)  # fmt: skip
+        store_packed(out_ptr, row, one, rows, page_rows, page_stride, column, FORMAT)
 
 
 def run(
     states: Tensor, tokens: Tensor, requests: Tensor, positions: Tensor, block_table: Tensor, slots: Tensor,
-    norm_weight: Tensor, cos_sin: Tensor, out: Fp8Cache | IndexCache, ratio: int, eps: float,
+    norm_weight: Tensor, cos_sin: Tensor, out: PackedRows, ratio: int, eps: float,
 ) -> None:  # fmt: skip
     """dsv4.compress.pages.compress_pages, checked."""
     d = norm_weight.shape[0]
@@ -71,6 +62,6 @@ def run(
         paged_rows, (len(positions),), states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin,
         out.storage, float(eps), ratio, states.shape[1], states.stride(0), states.stride(1), block_table.stride(0),
         cos_sin.stride(0), out.rows, out.rows_per_page, out.page_stride,
-        D=d, R=cos_sin.shape[1], OVERLAP=overlap, KEYS=isinstance(out, IndexCache), SLOTS=8 if overlap else 16,
+        D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=out.format, SLOTS=8 if overlap else 16,
         num_warps=max(1, d * (8 if overlap else 16) // 512),  # 16 values to a thread
     )  # fmt: skip

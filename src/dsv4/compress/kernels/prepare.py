@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from dsv4.caches.kernels.normed_rows import normed
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import PLAIN, RowFormat
 from dsv4.compress.api import CompressProblem
-from dsv4.compress.kernels.rows import FP8, KEYS, POOL, ROWS, compress_rows
+from dsv4.compress.kernels.rows import compress_rows
 from dsv4.runtime import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,7 +30,7 @@ def run(p: CompressProblem) -> None:
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
     cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)  # kv: not read
     r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
-    what, target, slots, sizes = _target(p)
+    format, target, slots, sizes = _target(p)
     arguments = [
         kv, gate, bias.contiguous(), norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
         kv.shape[1], p.kept, p.base, p.first_window, p.windows, p.drop, p.m, p.d, r, kv.stride(0), kv.stride(1),
@@ -39,29 +38,23 @@ def run(p: CompressProblem) -> None:
     ]  # fmt: skip
     launch.now(
         compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), *arguments, OVERLAP=p.overlap,
-        ROPE=p.cos_sin is not None, TARGET=what, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
+        ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
         # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
         DTYPE=str(p.dtype).removeprefix("torch."), num_warps=8 if p.overlap else 16,
     )  # fmt: skip
 
 
-def write(cache: Fp8Cache, slots: Tensor, rows: Tensor) -> None:
-    """Quantise rows [n, 512] into the row numbers slots [n]; a number that is none drops its row."""
-    normed(rows.contiguous(), to=cache, slots=slots.contiguous())
-
-
-def _target(p: CompressProblem) -> tuple[int, Tensor, Tensor, tuple[int, int, int, int]]:
-    """(kind, memory, slots, (rows, rows per page, page stride, row stride))."""
+def _target(p: CompressProblem) -> tuple[RowFormat | None, Tensor, Tensor, tuple[int, int, int, int]]:
+    """(format or None = lines, memory, slots, (rows, rows per page, page stride, row stride))."""
     if p.pool is None:
         assert p.rows is not None
-        return ROWS.value, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
+        return None, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
     assert p.slots is not None
     slots = p.slots.contiguous()
     if not isinstance(p.pool, Tensor):
-        kind = FP8 if isinstance(p.pool, Fp8Cache) else KEYS
-        return kind.value, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
+        return p.pool.format, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
     pool = p.pool if p.pool.ndim == 3 else p.pool[:, None]
-    return POOL.value, pool, slots, (pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
+    return PLAIN, pool, slots, (pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.caches.kernels.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import format_of
+from dsv4.caches.pages import PackedRows
 from dsv4.compress.kernels.rows import finished, pooled
 from dsv4.runtime import launch
 
@@ -21,7 +21,7 @@ from dsv4.runtime import launch
 def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, state_gate_ptr, number_ptr, line_ptr,
               begin_ptr, start_ptr, target_ptr, position_ptr, place_ptr, out_ptr, eps, rows, m, ring, stride_kv,
               stride_gate, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, R: tl.constexpr,
-              OVERLAP: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+              OVERLAP: tl.constexpr, FORMAT: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """One program: a row, or a token that goes into its state (programs `rows` and up).
 
     Row i is row number[i] of a request whose tokens from begin[i] on are tokens start[i] .. of this call; it goes to
@@ -63,11 +63,10 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
             row = finished(row / total, norm_ptr, cos_sin_ptr, number * m, R, eps, column, D, R)
             page = (target // page_rows) * page_stride
             place = target % page_rows
-            if PACKED:
+            if FORMAT.coded > 0:
                 zero = tl.zeros([1], tl.int64)
-                scales = page + page_rows * DATA_BYTES + place * SCALE_BYTES
-                store_packed(out_ptr, tl.reshape(row, [1, D]), zero + page + place * DATA_BYTES, zero + scales, column,
-                             zero == 0, D, 1)  # fmt: skip
+                FORMAT.store(out_ptr, tl.reshape(row, [1, D]), zero + page, zero + place, page_rows, column, zero == 0,
+                             FORMAT)  # fmt: skip
             else:
                 tl.store(out_ptr + page + place * row_stride + column, row.to(out_ptr.dtype.element_ty))
     else:
@@ -85,7 +84,7 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
 
 def compress_rings(
     kv: Tensor, gate: Tensor, bias: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor,
-    states: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor | Fp8Cache,
+    states: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor | PackedRows,
     positions: Tensor, places: Tensor | None,
 ) -> None:  # fmt: skip
     """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
@@ -96,7 +95,7 @@ def compress_rings(
     m, width = bias.shape
     d, count = norm_weight.shape[0], rows[0].shape[0]
     overlap = width == 2 * d
-    if isinstance(out, Fp8Cache):
+    if isinstance(out, PackedRows):
         memory, sizes = out.storage, (out.rows_per_page, out.page_stride, 0, out.rows)
     else:
         memory, sizes = out, (out.shape[1], out.stride(0), out.stride(1), out.shape[0] * out.shape[1])
@@ -106,6 +105,6 @@ def compress_rings(
             ring_rows, (programs,), kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions,
             rows[0] if places is None else places, memory, float(eps), count, m, m * (1 + overlap), kv.stride(0),
             gate.stride(0), *sizes,
-            D=d, R=cos_sin.shape[1], OVERLAP=overlap, PACKED=isinstance(out, Fp8Cache), SLOTS=8 if overlap else 16,
+            D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=format_of(out), SLOTS=8 if overlap else 16,
             num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
         )  # fmt: skip

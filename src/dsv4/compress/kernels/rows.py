@@ -7,11 +7,7 @@ depend on how the tokens were cut into calls.
 import triton
 import triton.language as tl
 
-from dsv4.caches.kernels.index_keys import store_keys
-from dsv4.caches.kernels.normed_rows import DATA_BYTES, SCALE_BYTES, store_packed
-
-# What a finished row goes into: lines, a pool, a pool of 584-byte rows, a pool of 132-byte index keys.
-ROWS, POOL, FP8, KEYS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+from dsv4.caches.kernels.pack import store_packed
 
 
 @triton.jit
@@ -71,12 +67,12 @@ def finished(row, norm_ptr, cos_sin_ptr, position, line, eps, column, D: tl.cons
 def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr, old_gate_ptr, new_kv_ptr, new_gate_ptr,
                   target_ptr, slots_ptr, eps, tokens, kept, base, first_window, windows, drop, m, d, r, stride_kvb,
                   stride_kv, stride_gateb, stride_gate, rope_line, rows, page_rows, page_stride, row_stride,
-                  OVERLAP: tl.constexpr, ROPE: tl.constexpr, TARGET: tl.constexpr, D: tl.constexpr,
+                  OVERLAP: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, D: tl.constexpr,
                   SLOTS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """One program: a finished window of a sequence, or a token that the new state keeps.
 
     Tokens of a sequence are `kept` old ones (fp32, contiguous, gates with their bias) and `tokens` new ones; the first
-    of them is token `base`. The new state has all from `drop` on.
+    of them is token `base`. The new state has all from `drop` on. FORMAT: of the pool that rows go to; None: to lines.
     """
     b = tl.program_id(1).to(tl.int64)
     width = d * 2 if OVERLAP else d
@@ -123,23 +119,14 @@ def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr,
         elif DTYPE == "float16":
             row = row.to(tl.float16)
         place = b * windows + tl.program_id(0)
-        if TARGET == ROWS:
+        if FORMAT is None:
             tl.store(target_ptr + place * d + column, row, mask=column < d)
         else:
             slot = tl.load(slots_ptr + place).to(tl.int64)
-            if TARGET == FP8:
+            if FORMAT.coded > 0:
                 one = tl.zeros([1], tl.int64) + slot
-                page = one // page_rows
-                place = one - page * page_rows
-                page *= page_stride
-                store_packed(target_ptr, tl.reshape(row.to(tl.float32), [1, D]), page + place * DATA_BYTES,
-                             page + page_rows * DATA_BYTES + place * SCALE_BYTES, column, (one >= 0) & (one < rows),
-                             D, 1)  # fmt: skip
-            elif TARGET == KEYS:
-                one = tl.zeros([1], tl.int64) + slot
-                store_keys(
-                    target_ptr, tl.reshape(row.to(tl.float32), [1, D]), one, rows, page_rows, page_stride, column
-                )
+                packed = tl.reshape(row.to(tl.float32), [1, D])
+                store_packed(target_ptr, packed, one, rows, page_rows, page_stride, column, FORMAT)
             else:
                 store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, d)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dsv4.caches.formats import INDEX_132
 from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
 from dsv4.index.kernels.choose import index_choose
 from dsv4.index.kernels.scores import BATCH, ONE, OWN, STARTS
@@ -153,7 +154,7 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
     """Pages as TMA sees them: boxes of 64 keys."""
     pages, rows, _ = k.shape
     if fp8:
-        strides = [k.stride(0) if pages > 1 else rows * 132 // 16 * 16, 128, 1]
+        strides = [k.stride(0) if pages > 1 else INDEX_132.default_stride(rows), INDEX_132.data_step, 1]
     else:
         row = k.stride(1) if rows > 1 else 128
         strides = [k.stride(0) if pages > 1 else max(rows, 1) * row, row, 1]

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4 import elementwise
-from dsv4.caches.kv import HEAD_DIM, ROW_BYTES, Fp8Cache
+from dsv4.caches.formats import FP8_584
+from dsv4.caches.kv import Fp8Cache
 from dsv4.integrations.sglang import PARTS_SWITCH, calls, refuse
 
 tables = WeakTensorKeyDictionary()  # SGLang's angles -> dsv4's, for as long as SGLang's live
@@ -63,7 +64,7 @@ def compressed(
 ) -> None:
     """Around compress_norm_rope_store: kv [n, 512], one line for each entry of SGLang's plan, to the compressed pages.
     An entry is 16 bytes: int32 tokens seen (-1: none), then in prefill the token of the step, 16 bits."""
-    if kv.shape[-1] != HEAD_DIM:  # keys of the indexer
+    if kv.shape[-1] != FP8_584.values:  # keys of the indexer
         theirs(
             kv, plan, norm_weight=norm_weight, norm_eps=norm_eps, freq_cis=freq_cis, out_loc=out_loc, kvcache=kvcache,
             page_size=page_size, use_fp4=use_fp4, bf16_store=bf16_store, kvcache_scale=kvcache_scale,
@@ -91,7 +92,7 @@ def store(
 ) -> None:  # fmt: skip
     """x [N, 512], normed by the weight and rotated at positions [N], to the slots [N] of pages uint8 [P, bytes] of
     `page` rows; -1: nowhere. freqs_cis complex [positions, 32]."""
-    pool = Fp8Cache.from_pages(pages[:, : page * ROW_BYTES].unflatten(1, (page, ROW_BYTES)))
+    pool = Fp8Cache.from_pages(pages[:, : page * FP8_584.row_bytes].unflatten(1, (page, FP8_584.row_bytes)))
     steps = elementwise.choose(backend, x.device)
     norm = SimpleNamespace(variance_epsilon=eps, weight=weight)
     with steps.running():

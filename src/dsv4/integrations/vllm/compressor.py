@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.caches.formats import FP8_584
 from dsv4.caches.index_keys import IndexCache
-from dsv4.caches.kv import HEAD_DIM, Fp8Cache
+from dsv4.caches.kv import Fp8Cache
 from dsv4.compress.pages import compress_pages
 from dsv4.integrations.vllm import calls, refuse
 
@@ -57,7 +58,7 @@ def store(compressor: Any, found: dict[str, Any], positions: Tensor, cos_sin: Te
     compress_pages(
         compressor.state_cache.kv_cache, m.slot_mapping, m.token_to_req_indices[:n], positions[:n], m.block_table,
         found[compressor.k_cache_prefix].slot_mapping[:n], compressor.norm.weight, cos_sin,
-        (Fp8Cache if compressor.head_dim == HEAD_DIM else IndexCache).from_pages(pages),
+        (Fp8Cache if compressor.head_dim == FP8_584.values else IndexCache).from_pages(pages),
         ratio=compressor.compress_ratio, eps=compressor.rms_norm_eps,
     )  # fmt: skip
     calls["compress"] += 1

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
 from dsv4.fmha.kernels.backward import addressable, descriptor
 from dsv4.fmha.kernels.prepare import is_aligned, row_strides
 from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import checks, launch
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.kernels.backward_rows import fold_rows, number_rows, query_rows
+from dsv4.v4.kernels.prepare import is_packed
 from dsv4.v4.problem import V4Problem, requests_of
 
 STORED_BYTES = 1 << 30  # contributions held at once, deterministic
@@ -31,8 +31,8 @@ def supports(b: V4Backward) -> str | None:
         return f"q has dtype {p.q.dtype}; they take bfloat16 and float16"
     if p.head_dim != 512:
         return f"head dim {p.head_dim}; they take 512"
-    if isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache):
-        return "rows of an Fp8Cache"
+    if is_packed(p):
+        return "packed rows"
     return None
 
 

@@ -4,7 +4,7 @@ from dsv4.kernels.compat import gl, gluon
 from dsv4.v4.kernels.arguments import Lists
 
 NONE, LIST, TABLE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how compressed rows are named
-CELLS, FP8, TMA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how the rows of a pool are read
+CELLS, TMA = gl.constexpr(0), gl.constexpr(2)  # how the rows of a plain pool are read
 
 
 @gluon.jit

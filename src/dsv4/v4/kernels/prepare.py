@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import format_of
+from dsv4.caches.pages import PackedRows
 from dsv4.fmha.kernels.prepare import (
     are_short,
     inverse_of,
@@ -25,7 +26,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
-from dsv4.v4.kernels.items import CELLS, FP8, LIST, NONE, TABLE, TMA
+from dsv4.v4.kernels.items import CELLS, LIST, NONE, TABLE, TMA
 from dsv4.v4.problem import V4Problem
 
 HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -41,9 +42,23 @@ def supports(p: V4Problem) -> str | None:
         return f"head dim {p.head_dim}; the GPU kernels take 512"
     if p.q.dtype not in checks.LOW_PRECISION:
         return f"dtype {p.q.dtype}; the GPU kernels take torch.bfloat16 and torch.float16"
-    if p.q.dtype != torch.bfloat16 and any(isinstance(pool, Fp8Cache) for pool in (p.window, p.compressed)):
-        return f"q of dtype {p.q.dtype} with an Fp8Cache; the GPU kernels take its rows with q of torch.bfloat16"
+    if p.q.dtype != torch.bfloat16 and is_packed(p):
+        kind = next(type(pool).__name__ for pool in (p.window, p.compressed) if isinstance(pool, PackedRows))
+        return f"q of dtype {p.q.dtype} with an {kind}; the GPU kernels take its rows with q of torch.bfloat16"
     return None
+
+
+def lacks(p: V4Problem, function: str) -> str | None:
+    """Which packed rows have no such function for kernels."""
+    for pool in (p.window, p.compressed):
+        if isinstance(pool, PackedRows) and not pool.format.has(function):
+            return f"rows of format {pool.format.name}; it has no {function} function for kernels"
+    return None
+
+
+def is_packed(p: V4Problem) -> bool:
+    """Whether one of the pools at least has packed rows."""
+    return isinstance(p.window, PackedRows) or isinstance(p.compressed, PackedRows)
 
 
 def prepare_listed(
@@ -121,8 +136,8 @@ def prepare_listed(
     equal = dict(num_splits=splits - (alone > 0))
     program.launch(
         kernel, grid, arguments | equal, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
-        WINDOW_FP8=isinstance(p.window, Fp8Cache), WINDOW_UNIT=unit_of(p.window),
-        COMPRESSED_FP8=isinstance(p.compressed, Fp8Cache), COMPRESSED_UNIT=unit_of(p.compressed),
+        WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
+        COMPRESSED_FORMAT=format_of(p.compressed), COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and short else split,
         **dict(num_warps=4) | options,
     )  # fmt: skip
@@ -161,7 +176,7 @@ class PoolArguments:
 
     @classmethod
     def of(cls, program: Program, pool: Any) -> "PoolArguments":
-        if isinstance(pool, Fp8Cache):
+        if isinstance(pool, PackedRows):
             return cls(pool.storage, caches.pool_size(pool), pool.rows_per_page, pool.page_stride // unit_of(pool), 0)
         if not is_aligned(pool if pool.ndim == 3 else pool.unsqueeze(1)):
             pool = program.copied(pool)
@@ -225,13 +240,13 @@ def comes_by_tma(pool: Any) -> bool:
 
 
 def _ways(p: V4Problem, window: PoolArguments, compressed: PoolArguments) -> list[Any]:
-    """How the rows of the two pools are read: see items.py. Beside an Fp8Cache plain ones come by cp.async: with the
+    """How the rows of the two pools are read: see items.py. Beside packed rows plain ones come by cp.async: with the
     code for TMA a role would not fit into its registers."""
-    fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
+    packed = is_packed(p)
     ways = []
     for pool, rows in ((p.window, window.tensor), (p.compressed, compressed.tensor)):
-        by_tma = pool is not None and not fp8 and _lines_apart(rows) is not None
-        ways.append(FP8 if isinstance(pool, Fp8Cache) else TMA if by_tma else CELLS)
+        by_tma = pool is not None and not packed and _lines_apart(rows) is not None
+        ways.append(TMA if by_tma else CELLS)
     return ways
 
 
@@ -249,7 +264,7 @@ def _by_tma(name: str, way: Any, rows: Slot, q: Slot, ctas: int) -> dict:
 
 
 def unit_of(pool: Any) -> int:
-    """Bytes that the page stride of an Fp8Cache is a multiple of: 16 where it can be, for 16-byte loads."""
-    if not isinstance(pool, Fp8Cache):
+    """Bytes that pages of packed rows begin at multiples of: 16 where it can be, for 16-byte loads."""
+    if not isinstance(pool, PackedRows):
         return 16
     return next(unit for unit in (16, 8, 2, 1) if pool.page_stride % unit == 0 and pool.storage.data_ptr() % unit == 0)

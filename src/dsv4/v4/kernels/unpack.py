@@ -1,6 +1,6 @@
-"""The rows of an Fp8Cache as bf16, for calls whose queries list every row many times.
+"""Packed rows as bf16, for calls whose queries list every row many times.
 
-Attention that reads FP8 rows converts a row for every query and tile of 64 heads that lists it. Where lists are far
+Attention that reads packed rows converts a row for every query and tile of 64 heads that lists it. Where lists are far
 longer in sum than the pool, it is converted once, here, and attention reads plain rows. 32 rows per program.
 """
 
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.kernels.unpack import EXACT
+from dsv4.caches.pages import PackedRows
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import gl, gluon
 from dsv4.runtime.program import Program
 from dsv4.v4.kernels.prepare import PoolArguments, unit_of
-from dsv4.v4.kernels.rows import Pool, entries, fp8_load, fp8_rows, fp8_to_bf16, words_of
+from dsv4.v4.kernels.rows import Pool, entries, load_codes, load_words, rows_and_scales
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
@@ -26,26 +27,29 @@ WORDS = 2  # of 4 bytes that a thread reads at a time
 
 @gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
 def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr,
-              ROWS: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+              FORMAT: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
     """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs when little is left to
     store."""
     # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
     W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
     pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
     number = gl.program_id(0) * ROWS + entries(W, ROWS)
-    data, there, scales = fp8_rows(pool, number, UNIT)
+    data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
     out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    x = fp8_load(ptr, data, there, 0, 4, UNIT, WORDS)
-    y = fp8_load(ptr, data, there, 4, 2, UNIT, WORDS)
-    z = fp8_load(ptr, data, there, 6, 1, UNIT, WORDS)
-    rest = words_of(ptr, data, there, 112, 32, UNIT)
-    put(out_ptr, number, there, fp8_to_bf16(x, scales, 0), 0)
-    put(out_ptr, number, there, fp8_to_bf16(y, scales, 4), 4)
-    put(out_ptr, number, there, fp8_to_bf16(z, scales, 6), 6)
+    LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
+    x = load_codes(ptr, data, there, 0, 4, UNIT, FORMAT, WORDS)
+    y = load_codes(ptr, data, there, 4, 2, UNIT, FORMAT, WORDS)
+    z = load_codes(ptr, data, there, 6, LAST, UNIT, FORMAT, WORDS)
+    if LAST == 1:
+        rest = load_words(ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT)
+    put(out_ptr, number, there, FORMAT.unpack(x, scales, 0, EXACT, FORMAT), 0)
+    put(out_ptr, number, there, FORMAT.unpack(y, scales, 4, EXACT, FORMAT), 4)
+    put(out_ptr, number, there, FORMAT.unpack(z, scales, 6, EXACT, FORMAT), 6)
     dependent.let_next_begin()
-    column = 224 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
-    gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None],
-             eviction_policy="evict_last")  # fmt: skip
+    if LAST == 1:
+        column = FORMAT.coded // 2 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
+        gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None],
+                 eviction_policy="evict_last")  # fmt: skip
 
 
 @gluon.jit
@@ -62,7 +66,7 @@ def put(out_ptr, number, there, x, FIRST: gl.constexpr):
 
 
 def pays(p: V4Problem) -> bool:
-    """By shapes alone: whether the pools of FP8 rows are small beside what the queries may list, and beside q."""
+    """By shapes alone: whether the pools of packed rows are small beside what the queries may list, and beside q."""
     if p.deterministic:  # how many queries there are is no property of a query
         return False
     rows = sum(caches.pool_size(pool) for pool in _pools(p).values())
@@ -71,33 +75,33 @@ def pays(p: V4Problem) -> bool:
 
 
 def unpacked(p: V4Problem, program: Program) -> V4Problem:
-    """The problem with plain rows in place of FP8 rows, which the program makes first."""
+    """The problem with plain rows in place of packed rows, which the program makes first."""
     plain: dict[str, Any] = {name: _unpacked(pool, program) for name, pool in _pools(p).items()}
     if _one_pool(p):
         plain["compressed"] = plain["window"]
     return replace(p, **plain)
 
 
-def _pools(p: V4Problem) -> dict[str, Fp8Cache]:
-    """Each pool of FP8 rows once."""
+def _pools(p: V4Problem) -> dict[str, PackedRows]:
+    """Each pool of packed rows once."""
     names = ("window",) if _one_pool(p) else ("window", "compressed")
-    return {name: pool for name in names if isinstance(pool := getattr(p, name), Fp8Cache)}
+    return {name: pool for name in names if isinstance(pool := getattr(p, name), PackedRows)}
 
 
 def _one_pool(p: V4Problem) -> bool:
     """Do window and compressed rows lie in the same pages?"""
     a, b = p.window, p.compressed
     return (
-        p.same_pools and isinstance(a, Fp8Cache) and isinstance(b, Fp8Cache)
-        and (a.rows_per_page, a.page_stride) == (b.rows_per_page, b.page_stride)
+        p.same_pools and isinstance(a, PackedRows) and isinstance(b, PackedRows)
+        and (a.rows_per_page, a.page_stride, a.format) == (b.rows_per_page, b.page_stride, b.format)
     )  # fmt: skip
 
 
-def _unpacked(cache: Fp8Cache, program: Program):
+def _unpacked(cache: PackedRows, program: Program):
     pool = PoolArguments.of(program, cache)
     rows = pool.sizes["rows"]
     out = program.workspace("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
     sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
-    program.launch(v4_unpack, (-(-rows // ROWS),), sizes | dict(out_ptr=out), UNIT=unit_of(cache), ROWS=ROWS,
-                   WORDS=WORDS, num_warps=WARPS)  # fmt: skip
+    program.launch(v4_unpack, (-(-rows // ROWS),), sizes | dict(out_ptr=out), UNIT=unit_of(cache),
+                   FORMAT=cache.format, ROWS=ROWS, WORDS=WORDS, num_warps=WARPS)  # fmt: skip
     return out

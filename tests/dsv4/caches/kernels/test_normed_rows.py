@@ -5,8 +5,8 @@ import torch
 
 import softsm
 from dsv4 import Fp8Cache
+from dsv4.caches.formats import FP8_584
 from dsv4.caches.kernels.normed_rows import normed
-from dsv4.caches.kv import quantize_rows
 from dsv4.reference import rope_table
 
 EPS = 1e-6
@@ -82,7 +82,7 @@ def test_into_pages():
 
     cache = Fp8Cache.empty(3, 4)
     normed(x, **options, to=cache)
-    data, scales = quantize_rows(got)
+    data, scales = FP8_584.quantize(got)
     assert torch.equal(cache.data_view().reshape(12, -1)[rows][:, :448], data[:, :448])
     assert torch.equal(cache.scale_view().reshape(12, -1)[rows], scales)
     assert torch.equal(cache.unpack()[rows].nan_to_num(), Fp8Cache.pack(got).unpack()[:3].nan_to_num())

@@ -1,5 +1,5 @@
-"""compress and rows into Fp8Cache pages on sm_100a: the kernels that every architecture shares."""
+"""compress on sm_100a: the kernels that every architecture shares."""
 
-from dsv4.compress.kernels.prepare import run, supports, write
+from dsv4.compress.kernels.prepare import run, supports
 
-__all__ = ["run", "supports", "write"]
+__all__ = ["run", "supports"]

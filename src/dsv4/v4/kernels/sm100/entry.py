@@ -1,10 +1,11 @@
 """V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
 
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import PLAIN, format_of
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
+from dsv4.v4.kernels import prepare as shared
 from dsv4.v4.kernels import unpack
-from dsv4.v4.kernels.prepare import comes_by_tma, prepare_listed, supports
+from dsv4.v4.kernels.prepare import comes_by_tma, lacks, prepare_listed
 from dsv4.v4.kernels.sm100.listed import v4_listed
 from dsv4.v4.problem import V4Problem
 
@@ -14,6 +15,11 @@ STEP = 64  # rows per step: one block
 PAIR_STEP = 128
 REGISTERS = dict(GATHER_REGS=128, WARP_REGS=120)
 PAIR_REGISTERS = dict(GATHER_REGS=136, STORE_REGS=112, WARP_REGS=96)
+
+
+def supports(p: V4Problem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    return shared.supports(p) or lacks(p, "unpack_bytes")
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
@@ -29,7 +35,10 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
 
 
 def fits_pair(p: V4Problem) -> bool:
-    """Whole pairs of 64 heads, and rows of one kind, plain ones equally far apart."""
+    """Whole pairs of 64 heads, and rows of one format: plain ones equally far apart, or packed ones of which the last
+    panel is bf16."""
     pools = [pool for pool in (p.window, p.compressed) if pool is not None]
-    cached = [isinstance(pool, Fp8Cache) for pool in pools]
-    return p.q_heads % 128 == 0 and (all(cached) or not any(cached) and all(comes_by_tma(pool) for pool in pools))
+    formats = {format_of(pool) for pool in pools}
+    if p.q_heads % 128 or len(formats) > 1:
+        return False
+    return all(comes_by_tma(pool) for pool in pools) if formats == {PLAIN} else formats.pop().coded_panels == 7

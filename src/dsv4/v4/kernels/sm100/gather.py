@@ -1,15 +1,17 @@
 """The gathering role of listed.py: for each item Q, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of a plain
-tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; rows of an Fp8Cache come through
+tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; packed rows come through
 registers, where they become bf16. A row that is not there (-1, out of range, past the length) is filled with zeros, and
 its bias is -inf: 0 * NaN would be NaN.
 
-Row numbers are read a block ahead of their rows, FP8 rows before their slots are free: so that no wait adds to another.
+Row numbers are read a block ahead of their rows, packed rows before their slots are free, so that no wait adds to
+another.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
 
+from dsv4.caches.kernels.unpack import load_scales, panel_scale_bytes
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.tiles import split_range
 from dsv4.kernels.compat import (
@@ -24,7 +26,8 @@ from dsv4.kernels.compat import (
     reinterpret,
     tma_load,
 )
-from dsv4.v4.kernels.items import FP8, LIST, NONE, TMA, lists_of, place_of
+from dsv4.v4.kernels.items import LIST, NONE, TMA, lists_of, place_of
+from dsv4.v4.kernels.rows import scales_begin
 
 # Arguments of listed.py and listed_pair.py whose values, or alignment, must not make Triton compile again.
 NOT_SPECIALIZED = [
@@ -41,14 +44,14 @@ NOT_ALIGNED = [
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
 FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
-LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of e4m3 per thread
+LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of codes per thread
 PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
 
 @aggregate
 class Pool:
-    """Rows by number. Strides are in units of 8 elements, of an Fp8Cache in units of UNIT bytes."""
+    """Rows by number. Strides are in units of 8 elements, of packed rows in units of UNIT bytes."""
 
     ptr: Value
     desc: Value  # of its lines, for TMA
@@ -135,49 +138,40 @@ def copy_block(pool, number, memory, barriers, at):
 
 
 @gluon.jit
-def fp8_values(ptr, data, there, INDEX: gl.constexpr):
-    """64 of the 448 e4m3 values of each row, as bytes."""
+def panel_bytes(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
+    """The codes of a panel of 64 values of each row, as bytes."""
+    gl.static_assert(FORMAT.code_bits == 8)
     column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
     return gl.load(ptr + data[:, None] + column[None, :], mask=there[:, None], other=0)
 
 
 @gluon.jit
-def fp8_rest(ptr, data, there, UNIT: gl.constexpr):
+def plain_panel(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """The last 64 values of each row, which are bf16."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
-        return gl.load(rest_ptr + (data // 2)[:, None] + (224 + column)[None, :], mask=there[:, None], other=0.0)
+        return gl.load(
+            rest_ptr + (data // 2)[:, None] + (FORMAT.code_bytes // 2 + column)[None, :], mask=there[:, None], other=0.0
+        )
     else:  # at odd addresses, too
-        pointers = ptr + data[:, None] + (448 + 2 * column)[None, :]
+        pointers = ptr + data[:, None] + (FORMAT.code_bytes + 2 * column)[None, :]
         low = gl.load(pointers, mask=there[:, None], other=0).to(gl.int16)
         high = gl.load(pointers + 1, mask=there[:, None], other=0).to(gl.int16)
         return (low | (high << 8)).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def fp8_scales(ptr, at, there, UNIT: gl.constexpr):
-    """The seven scale bytes of each row in one word."""
-    if UNIT >= 8:
-        s = gl.load((ptr + at).to(gl.pointer_type(gl.int64)), mask=there, other=0)
-    else:
-        s = gl.load(ptr + at, mask=there, other=0).to(gl.int64)
-        for i in gl.static_range(1, 7):
-            s = s | (gl.load(ptr + at + i, mask=there, other=0).to(gl.int64) << (8 * i))
-    return s
-
-
-@gluon.jit
-def scale_of(s):
-    """2^(s - 127) in bf16: s in the exponent's place; 0 is a subnormal, 255 is NaN."""
-    return gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
-def fp8_store(panel, x, scales, INDEX: gl.constexpr):
+def store_panel(panel, x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
     """64 values of each row as bf16."""
-    s = scale_of((scales >> (8 * INDEX)).to(gl.int32) & 255)
-    panel.store(x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s[:, None])
+    panel.store(FORMAT.unpack_bytes(x, scale_byte(scales, 8 * INDEX, FORMAT)))
+
+
+@gluon.jit
+def scale_byte(scales, bit, FORMAT: gl.constexpr):
+    """The scale of each row that begins at this bit."""
+    gl.static_assert(panel_scale_bytes(FORMAT) == 1)
+    return (scales >> bit).to(gl.int32) & 255
 
 
 @gluon.jit
@@ -187,64 +181,71 @@ def announce(ready):
 
 
 @gluon.jit
-def fp8_place(pool, number, UNIT: gl.constexpr):
-    """Of rows of an Fp8Cache: whether they are there, where their values begin and where their scales, in bytes."""
+def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Of packed rows: whether they are there, where their data begin and where their scales, in bytes."""
     there = (number >= 0) & (number < pool.rows)
     page = number // pool.page_rows
     place = (number - page * pool.page_rows).to(gl.int64)
     start = page.to(gl.int64) * pool.page_stride * UNIT
-    return there, start + place * 576, start + pool.page_rows.to(gl.int64) * 576 + place * 8
+    data = start + place * FORMAT.data_step
+    return there, data, start + scales_begin(pool.page_rows.to(gl.int64), FORMAT) + place * FORMAT.scale_step
 
 
 @gluon.jit
-def fp8_block(pool, number, memory, barriers, at, UNIT: gl.constexpr):
-    """One block of an Fp8Cache. Most of it is asked for before the first wait, so that it comes while slots are busy;
+def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """One block of packed rows. Most of it is asked for before the first wait, so that it comes while slots are busy;
     the last pieces as the first leave the registers."""
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES8))
-    there, data, at_scales = fp8_place(pool, number, UNIT)
-    scales = fp8_scales(ptr, at_scales, there, UNIT)
-    x0 = fp8_values(ptr, data, there, 0)
-    x1 = fp8_values(ptr, data, there, 1)
-    x2 = fp8_values(ptr, data, there, 2)
-    x3 = fp8_values(ptr, data, there, 3)
-    x4 = fp8_values(ptr, data, there, 4)
+    there, data, at_scales = row_offsets(pool, number, UNIT, FORMAT)
+    scales = load_scales(ptr, at_scales, there, 0, 8, UNIT, FORMAT)
+    x0 = panel_bytes(ptr, data, there, 0, FORMAT)
+    x1 = panel_bytes(ptr, data, there, 1, FORMAT)
+    x2 = panel_bytes(ptr, data, there, 2, FORMAT)
+    x3 = panel_bytes(ptr, data, there, 3, FORMAT)
+    x4 = panel_bytes(ptr, data, there, 4, FORMAT)
     slot = 2 * (at % 2)
     phase = (at // 2 + 1) % 2
     panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
     mbarrier.wait(free.index(slot), phase)
     write_bias(bias.index(at % 2), there)
-    fp8_store(panels.index(0), x0, scales, 0)
-    x5 = fp8_values(ptr, data, there, 5)
-    fp8_store(panels.index(1), x1, scales, 1)
-    x6 = fp8_values(ptr, data, there, 6)
-    fp8_store(panels.index(2), x2, scales, 2)
-    rest = fp8_rest(ptr, data, there, UNIT)
-    fp8_store(panels.index(3), x3, scales, 3)
+    store_panel(panels.index(0), x0, scales, 0, FORMAT)
+    x5 = panel_bytes(ptr, data, there, 5, FORMAT)
+    store_panel(panels.index(1), x1, scales, 1, FORMAT)
+    x6 = panel_bytes(ptr, data, there, 6, FORMAT)
+    store_panel(panels.index(2), x2, scales, 2, FORMAT)
+    if FORMAT.coded_panels == 7:
+        x7 = plain_panel(ptr, data, there, UNIT, FORMAT)
+    else:
+        x7 = panel_bytes(ptr, data, there, 7, FORMAT)
+    store_panel(panels.index(3), x3, scales, 3, FORMAT)
     announce(ready.index(slot))
     panels = reinterpret(kv.index(slot + 1), [4, 64, 64], PANEL)
     mbarrier.wait(free.index(slot + 1), phase)
-    fp8_store(panels.index(0), x4, scales, 4)
-    fp8_store(panels.index(1), x5, scales, 5)
-    fp8_store(panels.index(2), x6, scales, 6)
-    panels.index(3).store(rest)
+    store_panel(panels.index(0), x4, scales, 4, FORMAT)
+    store_panel(panels.index(1), x5, scales, 5, FORMAT)
+    store_panel(panels.index(2), x6, scales, 6, FORMAT)
+    if FORMAT.coded_panels == 7:
+        panels.index(3).store(x7)
+    else:
+        store_panel(panels.index(3), x7, scales, 7, FORMAT)
     announce(ready.index(slot + 1))
 
 
 @gluon.jit
-def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl.constexpr):
+def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     if WAY == TMA:
         fetch_block(pool, number, memory, barriers, at)
-    elif WAY == FP8:
-        fp8_block(pool, number, memory, barriers, at, UNIT)
+    elif FORMAT.coded > 0:
+        packed_block(pool, number, memory, barriers, at, UNIT, FORMAT)
     else:
         copy_block(pool, number, memory, barriers, at)
 
 
 @gluon.jit
 def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
-                WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+                WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
@@ -264,9 +265,9 @@ def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, i
         for block in range(begin, end):
             following = numbers_at(lists, block + 1, end, pools.compressed, HOW)
             if HOW == NONE or block < lists.window_blocks:
-                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0])
+                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0], FORMATS[0])
             else:
-                gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1])
+                gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1], FORMATS[1])
             number = following
             at += 1
         turn += 1

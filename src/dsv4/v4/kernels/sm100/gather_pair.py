@@ -2,12 +2,13 @@
 loads its Q, gather loads rows picked by number.
 
 K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
-tensor come by TMA, four at a time; rows of an Fp8Cache come through registers, where they become bf16. A row that is
+tensor come by TMA, four at a time; packed rows come through registers, where they become bf16. A row that is
 not there (-1, out of range, past the length) is filled with zeros, and its bias is -inf: 0 * NaN would be NaN.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
 
+from dsv4.caches.kernels.unpack import load_scales
 from dsv4.fmha.kernels.sm100.pair_roles import (
     KEYS,
     SLOT_BYTES,
@@ -26,13 +27,12 @@ from dsv4.v4.kernels.arguments import Lists
 from dsv4.v4.kernels.items import NONE, TMA, place_of, share
 from dsv4.v4.kernels.sm100.gather import (
     announce,
-    fp8_place,
-    fp8_rest,
-    fp8_scales,
-    fp8_store,
-    fp8_values,
     numbers_at,
-    scale_of,
+    panel_bytes,
+    plain_panel,
+    row_offsets,
+    scale_byte,
+    store_panel,
 )
 
 # Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
@@ -70,33 +70,33 @@ def fetch(pool, number, memory, barriers, place, use, V: gl.constexpr):
 
 
 @gluon.jit
-def fp8_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr):
+def packed_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Half of the rows, all columns. Most is asked for before the first wait, the rest as the first leave registers."""
     kv, k_ready, free = memory.kv, barriers.k_ready, barriers.free
     ptr = pool.ptr
-    there, data, at = fp8_place(pool, gl.convert_layout(number, gl.SliceLayout(1, LANES_K)), UNIT)
-    scales = fp8_scales(ptr, at, there, UNIT)
-    x0 = fp8_values(ptr, data, there, 0)
-    x1 = fp8_values(ptr, data, there, 1)
-    x2 = fp8_values(ptr, data, there, 2)
-    x3 = fp8_values(ptr, data, there, 3)
+    there, data, at = row_offsets(pool, gl.convert_layout(number, gl.SliceLayout(1, LANES_K)), UNIT, FORMAT)
+    scales = load_scales(ptr, at, there, 0, 8, UNIT, FORMAT)
+    x0 = panel_bytes(ptr, data, there, 0, FORMAT)
+    x1 = panel_bytes(ptr, data, there, 1, FORMAT)
+    x2 = panel_bytes(ptr, data, there, 2, FORMAT)
+    x3 = panel_bytes(ptr, data, there, 3, FORMAT)
     slot = 2 * place
     panels = reinterpret(kv.index(slot), [4, KEYS, 64], SLOT_K)
     mbarrier.wait(free.index(slot), (use + 1) % 2)
-    fp8_store(panels.index(0), x0, scales, 0)
-    x4 = fp8_values(ptr, data, there, 4)
-    fp8_store(panels.index(1), x1, scales, 1)
-    x5 = fp8_values(ptr, data, there, 5)
-    fp8_store(panels.index(2), x2, scales, 2)
-    x6 = fp8_values(ptr, data, there, 6)
-    fp8_store(panels.index(3), x3, scales, 3)
-    rest = fp8_rest(ptr, data, there, UNIT)
+    store_panel(panels.index(0), x0, scales, 0, FORMAT)
+    x4 = panel_bytes(ptr, data, there, 4, FORMAT)
+    store_panel(panels.index(1), x1, scales, 1, FORMAT)
+    x5 = panel_bytes(ptr, data, there, 5, FORMAT)
+    store_panel(panels.index(2), x2, scales, 2, FORMAT)
+    x6 = panel_bytes(ptr, data, there, 6, FORMAT)
+    store_panel(panels.index(3), x3, scales, 3, FORMAT)
+    rest = plain_panel(ptr, data, there, UNIT, FORMAT)
     announce(k_ready.index(slot))
     panels = reinterpret(kv.index(slot + 1), [4, KEYS, 64], SLOT_K)
     mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
-    fp8_store(panels.index(0), x4, scales, 4)
-    fp8_store(panels.index(1), x5, scales, 5)
-    fp8_store(panels.index(2), x6, scales, 6)
+    store_panel(panels.index(0), x4, scales, 4, FORMAT)
+    store_panel(panels.index(1), x5, scales, 5, FORMAT)
+    store_panel(panels.index(2), x6, scales, 6, FORMAT)
     panels.index(3).store(rest)
     announce(k_ready.index(slot + 1))
 
@@ -110,89 +110,88 @@ def v_columns(INDEX: gl.constexpr):
 
 
 @gluon.jit
-def v_values(ptr, data, there, INDEX: gl.constexpr):
-    """64 e4m3 values of each row and CTA, as bytes; columns from 448 on are none."""
+def v_values(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
+    """The codes of 64 values of each row and CTA, as bytes; the row's last columns are none."""
     column = v_columns(INDEX)
-    return gl.load(ptr + data[:, :, None] + column, mask=there[:, :, None] & (column < 448), other=0)
+    return gl.load(ptr + data[:, :, None] + column, mask=there[:, :, None] & (column < FORMAT.coded), other=0)
 
 
 @gluon.jit
-def v_bf16(x, scales, INDEX: gl.constexpr):
+def v_bf16(x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES_V)))
-    s = scale_of((scales >> (8 * INDEX + 16 * second)[None, :]).to(gl.int32) & 255)
-    return x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s[:, :, None]
+    return FORMAT.unpack_bytes(x, scale_byte(scales, (8 * INDEX + 16 * second)[None, :], FORMAT))
 
 
 @gluon.jit
-def v_rest(ptr, data, there, UNIT: gl.constexpr):
+def v_plain(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """The last panel of the second CTA, which is bf16; nothing for the first."""
-    column = v_columns(5) - 448
+    column = v_columns(5) - FORMAT.coded
     mask = there[:, :, None] & (column >= 0)
     if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
-        return gl.load(rest_ptr + (data // 2)[:, :, None] + 224 + column, mask=mask, other=0.0)
+        return gl.load(rest_ptr + (data // 2)[:, :, None] + FORMAT.code_bytes // 2 + column, mask=mask, other=0.0)
     else:  # at odd addresses, too
-        pointers = ptr + data[:, :, None] + 448 + 2 * column
+        pointers = ptr + data[:, :, None] + FORMAT.code_bytes + 2 * column
         low = gl.load(pointers, mask=mask, other=0).to(gl.int16)
         high = gl.load(pointers + 1, mask=mask, other=0).to(gl.int16)
         return (low | (high << 8)).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def fp8_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr):
+def packed_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """All rows, half of the columns: of each 256, the first CTA's two panels and the second's."""
     kv, v_ready, free = memory.kv, barriers.v_ready, barriers.free
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, gl.SliceLayout(2, LANES_V)))[:, None]
     number = number + gl.zeros([KEYS, 2], gl.int32, gl.SliceLayout(2, LANES_V))
-    there, data, at = fp8_place(pool, number, UNIT)
-    scales = fp8_scales(ptr, at, there, UNIT)
-    x0 = v_values(ptr, data, there, 0)
-    x1 = v_values(ptr, data, there, 1)
+    there, data, at = row_offsets(pool, number, UNIT, FORMAT)
+    scales = load_scales(ptr, at, there, 0, 8, UNIT, FORMAT)
+    x0 = v_values(ptr, data, there, 0, FORMAT)
+    x1 = v_values(ptr, data, there, 1, FORMAT)
     slot = 2 * place
     panels = reinterpret(kv.index(slot), [2, KEYS, 128], SLOT_V)
     mbarrier.wait(free.index(slot), (use + 1) % 2)
-    panels.index(0).store(v_bf16(x0, scales, 0).reshape([KEYS, 128]))
-    x4 = v_values(ptr, data, there, 4)
-    panels.index(1).store(v_bf16(x1, scales, 1).reshape([KEYS, 128]))
-    x5 = v_values(ptr, data, there, 5)
+    panels.index(0).store(v_bf16(x0, scales, 0, FORMAT).reshape([KEYS, 128]))
+    x4 = v_values(ptr, data, there, 4, FORMAT)
+    panels.index(1).store(v_bf16(x1, scales, 1, FORMAT).reshape([KEYS, 128]))
+    x5 = v_values(ptr, data, there, 5, FORMAT)
     announce(v_ready.index(slot))
     panels = reinterpret(kv.index(slot + 1), [2, KEYS, 128], SLOT_V)
     mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
-    panels.index(0).store(v_bf16(x4, scales, 4).reshape([KEYS, 128]))
-    y = v_bf16(x5, scales, 5)
-    rest = v_rest(ptr, data, there, UNIT)
-    panels.index(1).store(gl.where(v_columns(5) < 448, y, rest).reshape([KEYS, 128]))
+    panels.index(0).store(v_bf16(x4, scales, 4, FORMAT).reshape([KEYS, 128]))
+    y = v_bf16(x5, scales, 5, FORMAT)
+    rest = v_plain(ptr, data, there, UNIT, FORMAT)
+    panels.index(1).store(gl.where(v_columns(5) < FORMAT.coded, y, rest).reshape([KEYS, 128]))
     announce(v_ready.index(slot + 1))
 
 
 @gluon.jit
-def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY: gl.constexpr, UNIT: gl.constexpr):
+def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY: gl.constexpr, UNIT: gl.constexpr,
+                FORMAT: gl.constexpr):  # fmt: skip
     if WAY == TMA:
         fetch(pool, number, memory, barriers, place, use, V)
     elif V:
-        fp8_v(pool, number, memory, barriers, place, use, UNIT)
+        packed_v(pool, number, memory, barriers, place, use, UNIT, FORMAT)
     else:
-        fp8_k(pool, number, memory, barriers, place, use, UNIT)
+        packed_k(pool, number, memory, barriers, place, use, UNIT, FORMAT)
 
 
 @gluon.jit
 def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, HOW: gl.constexpr,
-                 WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+                 WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """A block of the lists as V, or as K."""
     if HOW == NONE or block < lists.window_blocks:
-        gather_from(pools.window, number, memory, barriers, place, use, V, WAYS[0], UNITS[0])
+        gather_from(pools.window, number, memory, barriers, place, use, V, WAYS[0], UNITS[0], FORMATS[0])
     else:
-        gather_from(pools.compressed, number, memory, barriers, place, use, V, WAYS[1], UNITS[1])
+        gather_from(pools.compressed, number, memory, barriers, place, use, V, WAYS[1], UNITS[1], FORMATS[1])
 
 
 @gluon.jit
-def block_v(
-    lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr, UNITS: gl.constexpr
-):
+def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr,
+            UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """V of block i of an item of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
-    gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS)
+    gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS, FORMATS)
 
 
 @gluon.jit
@@ -236,7 +235,7 @@ def lists_at(item, turn, window, compressed, memory, barriers, sizes):
 
 @gluon.jit
 def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW: gl.constexpr,
-                WAYS: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+                WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The items of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
     ahead, the next item's first before the last V of this one: there is no pause between items."""
     at = 0  # blocks so far
@@ -257,12 +256,14 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
             bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
             mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
             place, use = place_of_k(i)
-            gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, False, HOW, WAYS, UNITS)
+            gather_block(
+                lists, begin + i, number, pools, memory, barriers, place, at + use, False, HOW, WAYS, UNITS, FORMATS
+            )
             # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
             if i > 0:
                 later = numbers_at(lists, begin + i + 2, end, pools.compressed, HOW, KEYS, ONE)
             if i > 0:
-                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
+                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS, FORMATS)
             before = number
             number = following
             following = later
@@ -276,7 +277,7 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
         following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, HOW, KEYS, ONE)
         later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, HOW, KEYS, ONE)
         if n > 0:
-            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS)
+            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS, FORMATS)
         at += n
         lists = next_lists
         begin = next_begin

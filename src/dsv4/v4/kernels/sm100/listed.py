@@ -266,7 +266,8 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
               compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
               rope_width, rope_line, num_splits, tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split,
               HOW: gl.constexpr, WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
-              COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
+              COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
+              COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
         compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
@@ -288,7 +289,8 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
     gl.warp_specialize([
         (softmax_role, (memory, barriers, output, items, signed_scale, split)),
         (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW,
-                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT))),
+                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT),
+                       (WINDOW_FORMAT, COMPRESSED_FORMAT))),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),
     ], [4, 1, 1], [GATHER_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

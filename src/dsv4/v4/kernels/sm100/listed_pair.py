@@ -95,7 +95,8 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
                    compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
                    tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split, HOW: gl.constexpr,
                    WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
-                   COMPRESSED_UNIT: gl.constexpr, GATHER_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
+                   COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
+                   COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
                    WARP_REGS: gl.constexpr):  # fmt: skip
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
@@ -122,7 +123,8 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
     gl.warp_specialize([
         (softmax_role, (memory, bias, barriers, bias_ready, items, signed_scale)),
         (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW,
-                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT))),
+                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT),
+                       (WINDOW_FORMAT, COMPRESSED_FORMAT))),
         (store_role, (memory, barriers, output, items, split)),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4.caches import kv as caches
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.formats import PLAIN as PLAIN_ROWS
+from dsv4.caches.formats import format_of
 from dsv4.fmha.kernels.prepare import is_partial
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, WHOLE, choose_splits, narrow_splits
+from dsv4.v4.kernels import prepare as shared
 from dsv4.v4.kernels import unpack
-from dsv4.v4.kernels.prepare import prepare_listed, supports
+from dsv4.v4.kernels.prepare import is_packed, lacks, prepare_listed
 from dsv4.v4.kernels.sm90.few import v4_few
 from dsv4.v4.kernels.sm90.listed import v4_listed
 from dsv4.v4.kernels.sm90.narrow import v4_narrow
@@ -21,10 +23,10 @@ from dsv4.v4.problem import V4Problem
 __all__ = ["prepare", "supports"]
 
 STEP = 128  # rows per step: two blocks of 64
-# Copies need few registers and threads, the conversion of FP8 rows many threads.
+# Copies need few registers and threads, the unpacking of rows many threads.
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, PIECES=True)
-FP8 = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, EARLY=True)
+PACKED = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, EARLY=True)
 
 
 class Cost(NamedTuple):
@@ -38,7 +40,7 @@ class Cost(NamedTuple):
         return self.start + self.cta * ctas + self.step * steps
 
 
-# Where items are few, latency counts. Options of v4_narrow and its cost, with FP8 rows and with plain ones.
+# Where items are few, latency counts. Options of v4_narrow and its cost, with packed rows and with plain ones.
 OF_16 = dict(HEADS=NARROW_HEADS, KEYS=NARROW_KEYS, num_warps=8, maxnreg=128, EARLY=True)
 OF_32 = dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True)
 OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True)
@@ -57,8 +59,13 @@ FEW = (
     (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), (18, 18), Cost(10.2, 0.008, 2.2)),
     (dict(HEADS=32, GATHER_REGS=144, num_warps=4, EARLY=True), (3, 10), Cost(12.9, 0.008, 2.25)),
 )
-LISTED = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_listed, with FP8 rows and with plain ones
+LISTED = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_listed, with packed rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
+
+
+def supports(p: V4Problem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    return shared.supports(p) or lacks(p, "unpack")
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
@@ -72,8 +79,7 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         kernel, options, splits = small
         prepare_listed(p, target, program, kernel, NARROW_KEYS, options, splits)
         return
-    fp8 = isinstance(p.window, Fp8Cache) or isinstance(p.compressed, Fp8Cache)
-    options = FP8 if fp8 else RESIDENT if resident(p) else PLAIN | dict(PIECES=many(p, target))
+    options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(PIECES=many(p, target))
     prepare_listed(p, target, program, v4_listed, STEP, options, short=True)
 
 
@@ -86,12 +92,12 @@ def many(p: V4Problem, target: Target) -> bool:
 
 def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     """By shapes alone: (v4_narrow or v4_few, its options, splits) where it is faster than v4_listed: for rows that are
-    few, or FP8 rows of few heads."""
+    few, or packed rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
-    fp8 = {isinstance(pool, Fp8Cache) for pool in pools}
-    if p.deterministic or len(fp8) > 1 or p.q.dtype != torch.bfloat16:
+    formats = {format_of(pool) for pool in pools}
+    if p.deterministic or len(formats) > 1 or p.q.dtype != torch.bfloat16:
         return None
-    plain = int(False in fp8)
+    plain = int(formats == {PLAIN_ROWS})
     places = target.num_sms
     tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
     splits = p.num_splits or choose_splits(tiles, places, steps * STEP)

@@ -1,4 +1,5 @@
-"""V4 attention on sm_90a for FP8 rows and few heads, 16 or 32 per CTA: keys are the rows of the scores (narrow.py too).
+"""V4 attention on sm_90a for packed rows and few heads, 16 or 32 per CTA: keys are the rows of the scores, as in
+narrow.py.
 
 With few heads the products are small, and what counts is how fast rows become bf16. So two groups of four warps gather,
 each into a slot of its own, blocks of 64 rows by turns: while one waits for memory, the other converts. Four warps
@@ -129,7 +130,7 @@ def add_all(o, memory, slot, at):
 
 @gluon.jit
 def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr, HOW: gl.constexpr,
-                UNIT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+                UNIT: gl.constexpr, FORMAT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
     lists, work = work_of(window, compressed, requests, splits, HOW, 64)
     entry = entries(words(gl.num_warps()))
@@ -137,15 +138,15 @@ def gather_role(window, compressed, requests, pools, memory, barriers, splits, G
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, HOW)
     phase = 1  # the first wait on an untouched barrier passes
     for block in range(first, work.end, GROUPS):
-        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, EXCHANGED=True)
+        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
         number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
         mbarrier.wait(barriers.free0.index(GROUP), phase)
-        unpack_left(rows, memory, GROUP)
+        unpack_left(rows, memory, GROUP, FORMAT)
         if FENCE:
             fence_async_shared()
         mbarrier.arrive(barriers.ready0.index(GROUP), count=1)
         mbarrier.wait(barriers.free1.index(GROUP), phase)
-        unpack_right(rows, memory, GROUP, EXCHANGED=True)
+        unpack_right(rows, memory, GROUP, FORMAT, EXCHANGED=True)
         if FENCE:
             fence_async_shared()
         mbarrier.arrive(barriers.ready1.index(GROUP), count=1)
@@ -248,8 +249,8 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
            compressed_page_stride, compressed_inverse, compressed_shift, compressed_width, compressed_line,
            window_lengths, compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
            splits_inverse, splits_shift, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
-           HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr,
-           SPLIT: gl.constexpr, HEADS: gl.constexpr, GATHER_REGS: gl.constexpr,
+           HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, WINDOW_UNIT: gl.constexpr,
+           COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr, GATHER_REGS: gl.constexpr,
            EARLY: gl.constexpr = False):  # fmt: skip
     if EARLY:
         dependent.let_next_begin()
@@ -291,6 +292,8 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     gl.warp_specialize([
         (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS, HOW,
                         SIGN, SPLIT)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, HOW, UNIT, FENCE)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, HOW, UNIT, FENCE)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, HOW, UNIT, WINDOW_FORMAT,
+                       FENCE)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, HOW, UNIT, WINDOW_FORMAT,
+                       FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

@@ -1,29 +1,27 @@
 """The gathering warps of listed.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
-tensors come by cp.async. Rows of an Fp8Cache come through registers, where e4m3 becomes bf16, except their last 64
-values, which are bf16 already.
+tensors come by cp.async. Packed rows come through registers, where codes become bf16, except what is bf16 already.
 
 A row that is not there (-1, out of range, past the length) is filled with zeros, or other finite numbers, and its bias
 is -inf: 0 * NaN would be NaN.
 """
 
+from dsv4.caches.kernels.unpack import EXACT, FEWER, QUICK, half_scales, load_scales
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
 from dsv4.v4.kernels.items import LIST, NONE, TABLE, lists_of, place_of
 from dsv4.v4.kernels.rows import (
     Pool,
     entries,
-    fp8_addresses,
-    fp8_load,
-    fp8_load_all,
-    fp8_place,
-    fp8_to_bf16,
+    load_codes,
+    load_codes_unmasked,
     page_of,
     plain_rows,
-    scale_word,
+    row_addresses,
+    row_offsets,
 )
-from dsv4.v4.kernels.sm90.slots import arrivals, copy_rest, copy_rows, fp8_rest, lanes, panels_in, words, write_bias
+from dsv4.v4.kernels.sm90.slots import arrivals, copy_plain, copy_rows, lanes, panels_in, plain_panel, words, write_bias
 from dsv4.v4.kernels.sm90.table import table_blocks, whole_pages
 
 # What the job of an item says, in this order.
@@ -134,26 +132,38 @@ def resident_blocks(number, lists, pools, memory, barriers, first, end, phase, H
 
 
 @gluon.jit
-def prefetch_rows(pool, number, UNIT: gl.constexpr):
-    """Rows of FP8 on their way into the L2: their five lines of 128 bytes, and that of their scales."""
+def prefetch_rows(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """Packed rows on their way into the L2: the lines of 128 bytes of their data, and that of their scales."""
+    LINES: gl.constexpr = (FORMAT.data_bytes + 127) // 128
+    gl.static_assert(LINES < 8)
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
     R: gl.constexpr = gl.SliceLayout(1, L)
-    data, there, at = fp8_place(pool, number, UNIT)
+    data, there, at = row_offsets(pool, number, UNIT, FORMAT)
     line = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
-    offset = gl.minimum(line * 128, 448)  # the last line by its first byte that is surely the row's
+    offset = gl.minimum(line * 128, FORMAT.data_bytes - 128)  # the last line by its first byte that is surely the row's
     place = gl.where(
-        (line < 5)[None, :], gl.convert_layout(data, R)[:, None] + offset[None, :], gl.convert_layout(at, R)[:, None]
+        (line < LINES)[None, :],
+        gl.convert_layout(data, R)[:, None] + offset[None, :],
+        gl.convert_layout(at, R)[:, None],
     )
-    wanted = (gl.convert_layout(there, R)[:, None] & (line < 6)[None, :]).to(gl.int32)
+    wanted = (gl.convert_layout(there, R)[:, None] & (line < LINES + 1)[None, :]).to(gl.int32)
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r", [pool.ptr.to(gl.int64) + place, wanted], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def has_aligned_panels(format):
+    """Whether rows begin at multiples of 16 bytes where pages do, seven panels of 64 bytes with one byte of scale each,
+    one of bf16, pages planar: what listed_blocks and table_blocks read."""
+    panels = (format.code_bits, format.coded_panels, format.group) == (8, 7, 64)
+    return panels and format.data_step % 16 == 0 and not format.interleaved
+
+
 @aggregate
 class Asked:
-    """Rows of an FP8 block, the first half on its way: their pool's memory, where they are, scales, e4m3 values."""
+    """Packed rows of a block, the first half on its way: their pool's memory, where they are, scales, codes."""
 
     ptr: Value
     data: Value
@@ -165,18 +175,18 @@ class Asked:
 
 
 @gluon.jit
-def ask(pool, number, UNIT: gl.constexpr):
-    data, there, at = fp8_place(pool, number, UNIT)
-    low = scale_word(pool.ptr, at, there, 0, UNIT)
-    x = fp8_load(pool.ptr, data, there, 0, 2, UNIT)
-    y = fp8_load(pool.ptr, data, there, 2, 2, UNIT)
+def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    data, there, at = row_offsets(pool, number, UNIT, FORMAT)
+    low = load_scales(pool.ptr, at, there, 0, 4, UNIT, FORMAT)
+    x = load_codes(pool.ptr, data, there, 0, 2, UNIT, FORMAT)
+    y = load_codes(pool.ptr, data, there, 2, 2, UNIT, FORMAT)
     return Asked(pool.ptr, data, there, at, low, x, y)
 
 
 @gluon.jit
-def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
-               UNIT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
-    """Blocks [first, end) of FP8 rows, through registers. number, asked: of the first.
+def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+               UNIT: gl.constexpr, FORMAT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
+    """Blocks [first, end) of packed rows, through registers. number, asked: of the first.
 
     The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
     for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
@@ -188,11 +198,13 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
     """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
+    SPEED: gl.constexpr = QUICK if HOW != TABLE else FEWER if PAGES else EXACT
+    LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
     entry = entries(words(gl.num_warps()))
     following = number
     if HOW == TABLE:
         following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
-        prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT)
+        prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT, FORMAT)
     by_table = end
     if PAGES:
         of_window = gl.minimum(gl.maximum(first, lists.window_blocks), end)
@@ -202,36 +214,37 @@ def fp8_blocks(number, asked, lists, pools, memory, barriers, first, end, phase,
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, asked.low, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
+        panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, asked.low, 0, SPEED, FORMAT))
         later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
-        high = scale_word(asked.ptr, asked.at, asked.there, 4, UNIT)
-        z = fp8_load(asked.ptr, asked.data, asked.there, 4, 2, UNIT)
-        u = fp8_load(asked.ptr, asked.data, asked.there, 6, 1, UNIT)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, asked.low, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
+        high = load_scales(asked.ptr, asked.at, asked.there, 4, 4, UNIT, FORMAT)
+        z = load_codes(asked.ptr, asked.data, asked.there, 4, 2, UNIT, FORMAT)
+        u = load_codes(asked.ptr, asked.data, asked.there, 6, LAST, UNIT, FORMAT)
+        panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, asked.low, 2, SPEED, FORMAT))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
-        fp8_rest(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT)
+        if LAST == 1:
+            plain_panel(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT, FORMAT)
         write_bias(bias.index(block % 2), asked.there)
         if HOW != TABLE:
             following = later
-        asked = ask(pool_of(pools, block + 1 < lists.window_blocks), following, UNIT)
+        asked = ask(pool_of(pools, block + 1 < lists.window_blocks), following, UNIT, FORMAT)
         if HOW == TABLE:
             following = later
-            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=HOW != TABLE, SIGNS=PAGES))
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=HOW != TABLE, SIGNS=PAGES))
-        mbarrier.arrive(ready.index(slot + 1), count=1)
+            prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT, FORMAT)
+        panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, SPEED, FORMAT))
+        panels_in(tile, 2, LAST).store(FORMAT.unpack(u, high, 2, SPEED, FORMAT))
+        mbarrier.arrive(ready.index(slot + 1), count=1 if LAST == 1 else arrivals(gl.num_warps()))
         phase = phase ^ (block % 2)
     if PAGES:
-        phase = table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT)
+        phase = table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT, FORMAT)
     return phase
 
 
 @aggregate
 class Listed:
-    """Rows of an FP8 block by list, the first half on its way: addresses, all scales, e4m3 values."""
+    """Packed rows of a block by list, the first half on its way: addresses, all scales, codes."""
 
     row: Value
     there: Value
@@ -241,61 +254,75 @@ class Listed:
 
 
 @gluon.jit
-def ask_listed(pool, number, spare, UNIT: gl.constexpr):
-    row, at, there = fp8_addresses(pool, number, spare, UNIT)
+def ask_listed(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    row, at, there = row_addresses(pool, number, spare, UNIT, FORMAT)
     scales = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
-    return Listed(row, there, scales, fp8_load_all(row, 0, 2), fp8_load_all(row, 2, 2))
+    return Listed(row, there, scales, load_codes_unmasked(row, 0, 2), load_codes_unmasked(row, 2, 2))
 
 
 @gluon.jit
-def listed_blocks(
-    number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, UNIT: gl.constexpr
-):
-    """As fp8_blocks, for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
+def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+                  UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
+    """packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
     read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(words(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
-        low, high = asked.scales.to(gl.int32), (asked.scales >> 32).to(gl.int32)
+        low, high = half_scales(asked.scales, 0), half_scales(asked.scales, 1)
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(asked.x, low, 0, QUICK=True))
-        z = fp8_load_all(asked.row, 4, 2)
-        u = fp8_load_all(asked.row, 6, 1)
+        panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, low, 0, QUICK, FORMAT))
+        z = load_codes_unmasked(asked.row, 4, 2)
+        u = load_codes_unmasked(asked.row, 6, 1)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
-        panels_in(tile, 2, 2).store(fp8_to_bf16(asked.y, low, 2, QUICK=True))
+        panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, low, 2, QUICK, FORMAT))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
         rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
-        copy_rest(rows, asked.there, tile, ready.index(slot + 1))
+        copy_plain(rows, asked.there, tile, ready.index(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), asked.there)
-        asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT)
-        panels_in(tile, 0, 2).store(fp8_to_bf16(z, high, 0, QUICK=True))
-        panels_in(tile, 2, 1).store(fp8_to_bf16(u, high, 2, QUICK=True))
+        asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
+        panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
+        panels_in(tile, 2, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
         mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
     return phase
 
 
 @gluon.jit
+def one_block(lists, pool, memory, barriers, block, phase, HOW: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """A block of a pool, nothing ahead of its time."""
+    if FORMAT.coded > 0:
+        number = numbers_of(lists, block, True, pool, entries(words(gl.num_warps())), HOW)
+        asked = ask(pool, number, UNIT, FORMAT)
+        phase = packed_blocks(
+            number, asked, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, HOW, UNIT, FORMAT
+        )
+    else:
+        number = numbers_of(lists, block, True, pool, entries(lanes(gl.num_warps())), HOW)
+        phase = plain_blocks(number, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, HOW)
+    return phase
+
+
+@gluon.jit
 def mixed_blocks(
-    lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, WINDOW_FP8: gl.constexpr, UNIT: gl.constexpr
+    lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
 ):
-    """Where one pool is a plain tensor and the other an Fp8Cache: block by block, nothing ahead of its time."""
+    """Where the rows of the two pools have two formats: block by block."""
+    WINDOW_FIRST: gl.constexpr = FORMATS[0].coded > 0
     window, compressed = pools.window, pools.compressed
     for block in range(first, end):
-        if (block < lists.window_blocks) == WINDOW_FP8:
-            eight = window if WINDOW_FP8 else compressed
-            eight_number = numbers_of(lists, block, True, eight, entries(words(gl.num_warps())), HOW)
-            phase = fp8_blocks(eight_number, ask(eight, eight_number, UNIT), lists, Pools(eight, eight), memory,
-                               barriers, block, block + 1, phase, HOW, UNIT)  # fmt: skip
+        if (block < lists.window_blocks) == WINDOW_FIRST:
+            pool = window if WINDOW_FIRST else compressed
+            phase = one_block(lists, pool, memory, barriers, block, phase, HOW, UNIT, FORMATS[0 if WINDOW_FIRST else 1])
         else:
-            plain = compressed if WINDOW_FP8 else window
-            number = numbers_of(lists, block, True, plain, entries(lanes(gl.num_warps())), HOW)
-            phase = plain_blocks(number, lists, Pools(plain, plain), memory, barriers, block, block + 1, phase, HOW)
+            other = compressed if WINDOW_FIRST else window
+            phase = one_block(
+                lists, other, memory, barriers, block, phase, HOW, UNIT, FORMATS[1 if WINDOW_FIRST else 0]
+            )
     return phase
 
 
@@ -311,7 +338,7 @@ def write_job(job, turn, blocks, query, first_head, split):
 
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
-                HOW: gl.constexpr, FP8: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
+                HOW: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
                 AFTER: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
     AFTER: the grid before makes rows, and may still run."""
@@ -329,12 +356,16 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
         begin = gl.minimum(split * each, steps)
         end = gl.minimum(begin + each, steps)
-        L: gl.constexpr = words(gl.num_warps()) if FP8[0] else LQ
+        FORMAT: gl.constexpr = FORMATS[0]
+        L: gl.constexpr = words(gl.num_warps()) if FORMAT.coded > 0 else LQ
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
-        LISTED: gl.constexpr = HOW != TABLE and UNIT >= 16
-        if FP8[0] and FP8[1]:  # rows are on their way while the last item's scores are waited for, then Q
+        ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
+        LISTED: gl.constexpr = HOW != TABLE and ALIGNED
+        if (
+            FORMAT.coded > 0 and FORMAT == FORMATS[1]
+        ):  # rows are on their way while the last item's scores are waited for, then Q
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
-            asked = ask_listed(pool, number, q.ptr, UNIT) if LISTED else ask(pool, number, UNIT)
+            asked = ask_listed(pool, number, q.ptr, UNIT, FORMAT) if LISTED else ask(pool, number, UNIT, FORMAT)
         mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
@@ -344,17 +375,17 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
         mbarrier.arrive(barriers.q_ready, count=1)
         turn = turn ^ 1
-        if FP8[0] != FP8[1]:
-            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FP8[0], UNIT)
-        elif FP8[0] and LISTED:
+        if FORMAT != FORMATS[1]:
+            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FORMATS, UNIT)
+        elif FORMAT.coded > 0 and LISTED:
             phase = listed_blocks(
-                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT
+                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, FORMAT
             )
-        elif FP8[0]:
+        elif FORMAT.coded > 0:
             # Where rows are not split, the assembler would reload values in the loop.
-            PAGES: gl.constexpr = HOW == TABLE and UNIT >= 16 and SPLIT
-            phase = fp8_blocks(
-                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, PAGES
+            PAGES: gl.constexpr = HOW == TABLE and ALIGNED and SPLIT
+            phase = packed_blocks(
+                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, FORMAT, PAGES
             )
         elif RESIDENT:
             phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)

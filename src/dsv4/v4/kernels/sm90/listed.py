@@ -27,7 +27,7 @@ p_ready[b]      the block's owner            1           the other      P, maxim
 m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
-Copies write like ordinary stores; those who wait for them, or for converted FP8 rows, put the fence before the tensor
+Copies write like ordinary stores; those who wait for them, or for unpacked rows, put the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
 P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
@@ -284,7 +284,7 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               compressed_shift, compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests,
               rope_positions, rope_width, rope_line, num_splits, tiles_per_split, stride_qn, stride_qh, stride_on,
               stride_oh, stride_ln, stride_lh,
-              HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr, COMPRESSED_FP8: gl.constexpr,
+              HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, COMPRESSED_FORMAT: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
               GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False,
@@ -292,13 +292,13 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     if EARLY:
         gl.static_assert(not AFTER)  # the grid after the next would not wait for this one: see dependent.py
         dependent.let_next_begin()
-    # Two Fp8Caches are read in one way, that of the lesser unit.
+    # Two packed pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
-    if WINDOW_FP8:
+    if WINDOW_FORMAT.coded > 0:
         window_page_stride *= WINDOW_UNIT // UNIT
-    if COMPRESSED_FP8:
+    if COMPRESSED_FORMAT.coded > 0:
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
-    FP8: gl.constexpr = (WINDOW_FP8, WINDOW_FP8 if HOW == NONE else COMPRESSED_FP8)
+    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if HOW == NONE else COMPRESSED_FORMAT)
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
@@ -327,5 +327,5 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
         (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
         (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
-                       FP8, UNIT, RESIDENT, AFTER, SPLIT)),
+                       FORMATS, UNIT, RESIDENT, AFTER, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -5,9 +5,9 @@ query or a few are all there is, latency counts. Here the warps of a CTA do one 
 one query and one split of its rows, of which one block is best. Of 16 heads a block has 64 rows, for eight warps; of 32
 heads 64 for four or 128 for eight, where blocks of 64 would be too many for one each::
 
-    ask for rows | O^T += V^T P^T of the last block | e4m3 -> bf16 -> kv | S^T = K Q^T | softmax over keys -> P^T
+    ask for rows | O^T += V^T P^T of the last block | codes -> bf16 -> kv | S^T = K Q^T | softmax over keys -> P^T
 
-Rows of an Fp8Cache come through registers; those of a plain tensor by cp.async, when the last block's are no longer
+Packed rows come through registers; those of a plain tensor by cp.async, when the last block's are no longer
 read.
 
 Products are HEADS wide instead of padded to 64, less memory is written at the end, and a block passes through less than
@@ -55,7 +55,7 @@ from dsv4.v4.kernels.sm90.transposed import (
 
 @gluon.jit
 def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr, HOW: gl.constexpr,
-           SIGN: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr):  # fmt: skip
+           SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
     """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows."""
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = memory.kv0.shape[1]
@@ -73,8 +73,8 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
     # A turn more than blocks: every part of the code is there once.
     for block in range(begin, end + 1):
         pool, wanted = pool_of(pools, block < lists.window_blocks), number
-        if FP8:
-            rows = ask(pool, wanted, UNIT)
+        if FORMAT.coded > 0:
+            rows = ask(pool, wanted, UNIT, FORMAT)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
         at = zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
         if block > begin:
@@ -86,9 +86,9 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             barrier()
         if block < end:
-            if FP8:
-                unpack_left(rows, memory, 0)
-                unpack_right(rows, memory, 0)
+            if FORMAT.coded > 0:
+                unpack_left(rows, memory, 0, FORMAT)
+                unpack_right(rows, memory, 0, FORMAT)
             else:
                 copy_block(pool, wanted, memory, 0)
             async_copy.wait_group(0)  # Q, plain rows
@@ -110,7 +110,7 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
 
 @gluon.jit
 def one_item(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, KEYS: gl.constexpr,
-             HOW: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FP8: gl.constexpr,
+             HOW: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr,
              SPLIT: gl.constexpr):  # fmt: skip
     """Some heads of a query and some blocks of its rows."""
     first_head = gl.program_id(0) * HEADS
@@ -120,7 +120,7 @@ def one_item(q, window, compressed, requests, pools, output, scale, splits, HEAD
     number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), HOW)
     memory = make_memory(HEADS, KEYS)
     copy_heads(q, work.query, first_head, output.heads, memory.q)
-    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, HOW, SIGN, UNIT, FP8)
+    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, HOW, SIGN, UNIT, FORMAT)
     finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
 
 
@@ -139,7 +139,7 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse, compressed_shift,
               compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
               rope_width, rope_line, num_splits, splits_inverse, splits_shift, stride_qn, stride_qh, stride_on,
-              stride_oh, stride_ln, stride_lh, HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FP8: gl.constexpr,
+              stride_oh, stride_ln, stride_lh, HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr,
               KEYS: gl.constexpr = 64, EARLY: gl.constexpr = False):  # fmt: skip
     if EARLY:
@@ -166,4 +166,4 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
                     queries, heads, rope, want_lse)  # fmt: skip
     splits = Splits(num_splits, splits_inverse, splits_shift)
     one_item(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, KEYS,
-             HOW, SIGN, UNIT, WINDOW_FP8, SPLIT)  # fmt: skip
+             HOW, SIGN, UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip

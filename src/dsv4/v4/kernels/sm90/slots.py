@@ -1,12 +1,12 @@
 """How the gathering warps of listed.py put rows into a slot of the ring, half a block: which thread has what of a row,
 and who says that it is there.
 
-A slot [64, 256] is four panels of 64 columns. Rows of plain tensors, and what of an Fp8Cache's rows is bf16 already,
-come by cp.async; converted values come by ordinary stores.
+A slot [64, 256] is four panels of 64 columns. Rows of plain tensors, and what of packed rows is bf16 already, come by
+cp.async; unpacked values come by ordinary stores.
 """
 
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, reinterpret_as
-from dsv4.v4.kernels.rows import words_of
+from dsv4.v4.kernels.rows import load_words
 
 
 @gluon.constexpr_function
@@ -52,25 +52,25 @@ def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def copy_rest(rows, there, tile, ready):
+def copy_plain(rows, there, tile, ready, FORMAT: gl.constexpr):
     """The last 64 values of each row, which are bf16, by cp.async; makes all arrivals on ``ready`` but one."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
     rows = gl.convert_layout(rows, gl.SliceLayout(1, L))
     there = gl.convert_layout(there, gl.SliceLayout(1, L))
-    column = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    column = FORMAT.code_bytes // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
     cp_async(panels_of(tile).index(3), rows[:, None] + column[None, :], mask=there[:, None])
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
 
 @gluon.jit
-def fp8_rest(ptr, data, there, tile, ready, UNIT: gl.constexpr):
-    """As copy_rest, for rows at any multiple of UNIT bytes."""
+def plain_panel(ptr, data, there, tile, ready, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    """copy_plain for rows at any multiple of UNIT bytes."""
     if UNIT >= 16:
-        copy_rest(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + data // 2, there, tile, ready)
+        copy_plain(ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True) + data // 2, there, tile, ready, FORMAT)
     else:
         PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
         last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
-        last.store(words_of(ptr, data, there, 112, 32, UNIT))
+        last.store(load_words(ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT))
         mbarrier.arrive(ready, count=32 * gl.num_warps())
 
 

@@ -1,13 +1,14 @@
-"""The gathering warps of listed.py where a block table names FP8 rows, and a block of 64 is a number of whole pages.
+"""The gathering warps of listed.py where a block table names packed rows, and a block of 64 is a number of whole pages.
 
 Pages of HCA have two rows, so a block is 32 pages from anywhere. What a thread reads of its page is the same in every
-block. That leaves a product per pointer: 409 instructions a block; fp8_blocks in gather.py, which takes rows from
+block. That leaves a product per pointer: 409 instructions a block; packed_blocks in gather.py, which takes rows from
 anywhere, has 560. The assembler decides more than their number: a value that it keeps in memory for want of a register,
 or a wait for old loads behind the request of new ones, costs more than what is saved.
 """
 
+from dsv4.caches.kernels.unpack import QUICKEST, half_scales
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier
-from dsv4.v4.kernels.rows import entries, fp8_times, page_of, pieces, scale_bytes
+from dsv4.v4.kernels.rows import codes_layout, entries, page_of, scales_begin
 from dsv4.v4.kernels.sm90.slots import arrivals, panels_in, panels_of, write_bias
 
 
@@ -20,7 +21,7 @@ def whole_pages(pool, UNIT: gl.constexpr):
 
 @gluon.jit
 def panels_at(chunks_ptr, FIRST: gl.constexpr, PANELS: gl.constexpr, there=None):
-    """As fp8_load, by pointers [64, 4] to the 16-byte chunks of the first panel. there: which rows are read."""
+    """load_codes by pointers [64, 4] to the 16-byte chunks of the first panel. there: which rows are read."""
     L: gl.constexpr = gl.BlockedLayout([1, PANELS, 1, 4], [8, 1, 4, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0])
     panel = gl.arange(0, PANELS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
@@ -32,19 +33,19 @@ def panels_at(chunks_ptr, FIRST: gl.constexpr, PANELS: gl.constexpr, there=None)
     else:
         there = gl.convert_layout(there, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
         x = gl.load(words_ptr, mask=there[:, None, None, None], other=0)
-    return gl.convert_layout(x.reshape([64, PANELS, 16]), pieces(gl.num_warps(), PANELS))
+    return gl.convert_layout(x.reshape([64, PANELS, 16]), codes_layout(gl.num_warps(), PANELS, 16))
 
 
 @gluon.jit
-def rest_at(chunks_ptr, there, tile, ready):
-    """As copy_rest, by pointers to the chunks of the first panel."""
+def plain_at(chunks_ptr, there, tile, ready, FORMAT: gl.constexpr):
+    """copy_plain by pointers to the chunks of the first panel."""
     L: gl.constexpr = gl.BlockedLayout([1, 2, 1, 8], [8, 1, 4, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0])
     LR: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     value = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
     rest_ptr = chunks_ptr.to(gl.pointer_type(gl.bfloat16), bitcast=True)
     rest_ptr = gl.convert_layout(rest_ptr, gl.SliceLayout(1, gl.SliceLayout(3, L)))[:, None, :, None]
-    rest_ptr = rest_ptr + (224 + half * 32)[None, :, None, None] + value[None, None, None, :]
+    rest_ptr = rest_ptr + (FORMAT.code_bytes // 2 + half * 32)[None, :, None, None] + value[None, None, None, :]
     rest_ptr = gl.convert_layout(rest_ptr.reshape([64, 64]), LR)
     rest_ptr = gl.max_contiguous(gl.multiple_of(rest_ptr, [1, 16]), [1, 8])
     there = gl.convert_layout(there, gl.SliceLayout(1, LR))
@@ -63,6 +64,12 @@ def bytes_to(page, pages, pool, UNIT: gl.constexpr):
 
 
 @gluon.jit
+def to_scales(pool, within, FORMAT: gl.constexpr):
+    """From the first byte of a row to its scales."""
+    return (pool.page_rows - within) * FORMAT.data_bytes + within * FORMAT.scale_bytes
+
+
+@gluon.jit
 def prefetch(pointers, wanted):
     """Lines on their way into the L2."""
     pointers, wanted = gl.broadcast(pointers, wanted.to(gl.int32))
@@ -73,14 +80,9 @@ def prefetch(pointers, wanted):
 
 
 @gluon.jit
-def factors(x, scales, FIRST: gl.constexpr):
-    """As fp8_to_bf16 makes them with QUICK, in an instruction less."""
-    return gl.maximum(scale_bytes(x, scales, FIRST) * 0x800080, 0x400040)
-
-
-@gluon.jit
-def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: gl.constexpr):
-    """Blocks [first, end) of FP8 rows by block table, where a block is whole pages: as fp8_blocks, with fewer
+def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: gl.constexpr,
+                 FORMAT: gl.constexpr):  # fmt: skip
+    """Blocks [first, end) of packed rows by block table, where a block is whole pages: packed_blocks with fewer
     instructions. asked: of the first.
 
     A thread reads the same place of a page in every block: only the page's number changes, and a product gives a
@@ -96,12 +98,12 @@ def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: 
     pages = (pool.rows // pool.page_rows).to(gl.uint32)
     turn = page_of(entry, pool)
     within = entry - turn * pool.page_rows
-    chunks_ptr = pool.ptr + ((within * 576)[:, None] + chunk * 16)
-    scales_ptr = pool.ptr + (pool.page_rows * 576 + within * 8)
+    chunks_ptr = pool.ptr + ((within * FORMAT.data_step)[:, None] + chunk * 16)
+    scales_ptr = pool.ptr + (scales_begin(pool.page_rows, FORMAT) + within * FORMAT.scale_step)
     # What comes into the L2 a block earlier: four lines of 128 bytes of a row; its last one, by its first byte that is
     # surely the row's, and that of its scales.
-    line_at = chunk * 112
-    last_at = gl.where(chunk == 0, 448, ((pool.page_rows - within) * 576 + within * 8)[:, None] - chunk * 16)
+    line_at = chunk * (128 - 16)
+    last_at = gl.where(chunk == 0, FORMAT.data_bytes - 128, to_scales(pool, within, FORMAT)[:, None] - chunk * 16)
 
     place = (first - lists.window_blocks) * 64
     left = gl.minimum(lists.count, (end - lists.window_blocks) * 64) - place - entry
@@ -117,19 +119,19 @@ def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: 
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
         there = page.to(gl.uint32) < pages
-        panels_in(tile, 0, 2).store(fp8_times(x, factors(x, low, 0), QUICK=True))
+        panels_in(tile, 0, 2).store(FORMAT.unpack(x, low, 0, QUICKEST, FORMAT))
         later = gl.load(line_ptr, mask=left > 128, other=-1)
         line_ptr += per_block
         left -= 64
         now = chunks_ptr + bytes_to(page, pages, pool, UNIT)[:, None]
         z = panels_at(now, 4, 2)
         u = panels_at(now, 6, 1)
-        panels_in(tile, 2, 2).store(fp8_times(y, factors(y, low, 2), QUICK=True))
+        panels_in(tile, 2, 2).store(FORMAT.unpack(y, low, 2, QUICKEST, FORMAT))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
         mbarrier.wait(free.index(slot + 1), phase)
         tile = kv.index(slot + 1)
-        rest_at(now, there, tile, ready.index(slot + 1))
+        plain_at(now, there, tile, ready.index(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), there)
         before, page, following = high, following, later
         # Before the loads: it waits for `later`, and so for z and u, which have the same scoreboard.
@@ -141,11 +143,11 @@ def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: 
         offset = bytes_to(page, pages, pool, UNIT)
         now = chunks_ptr + offset[:, None]
         scales = gl.load((scales_ptr + offset).to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
-        low, high = scales.to(gl.int32), (scales >> 32).to(gl.int32)
+        low, high = half_scales(scales, 0), half_scales(scales, 1)
         x = panels_at(now, 0, 2, there)
         y = panels_at(now, 2, 2, there)
-        panels_in(tile, 0, 2).store(fp8_times(z, factors(z, before, 0), QUICK=True))
-        panels_in(tile, 2, 1).store(fp8_times(u, factors(u, before, 2), QUICK=True))
+        panels_in(tile, 0, 2).store(FORMAT.unpack(z, before, 0, QUICKEST, FORMAT))
+        panels_in(tile, 2, 1).store(FORMAT.unpack(u, before, 2, QUICKEST, FORMAT))
         mbarrier.arrive(ready.index(slot + 1), count=1)
         phase = phase ^ (block % 2)
     return phase

@@ -4,6 +4,7 @@ Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; 
 listed.py pads them to the 64 rows of a wgmma.
 """
 
+from dsv4.caches.kernels.unpack import EXACT
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import (
     Value,
@@ -17,7 +18,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
 )
 from dsv4.v4.kernels.items import LIST, lists_of
-from dsv4.v4.kernels.rows import entries, fp8_load, fp8_rows, fp8_to_bf16, plain_rows, quotient, words_of
+from dsv4.v4.kernels.rows import entries, load_codes, load_words, plain_rows, quotient, rows_and_scales
 from dsv4.v4.kernels.sm90.slots import lanes
 
 
@@ -82,7 +83,8 @@ def prefetch_lines(names):
 
 @aggregate
 class Rows:
-    """A block on its way: 16 bytes per thread, four values to a word; the last 64 values of a row are bf16."""
+    """A block on its way: 16 bytes per thread of the codes; x3 and rest hold the last 128 values, of which rest is
+    bf16."""
 
     x0: Value
     x1: Value
@@ -165,23 +167,26 @@ def exchanged():
 
 
 @gluon.jit
-def ask(pool, number, UNIT: gl.constexpr, EXCHANGED: gl.constexpr = False):
+def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr, EXCHANGED: gl.constexpr = False):
     """The rows of a block, by number. EXCHANGED: odd rows begin with the second half of their last 64 values: else two
     rows, of four threads each, would be stored to the same banks."""
     ptr = pool.ptr
-    data, there, scales = fp8_rows(pool, number, UNIT)
-    x0 = fp8_load(ptr, data, there, 0, 2, UNIT)
-    x1 = fp8_load(ptr, data, there, 2, 2, UNIT)
-    x2 = fp8_load(ptr, data, there, 4, 2, UNIT)
-    x3 = fp8_load(ptr, data, there, 6, 1, UNIT)
-    if EXCHANGED:
+    data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
+    x0 = load_codes(ptr, data, there, 0, 2, UNIT, FORMAT)
+    x1 = load_codes(ptr, data, there, 2, 2, UNIT, FORMAT)
+    x2 = load_codes(ptr, data, there, 4, 2, UNIT, FORMAT)
+    x3 = load_codes(ptr, data, there, 6, FORMAT.coded_panels - 6, UNIT, FORMAT)
+    PLAIN: gl.constexpr = FORMAT.code_bytes // 4
+    if FORMAT.coded_panels == 8:
+        rest = there  # not read
+    elif EXCHANGED:
         L: gl.constexpr = number.type.layout.parent
         odd = (entries(L) & 1).to(gl.int64) * 64
-        first = words_of(ptr, data + odd, there, 112, 16, UNIT)
-        second = words_of(ptr, data - odd, there, 128, 16, UNIT)
+        first = load_words(ptr, data + odd, there, PLAIN, 16, UNIT)
+        second = load_words(ptr, data - odd, there, PLAIN + 16, 16, UNIT)
         rest = gl.join(first, second).permute((0, 2, 1)).reshape([64, 32])
     else:
-        rest = words_of(ptr, data, there, 112, 32, UNIT)
+        rest = load_words(ptr, data, there, PLAIN, 32, UNIT)
     return Rows(x0, x1, x2, x3, rest, scales, there)
 
 
@@ -211,23 +216,25 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def unpack_left(rows, memory, slot):
-    """The first 256 columns of a block, e4m3 -> bf16 -> kv, and the bias: first, else it waits for a register that a
+def unpack_left(rows, memory, slot, FORMAT: gl.constexpr):
+    """The first 256 columns of a block, codes -> bf16 -> kv, and the bias: first, else it waits for a register that a
     store before it has not read yet."""
     memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
-    pairs_in(memory.kv0.index(slot), 0, 2).store(fp8_to_bf16(rows.x0, rows.scales, 0))
-    pairs_in(memory.kv1.index(slot), 0, 2).store(fp8_to_bf16(rows.x1, rows.scales, 2))
+    pairs_in(memory.kv0.index(slot), 0, 2).store(FORMAT.unpack(rows.x0, rows.scales, 0, EXACT, FORMAT))
+    pairs_in(memory.kv1.index(slot), 0, 2).store(FORMAT.unpack(rows.x1, rows.scales, 2, EXACT, FORMAT))
 
 
 @gluon.jit
-def unpack_right(rows, memory, slot, EXCHANGED: gl.constexpr = False):
+def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, EXCHANGED: gl.constexpr = False):
     """The last 256 columns of a block."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
     KEYS: gl.constexpr = memory.kv3.shape[1]
-    pairs_in(memory.kv2.index(slot), 0, 2).store(fp8_to_bf16(rows.x2, rows.scales, 4))
-    pairs_in(memory.kv3.index(slot), 0, 1).store(fp8_to_bf16(rows.x3, rows.scales, 6))
-    reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
+    pairs_in(memory.kv2.index(slot), 0, 2).store(FORMAT.unpack(rows.x2, rows.scales, 4, EXACT, FORMAT))
+    LAST_CODED: gl.constexpr = FORMAT.coded_panels - 6
+    pairs_in(memory.kv3.index(slot), 0, LAST_CODED).store(FORMAT.unpack(rows.x3, rows.scales, 6, EXACT, FORMAT))
+    if LAST_CODED == 1:
+        reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
 
 
 @gluon.jit

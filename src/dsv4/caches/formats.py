@@ -1,0 +1,241 @@
+"""Formats of a row: which bytes it has, what they mean, how they are made and read. One class per format.
+
+A packed row is a data row and a scale row. The first `coded` of its values are codes of `code_bits` bits, one scale for
+every `group` of them; the others are bf16. A page of R rows has them in one of two orders:
+
+    planar        [ R data rows | R scale rows | padding ]
+    interleaved   [ R x (data row, scale row) | padding ]
+
+A format travels to kernels as a constexpr. Kernels read its sizes and call its functions, so a new format is a new
+class and, if kernels are to read it, an `unpack` function; no kernel names one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PANEL = 64  # values that kernels unpack at a time
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, eq=False)
+class RowFormat:
+    """Sizes of a row. There is one object per name: it is compared and hashed as such."""
+
+    name: str
+    values: int  # of a row
+    coded: int  # the first of them, which are codes with scales; the others are bf16
+    code_bits: int
+    group: int  # codes that share a scale
+    scale_bytes: int  # of a row, with padding
+    stride_unit: int  # pages begin at multiples of it when nothing else is asked for
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if FORMATS.setdefault(self.name, self) is not self:
+            raise ValueError(f"name: got {self.name!r}; accepted: a name that no other format has")
+
+    # ------------------------------------------------------------------------------------------------ sizes
+
+    @property
+    def code_bytes(self) -> int:
+        return self.coded * self.code_bits // 8
+
+    @property
+    def data_bytes(self) -> int:
+        return self.code_bytes + 2 * (self.values - self.coded)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data_bytes + self.scale_bytes
+
+    @property
+    def data_step(self) -> int:
+        """Bytes from the data of a row to those of the next."""
+        return self.row_bytes if self.interleaved else self.data_bytes
+
+    @property
+    def scale_step(self) -> int:
+        """Bytes from the scales of a row to those of the next."""
+        return self.row_bytes if self.interleaved else self.scale_bytes
+
+    def scales_begin(self, rows_per_page: int) -> int:
+        """The first byte of a page's scales."""
+        return self.data_bytes * (1 if self.interleaved else rows_per_page)
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return self.coded // self.group
+
+    @property
+    def coded_panels(self) -> int:
+        return self.coded // PANEL
+
+    @property
+    def panel_words(self) -> int:
+        """Words of 4 bytes that hold the codes of a panel."""
+        return PANEL * self.code_bits // 32
+
+    def default_stride(self, rows_per_page: int) -> int:
+        """Bytes from one page to the next when nothing else is asked for."""
+        return -(-rows_per_page * self.row_bytes // self.stride_unit) * self.stride_unit
+
+    # ------------------------------------------------------------------------------------------------ torch
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [n, values] of any float dtype -> uint8 (data [n, data_bytes], scales [n, scale_bytes])."""
+        raise NotImplementedError
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """uint8 (data [n, data_bytes], scales [n, scale_bytes]) -> rows [n, values]."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------ kernels
+
+    # Functions for kernels, imported when one is compiled: a CPU needs no Triton.
+
+    @property
+    def unpack(self) -> Any:
+        """Gluon: (words of codes [rows, panels, panel_words], scales of the rows, FIRST panel, SPEED) -> bf16 in pairs,
+        int32 [rows, panels, 32]. caches/kernels/unpack.py says what scales and SPEED are."""
+        raise NotImplementedError
+
+    @property
+    def unpack_bytes(self) -> Any:
+        """Gluon: (bytes of the codes of a panel [..., 64 codes], the panel's scales of each row) -> bf16 [..., 64]."""
+        raise NotImplementedError
+
+    @property
+    def store(self) -> Any:
+        """Triton: fp32 rows to their places in pages, as `quantize` makes them. caches/kernels/pack.py has the
+        signature. None: torch code writes rows."""
+        return None
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache of compiled kernels has to know: the sizes, and the sources of the functions."""
+        functions = (getattr(self, name) for name in ("unpack", "unpack_bytes", "store") if self.has(name))
+        return " ".join([repr(self), *(f.cache_key for f in functions if f is not None)])
+
+    def has(self, name: str) -> bool:
+        """Whether there is this function for kernels."""
+        return getattr(type(self), name) is not getattr(RowFormat, name)
+
+
+FORMATS: dict[str, RowFormat] = {}
+
+
+class PlainRows(RowFormat):
+    """Rows of a tensor, in its own dtype."""
+
+
+class Fp8Rows(RowFormat):
+    """KV rows of DeepSeek-V4: 448 e4m3, one scale for every 64, and 64 bf16, which have RoPE applied.
+
+    448 x e4m3   values / scale                                        448 B  \\ data row, 576 B
+     64 x bf16   the RoPE part, not quantised                          128 B  /
+      7 x ue8m0  scale = 2 ** ceil(log2(max(amax / 448, 1e-4)))          7 B  \\ scale row, 8 B
+      1 x 0      padding                                                 1 B  /
+    """
+
+    MIN_SCALE = 1e-4  # an all-zero group still gets a scale
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """A group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN."""
+        n = rows.shape[0]
+        groups = rows[:, : self.coded].float().reshape(n, self.groups, self.group)
+        target = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(self.MIN_SCALE)  # [n, groups]
+        exponent = ceil_log2(target)
+        scale_bytes = torch.where(torch.isfinite(target), exponent + 127, 255).to(torch.uint8)
+        scale = scale_bytes.view(torch.float8_e8m0fnu).float()
+        codes = (groups / scale[..., None]).to(torch.float8_e4m3fn)  # |value| <= 448: never out of range
+        plain = rows[:, self.coded :].to(torch.bfloat16).contiguous()
+        data = torch.cat([codes.view(torch.uint8).reshape(n, self.coded), plain.view(torch.uint8)], dim=1)
+        scales = torch.cat([scale_bytes, scale_bytes.new_zeros(n, self.scale_bytes - self.groups)], dim=1)
+        return data, scales
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """e4m3 times a power of two is exact in bf16."""
+        n, shape = data.shape[0], (data.shape[0], self.groups, self.group)
+        rows = torch.empty(n, self.values, dtype=dtype, device=data.device)
+        codes = data[:, : self.coded].contiguous().view(torch.float8_e4m3fn).to(dtype).view(shape)
+        scale = scales[:, : self.groups].contiguous().view(torch.float8_e8m0fnu).to(dtype)
+        torch.mul(codes, scale[..., None], out=rows[:, : self.coded].view(shape))
+        # a copy also of a single row, which is contiguous as it is: it may lie at an odd address
+        rows[:, self.coded :] = data[:, self.coded :].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+        return rows
+
+    @property
+    def unpack(self) -> Any:
+        from dsv4.caches.kernels.unpack import unpack_e4m3
+
+        return unpack_e4m3
+
+    @property
+    def unpack_bytes(self) -> Any:
+        from dsv4.caches.kernels.unpack import e4m3_bytes
+
+        return e4m3_bytes
+
+    @property
+    def store(self) -> Any:
+        from dsv4.caches.kernels.pack import store_fp8_row
+
+        return store_fp8_row
+
+
+class Fp8Keys(RowFormat):
+    """Keys of the lightning indexer: 128 e4m3 and one scale. Readers take any positive scale, not only powers of two.
+
+    128 x e4m3   values / scale                                          128 B   data row
+      1 x fp32   scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))            4 B   scale
+    """
+
+    LEAST = 1e-4  # a key of zeros still gets a scale
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = self.codes(rows)
+        return codes.view(torch.uint8), scales.contiguous().view(torch.uint8).view(-1, self.scale_bytes)
+
+    def codes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [..., 128] of any float dtype -> (e4m3 [..., 128], scales fp32 [...]), scales that are powers of two.
+
+        A row that holds a NaN or an infinity gets a NaN as its scale and reads back as NaN.
+        """
+        values = rows.float()
+        target = values.abs().amax(-1).clamp_min(self.LEAST) / E4M3_MAX
+        scale = torch.ldexp(torch.ones_like(target), ceil_log2(target))
+        scale = torch.where(torch.isfinite(target), scale, torch.nan)
+        return (values / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        codes = data.contiguous().view(torch.float8_e4m3fn)
+        return (codes.float() * scales.contiguous().view(torch.float32)).to(dtype)
+
+    @property
+    def store(self) -> Any:
+        from dsv4.caches.kernels.pack import store_fp8_key
+
+        return store_fp8_key
+
+
+def ceil_log2(x: Tensor) -> Tensor:
+    """From the bits: log2 in floating point rounds, and next to a power of two it rounds wrongly."""
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
+    return exponent - (mantissa == 0.5).to(exponent.dtype)
+
+
+PLAIN = PlainRows("plain", values=512, coded=0, code_bits=0, group=PANEL, scale_bytes=0, stride_unit=1)
+# Pages at multiples of 576 bytes: the tensor maps of the Blackwell kernels need that.
+FP8_584 = Fp8Rows("fp8_584", values=512, coded=448, code_bits=8, group=64, scale_bytes=8, stride_unit=576)
+INDEX_132 = Fp8Keys("index_132", values=128, coded=128, code_bits=8, group=128, scale_bytes=4, stride_unit=16)
+
+
+def format_of(pool: Any) -> RowFormat:
+    """That of a pool of rows: of packed pages their own, of a tensor (or its slot in a program) PLAIN."""
+    return getattr(pool, "format", PLAIN)

@@ -1,0 +1,118 @@
+"""Rows into packed pages: a store function for each format, and a kernel that writes rows. In Triton itself, for every
+GPU.
+
+A store function takes (out_ptr, y fp32 [n, values], page int64 [n], place int64 [n], page_rows, column, kept, FORMAT):
+`page` is the first byte of each row's page, `place` its number there, `column` arange(values); rows that are not `kept`
+are dropped. It writes byte by byte: pages may lie at any address.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.caches import formats
+from dsv4.caches.pages import PackedRows
+from dsv4.runtime import launch
+
+E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+MIN_SCALE, LEAST = tl.constexpr(formats.Fp8Rows.MIN_SCALE), tl.constexpr(formats.Fp8Keys.LEAST)
+
+
+@triton.jit
+def data_at(page, place, FORMAT: tl.constexpr):
+    """The first byte of a row's data."""
+    return page + place * FORMAT.data_step
+
+
+@triton.jit
+def scales_at(page, place, page_rows, FORMAT: tl.constexpr):
+    """The first byte of a row's scales."""
+    if FORMAT.interleaved:
+        return page + FORMAT.data_bytes + place * FORMAT.scale_step
+    else:
+        return page + page_rows * FORMAT.data_bytes + place * FORMAT.scale_step
+
+
+@triton.jit
+def ue8m0(x):
+    """2 ** ceil(log2(x)) as the byte of its exponent, of a positive normal fp32; 255, which is NaN, for inf and NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
+
+
+@triton.jit
+def inverse_of(exponent):
+    """1 / 2 ** (exponent - 127)"""
+    return tl.where(exponent == 255, float("nan"), ((254 - exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def store_fp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
+    """As formats.Fp8Rows.quantize makes them."""
+    ROWS: tl.constexpr = y.shape[0]
+    WIDE: tl.constexpr = y.shape[1]
+    GROUP: tl.constexpr = FORMAT.group
+    CODED: tl.constexpr = FORMAT.coded
+    data = data_at(page, place, FORMAT)
+    scales = scales_at(page, place, page_rows, FORMAT)
+    # A group with a NaN or an infinity gets the scale 255, which is NaN.
+    size = tl.where(y == y, tl.abs(y), float("inf"))
+    largest = tl.max(tl.reshape(size, [ROWS, WIDE // GROUP, GROUP]), 2)  # [ROWS, 8]; the last group is the bf16 part
+    scale = ue8m0(tl.maximum(tl.div_rn(largest, E4M3_MAX), MIN_SCALE))
+    small = tl.reshape(tl.reshape(y, [ROWS, WIDE // GROUP, GROUP]) * inverse_of(scale)[:, :, None], [ROWS, WIDE])
+    packed = small.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    kept = kept[:, None]
+    tl.store(out_ptr + data[:, None] + column[None, :], packed, mask=kept & (column < CODED)[None, :])
+    plain = y.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+    at = out_ptr + data[:, None] + (CODED + (column - CODED) * 2)[None, :]
+    tl.store(at, (plain & 255).to(tl.uint8), mask=kept & (column >= CODED)[None, :])
+    tl.store(at + 1, (plain >> 8).to(tl.uint8), mask=kept & (column >= CODED)[None, :])
+    group = tl.arange(0, WIDE // GROUP)
+    scale = tl.where(group[None, :] < CODED // GROUP, scale, 0)
+    tl.store(out_ptr + scales[:, None] + group[None, :], scale.to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def store_fp8_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
+    """As formats.Fp8Keys.quantize makes them."""
+    # A key with a NaN or an infinity gets a NaN as its scale.
+    largest = tl.max(tl.where(y == y, tl.abs(y), float("inf")), 1)
+    exponent = ue8m0(tl.div_rn(tl.maximum(largest, LEAST), E4M3_MAX))
+    scale = tl.where(exponent == 255, 0x7FC00000, exponent << 23)
+    packed = (y * inverse_of(exponent)[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    kept = kept[:, None]
+    tl.store(out_ptr + data_at(page, place, FORMAT)[:, None] + column[None, :], packed, mask=kept)
+    byte = tl.arange(0, FORMAT.scale_bytes)[None, :]
+    at = out_ptr + scales_at(page, place, page_rows, FORMAT)[:, None] + byte
+    tl.store(at, ((scale[:, None] >> (byte * 8)) & 255).to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def store_packed(out_ptr, y, slot, rows, page_rows, page_stride, column, FORMAT: tl.constexpr):
+    """Rows y fp32 [n, values] to the row numbers slot int64 [n]; a number that is none drops its row."""
+    page = slot // page_rows
+    place = slot - page * page_rows
+    FORMAT.store(out_ptr, y, page * page_stride, place, page_rows, column, (slot >= 0) & (slot < rows), FORMAT)
+
+
+@triton.jit(do_not_specialize=["count", "line", "rows", "page_rows", "page_stride"])
+def pack_rows(x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stride, FORMAT: tl.constexpr,
+              ROWS: tl.constexpr):  # fmt: skip
+    """One program: ROWS of the rows x [count, values], `line` elements apart."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, FORMAT.values)
+    x = tl.load(x_ptr + n.to(tl.int64)[:, None] * line + column[None, :], mask=(n < count)[:, None], other=0.0)
+    slot = tl.load(slots_ptr + n, mask=n < count, other=-1).to(tl.int64)
+    store_packed(out_ptr, x.to(tl.float32), slot, rows, page_rows, page_stride, column, FORMAT)
+
+
+def write_rows(cache: PackedRows, slots: Tensor, rows: Tensor) -> None:
+    """Quantise rows [n, values] into the row numbers slots [n]."""
+    if len(rows):
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        each = max(4, 1024 // cache.format.values)  # of a program
+        launch.now(
+            pack_rows, (triton.cdiv(len(rows), each),), rows, slots.contiguous(), cache.storage, len(rows),
+            rows.stride(0), cache.rows, cache.rows_per_page, cache.page_stride, FORMAT=cache.format, ROWS=each,
+            num_warps=4,
+        )  # fmt: skip
