@@ -77,34 +77,49 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     if split:
         part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
     unread = Null(torch.int32)
-    lse_strides = _lse_strides(p)
-    window = dict(left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right)
-    arguments: dict[str, Any] = dict(
-        q_ptr=q, k_desc=k_desc, v_desc=v_desc, k_ptr=k, v_ptr=v, out_ptr=Null(p.q.dtype) if is_partial(p) else out,
+    tensors = Tensors(
+        q_ptr=q,
+        out_ptr=Null(p.q.dtype) if is_partial(p) else out,
         lse_ptr=p.lse if p.lse is not None else Null(torch.float32),
         sink_ptr=p.sink if p.sink is not None else Null(torch.float32),
-        cu_q_ptr=p.cu_seqlens_q if varlen else unread, cu_k_ptr=p.cu_seqlens_k if varlen else unread,
-        lengths_ptr=p.lengths if paged else unread, table_ptr=p.block_table if paged else unread,
-        part_ptr=part, part_lse_ptr=part_lse, scale=scale, sign=sign, want_lse=int(p.lse is not None),
-        k_is_v=int(v is k), total_q=total_q, total_k=p.k.shape[0],
-        tokens=0 if varlen else p.max_seqlen_q,  # 0: a kernel may tell varlen by it
-        keys=0 if varlen else p.max_seqlen_k, kv_heads=p.kv_heads, q_heads=p.q_heads, group=p.group,
-        page_size=p.page_size if paged else 1, table_stride=p.block_table.stride(0) if paged else 0,
-        **window, num_splits=splits, tiles_per_split=tiles_per_split, last_sequence=p.batch,
-        **_named("stride_q", "bth", row_strides(q)), **_named("stride_o", "bth", row_strides(out)),
-        **_named("stride_l", "bth", lse_strides), **_named("stride_k", "prh", row_strides(k)),
-        **_named("stride_v", "prh", row_strides(v)), **_named("stride_k", "bt", row_strides(k)),
-        **_named("stride_v", "bt", row_strides(v)),
-    )  # fmt: skip
-    by_name = {name: arguments[name] for name in (*Tensors._fields, *Sizes._fields, *Options._fields)}
-    arguments |= dict(
-        tensors=Tensors(**{name: by_name[name] for name in Tensors._fields}),
-        sizes=Sizes(**{name: by_name[name] for name in Sizes._fields}),
-        strides=Strides(*row_strides(q), *row_strides(out), *lse_strides, *row_strides(k), *row_strides(v)),
-        opts=Options(**{name: by_name[name] for name in Options._fields}),
+        part_ptr=part,
+        part_lse_ptr=part_lse,
+        cu_q_ptr=p.cu_seqlens_q if varlen else unread,
+        cu_k_ptr=p.cu_seqlens_k if varlen else unread,
+        lengths_ptr=p.lengths if paged else unread,
+        table_ptr=p.block_table if paged else unread,
+        k_ptr=k,
+        v_ptr=v,
     )
-    program.launch(kernel, grid, arguments, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
+    sizes = Sizes(
+        total_q=total_q,
+        total_k=p.k.shape[0],
+        tokens=0 if varlen else p.max_seqlen_q,
+        keys=0 if varlen else p.max_seqlen_k,
+        kv_heads=p.kv_heads,
+        group=p.group,
+        page_size=p.page_size if paged else 1,
+        table_stride=p.block_table.stride(0) if paged else 0,
+        num_splits=splits,
+        tiles_per_split=tiles_per_split,
+    )
+    lse_strides = _lse_strides(p)
+    strides = Strides(*row_strides(q), *row_strides(out), *lse_strides, *row_strides(k), *row_strides(v))
+    opts = Options(
+        scale=scale,
+        sign=sign,
+        left=NO_BOUND if p.left < 0 else p.left,
+        right=NO_BOUND if p.right < 0 else p.right,
+        want_lse=int(p.lse is not None),
+        k_is_v=int(v is k),
+    )
+    structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
+    program.launch(kernel, grid, structs, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
                    num_warps=4, **c.options)  # fmt: skip
+    # What the kernels of combine.py take
+    arguments = tensors._asdict() | sizes._asdict()
+    arguments |= dict(want_lse=opts.want_lse, q_heads=p.q_heads, last_sequence=p.batch)
+    arguments |= _named("stride_o", row_strides(out)) | _named("stride_l", lse_strides)
     if short:
         prepare_short_merge(p, program, arguments, out, splits, total_q)
     elif split:
@@ -115,8 +130,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         program.copy(p.out, out)
 
 
-def _named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {prefix + letter: stride for letter, stride in zip(letters, strides)}
+def _named(prefix: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {prefix + letter: stride for letter, stride in zip("bth", strides)}
 
 
 def are_short(p: Any, tokens: int) -> bool:

@@ -25,8 +25,8 @@ tensor as v (latents), a tile is loaded once and stays in its slots for both pro
 
 barrier          arrives                    waits            means
 q_ready[i]       softmax                    mma, load        Q of tile i is in shared memory, visible to the tensor core
-slot_ready[r]    TMA bytes, or load warp    mma              K or V is in ring slot r
-slot_free[r]     commit of mma              load             the products that read slot r are complete (k is v: both)
+ready[r]         TMA bytes, or load warp    mma              K or V is in ring slot r
+free[r]          commit of mma              load             the products that read slot r are complete (k is v: both)
 s_ready[s]       commit of mma              softmax          S is complete; one tile: also every product issued before
                                                              it, so P's buffer of the same stage may be overwritten
 s_read[i]        softmax                    mma              two tiles: S of tile i is in registers
@@ -46,32 +46,29 @@ from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_
 from dsv4.fmha.kernels.sm100 import one_tile, two_tiles
 from dsv4.fmha.kernels.sm100.load_role import load_role
 from dsv4.fmha.kernels.tiles import Pages, first_key, key_tiles, sequence
-from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.ring import Barriers, Ring, init_barriers, new_barriers, new_ring
 
 
 @aggregate
 class Memory:
+    """Tensor memory, shared memory and barriers."""
+
     s: Value
     o: Value
     q: Value
-    ring: Value
+    ring: Ring  # of K and V
     p: Value
     stat: Value  # one tile: alpha of its rows, in the end maxima and sums
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    slot_ready: Value
-    slot_free: Value
-    s_ready: Value
-    s_read: Value
-    p_ready: Value
-    stat_ready: Value
-    stat_free: Value
-    o_rescaled: Value
-    pv_done: Value
-    landed: Value
+    q_ready: Barriers
+    s_ready: Barriers
+    s_read: Barriers
+    p_ready: Barriers
+    stat_ready: Barriers
+    stat_free: Barriers
+    o_rescaled: Barriers
+    pv_done: Barriers
+    landed: Barriers
 
 
 @gluon.constexpr_function
@@ -92,7 +89,7 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.c
     PL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P_ROWS, BN], DTYPE)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [TILES * (D // DS), BM, DS], QL)
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
+    slots = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
     stat = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
     COLUMNS: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
     s = allocate_tensor_memory(gl.float32, [s_buffers(D, P_TMEM), BM, BN], COLUMNS)
@@ -101,41 +98,22 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.c
     else:
         p = gl.allocate_shared_memory(DTYPE, [STAGES, P_ROWS, BN], PL)
     o = allocate_tensor_memory(gl.float32, [TILES, BM, D], TensorMemoryLayout([BM, DS], col_stride=1))
-    return Memory(s, o, q, ring, p, stat)
-
-
-@gluon.jit
-def make_barriers(TILES: gl.constexpr, SLOTS: gl.constexpr):
-    STAGES: gl.constexpr = 2
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-    slot_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    slot_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    s_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    stat_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    stat_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    o_rescaled = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    pv_done = gl.allocate_shared_memory(gl.int64, [TILES, 1], BAR)
-    landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(landed, count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(slot_ready.index(i), count=1)
-        mbarrier.init(slot_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(s_read.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
-    for i in gl.static_range(TILES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(pv_done.index(i), count=1)
-    mbarrier.init(stat_ready, count=1)
-    mbarrier.init(stat_free, count=1)
-    mbarrier.init(o_rescaled, count=1)
-    mbarrier.arrive(stat_free, count=1)  # nothing to read yet
-    return Barriers(
-        q_ready, slot_ready, slot_free, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled, pv_done, landed
+    q_ready = new_barriers(TILES)
+    ring = new_ring(slots)
+    s_ready = new_barriers(STAGES)
+    s_read = new_barriers(STAGES)
+    p_ready = new_barriers(STAGES)
+    stat_ready = new_barriers(1)
+    stat_free = new_barriers(1)
+    o_rescaled = new_barriers(1)
+    pv_done = new_barriers(TILES)
+    landed = new_barriers(1)
+    init_barriers((
+        landed, ring.ready, ring.free, s_ready, s_read, p_ready, q_ready, pv_done, stat_ready, stat_free, o_rescaled,
+    ))  # fmt: skip
+    stat_free.arrive(0)  # nothing to read yet
+    return Memory(
+        s, o, q, ring, p, stat, q_ready, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled, pv_done, landed
     )
 
 
@@ -171,7 +149,6 @@ def fmha_forward(
         n = tile_end - tile_begin
 
         memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
-        barriers = make_barriers(TILES, SLOTS)
 
         # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
         here = RowTensors(
@@ -204,15 +181,15 @@ def fmha_forward(
             k_is_v = 0
         if TILES == 2:
             gl.warp_specialize([
-                (two_tiles.softmax_role, (memory, barriers, share, tile_row, sign, is_split, 0, D, P_TMEM, HOW)),
-                (two_tiles.softmax_role, (memory, barriers, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, HOW)),
-                (two_tiles.mma_role, (memory, barriers, n)),
-                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
+                (two_tiles.softmax_role, (memory, share, tile_row, sign, is_split, 0, D, P_TMEM, HOW)),
+                (two_tiles.softmax_role, (memory, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, HOW)),
+                (two_tiles.mma_role, (memory, n)),
+                (load_role, (source, memory, tiles, k_is_v, D, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (one_tile.correction_role, (memory, barriers, share, tile_row, n, is_split, D)),
-                (one_tile.softmax_role, (memory, barriers, share, tile_row, sign, D, P_TMEM, HOW)),
-                (one_tile.mma_role, (memory, barriers, n, k_is_v, D, P_TMEM)),
-                (load_role, (source, memory, barriers, tiles, k_is_v, D, HOW)),
+                (one_tile.correction_role, (memory, share, tile_row, n, is_split, D)),
+                (one_tile.softmax_role, (memory, share, tile_row, sign, D, P_TMEM, HOW)),
+                (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
+                (load_role, (source, memory, tiles, k_is_v, D, HOW)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -36,74 +36,48 @@ ROWS = gl.constexpr(128)
 
 
 @aggregate
-class Sizes:
-    tokens: Value
-    keys: Value
-    kv_heads: Value
-    group: Value
-    left: Value  # of the window
-    right: Value
+class Arguments:
+    """The kernel's, for its roles."""
 
-
-@aggregate
-class Output:
-    """Strides of out are in units of 8 elements."""
-
-    out_ptr: Value
-    lse_ptr: Value
-    sink_ptr: Value
-    stride_ob: Value
-    stride_ot: Value
-    stride_oh: Value
-    stride_lb: Value
-    stride_lt: Value
-    stride_lh: Value
-    want_lse: Value
-
-
-@aggregate
-class Input:
-    """Strides of q are in units of 8 elements."""
-
-    q_ptr: Value
-    k_desc: Value
-    v_desc: Value
-    stride_qb: Value
-    stride_qt: Value
-    stride_qh: Value
+    tensors: Value
+    sizes: Value
+    strides: Value
+    opts: Value
 
 
 @gluon.jit
-def item_of(item, sizes):
+def item_of(item, arguments):
     """(sequence, KV head, first row, first key, number of blocks) of an item. The tiles of a head are neighbours: one
     finds in L2 what another read; those with the most keys come first."""
+    sizes, opts = arguments.sizes, arguments.opts
     tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
     tiles = (tokens * group + ROWS - 1) // ROWS
     rest = item // tiles
     seq = rest // kv_heads
     row = (tiles - 1 - (item - rest * tiles)) * ROWS
     token_last = gl.minimum((row + ROWS - 1) // group, tokens - 1)
-    first = first_key(row // group, tokens, keys, sizes.left)
-    end = end_key(token_last, tokens, keys, sizes.right)
+    first = first_key(row // group, tokens, keys, opts.left)
+    end = end_key(token_last, tokens, keys, opts.right)
     return seq, rest - seq * kv_heads, row, first, (gl.maximum(end - first, 0) + KEYS - 1) // KEYS
 
 
 @gluon.jit
-def load_role(source, memory, barriers, items, sizes):
+def load_role(arguments, k_desc, v_desc, memory, barriers, items):
     """The items of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
     kv, k_ready, v_ready, free = memory.kv, barriers.k_ready, barriers.v_ready, barriers.free
-    k_desc, v_desc, group = source.k_desc, source.v_desc, sizes.group
+    tensors, sizes, strides = arguments.tensors, arguments.sizes, arguments.strides
+    group = sizes.group
     at = 0  # blocks so far
     full = 0  # items so far that have blocks
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, row, first, n = item_of(item, sizes)
+        seq, head, row, first, n = item_of(item, arguments)
         tell((n,), turn, memory, barriers)
         if n > 0:
             mbarrier.wait(barriers.q_free, (full + 1) % 2)
             for h in gl.static_range(2):
-                loads.load_rows(source.q_ptr + seq.to(gl.int64) * source.stride_qb * 8, memory.q.index(h), row,
-                                sizes.tokens * group, head, group, source.stride_qt, source.stride_qh, h * 256, ROWS,
+                loads.load_rows(tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8, memory.q.index(h), row,
+                                sizes.tokens * group, head, group, strides.q_token, strides.q_head, h * 256, ROWS,
                                 256, 64, 1)  # fmt: skip
             fence_async_shared()  # generic stores -> tensor-core reads
             mbarrier.arrive(barriers.q_ready, count=1)
@@ -132,17 +106,18 @@ def load_role(source, memory, barriers, items, sizes):
 
 
 @gluon.jit
-def softmax_role(memory, barriers, items, sizes, scale):
+def softmax_role(arguments, memory, barriers, items):
     """P = exp2(S - m) block by block."""
-    s = memory.s
-    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
+    s, sizes, opts = memory.s, arguments.sizes, arguments.opts
+    tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
+    scale = opts.scale * opts.sign.to(gl.float32)
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _seq, _head, first_row, first, _n = item_of(item, sizes)
+        _seq, _head, first_row, first, _n = item_of(item, arguments)
         n = begin(turn, memory, barriers)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
@@ -168,64 +143,57 @@ def softmax_role(memory, barriers, items, sizes, scale):
 
 
 @gluon.jit
-def store_role(memory, barriers, output, items, sizes):
+def store_role(arguments, memory, barriers, items):
     """O / l -> out, lse of item after item."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
-    tokens, group = sizes.tokens, sizes.group
+    tensors, strides = arguments.tensors, arguments.strides
+    tokens, group = arguments.sizes.tokens, arguments.sizes.group
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, first_row, _first, _n = item_of(item, sizes)
+        seq, head, first_row, _first, _n = item_of(item, arguments)
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
         token = row // group
         here = row < tokens * group
         q_head = head * group + row - token * group
-        sink = softmax.sink_of(output.sink_ptr, q_head, here)
+        sink = softmax.sink_of(tensors.sink_ptr, q_head, here)
         n = begin(turn, memory, barriers)
         m, l = take_over(turn, memory, barriers)
         factor, lse = softmax.finish(m, l, sink)
-        lse_row = seq.to(gl.int64) * output.stride_lb + token.to(gl.int64) * output.stride_lt
-        lse_row = lse_row + q_head.to(gl.int64) * output.stride_lh
-        gl.store(output.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (output.want_lse != 0))
+        lse_row = seq.to(gl.int64) * strides.lse_batch + token.to(gl.int64) * strides.lse_token
+        lse_row = lse_row + q_head.to(gl.int64) * strides.lse_head
+        gl.store(tensors.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (arguments.opts.want_lse != 0))
         at += n
         turn += 1
         if n > 0:
             mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
-        offset = loads.row_offsets(row, head, group, output.stride_ot, output.stride_oh)
-        out = Target(output.out_ptr + seq.to(gl.int64) * output.stride_ob * 8, offset, here)
-        nowhere = Target(output.lse_ptr, row, row < 0)
-        write(factor, n, out, nowhere, memory, barriers, (output.lse_ptr, 0), 0, False)
+        offset = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
+        out = Target(tensors.out_ptr + seq.to(gl.int64) * strides.out_batch * 8, offset, here)
+        nowhere = Target(tensors.lse_ptr, row, row < 0)
+        write(factor, n, out, nowhere, memory, barriers, (tensors.lse_ptr, 0), 0, False)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "want_lse", "total_q", "total_k", "tokens", "keys", "kv_heads", "group", "page_size", "table_stride",
-        "left", "right", "num_splits", "tiles_per_split", "stride_qb", "stride_qt", "stride_qh", "stride_ob",
-        "stride_ot", "stride_oh", "stride_lb", "stride_lt", "stride_lh", "stride_kb", "stride_kt", "stride_kh",
-        "stride_vb", "stride_vt", "stride_vh", "sign",
-    ],
-    do_not_specialize_on_alignment=[
-        "lse_ptr", "sink_ptr", "cu_q_ptr", "cu_k_ptr", "lengths_ptr", "table_ptr", "part_lse_ptr",
-    ],
-)  # fmt: skip
-def fmha_pair(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, cu_k_ptr, lengths_ptr, table_ptr, part_ptr,
-              part_lse_ptr, k_ptr, v_ptr, scale, want_lse, total_q, total_k, tokens, keys, kv_heads, group, page_size,
-              table_stride, left, right, num_splits, tiles_per_split, stride_qb, stride_qt, stride_qh, stride_ob,
-              stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, stride_kb, stride_kt, stride_kh, stride_vb,
-              stride_vt, stride_vh, sign, LOAD_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
-              WARP_REGS: gl.constexpr):  # fmt: skip
-    source = Input(q_ptr, k_desc, v_desc, stride_qb, stride_qt, stride_qh)
-    sizes = Sizes(tokens, keys, kv_heads, group, left, right)
-    output = Output(
-        out_ptr, lse_ptr, sink_ptr, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh, want_lse
-    )
-    items = (tokens * group + ROWS - 1) // ROWS * kv_heads * (total_q // gl.maximum(tokens, 1))
+@gluon.jit
+def fmha_pair(
+    tensors,
+    k_desc,
+    v_desc,
+    sizes,
+    strides,
+    opts,
+    LOAD_REGS: gl.constexpr,
+    STORE_REGS: gl.constexpr,
+    WARP_REGS: gl.constexpr,
+):
+    arguments = Arguments(tensors, sizes, strides, opts)
+    tiles = (sizes.tokens * sizes.group + ROWS - 1) // ROWS
+    items = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
     memory = make_memory(k_desc.dtype, 1)
     barriers = make_barriers(4)
     gl.warp_specialize([
-        (softmax_role, (memory, barriers, items, sizes, scale * sign.to(gl.float32))),
-        (load_role, (source, memory, barriers, items, sizes)),
-        (store_role, (memory, barriers, output, items, sizes)),
+        (softmax_role, (arguments, memory, barriers, items)),
+        (load_role, (arguments, k_desc, v_desc, memory, barriers, items)),
+        (store_role, (arguments, memory, barriers, items)),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),
     ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

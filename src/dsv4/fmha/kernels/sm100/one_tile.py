@@ -1,13 +1,13 @@
 """The roles of forward.py with one query tile: head dims 256 and 512. S has two stages, so that the products for the
 next keys run under the softmax of these; what rescales O is a role of its own."""
 
-from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit, tcgen05_mma
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.load_role import advance
 from dsv4.fmha.kernels.sm100.rows import load_queries, scores, store_p, store_rows
 from dsv4.fmha.kernels.tiles import sight
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.ring import consumer_stage
 
 AT_A_TIME = gl.constexpr(64)  # columns of O
 
@@ -25,55 +25,53 @@ def p_operand(s, p, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(memory, barriers, n, k_is_v, D: gl.constexpr, P_TMEM: gl.constexpr):
+def mma_role(memory, n, k_is_v, D: gl.constexpr, P_TMEM: gl.constexpr):
     q, ring, s, o = memory.q, memory.ring, memory.s, memory.o.index(0)
-    slot_ready, slot_free, s_ready = barriers.slot_ready, barriers.slot_free, barriers.s_ready
-    SLOTS: gl.constexpr = ring.shape[0]
-    DS: gl.constexpr = ring.shape[2]
+    SLOTS: gl.constexpr = ring.slots.shape[0]
+    DS: gl.constexpr = ring.slots.shape[2]
     PARTS: gl.constexpr = D // DS
-    mbarrier.wait(barriers.q_ready.index(0), 0)
-    slot = 0
-    phase = 0
+    memory.q_ready.wait(0, 0)
+    stage = consumer_stage()
     if n > 0:
         for part in gl.static_range(PARTS):
-            mbarrier.wait(slot_ready.index(slot), phase)
-            tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(0), use_acc=part > 0)
+            ring.wait(stage)
+            tcgen05_mma(q.index(part), ring.slot(stage).permute((1, 0)), s.index(0), use_acc=part > 0)
             if part == PARTS - 1:
-                tcgen05_commit(s_ready.index(0))
-            tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
-            slot, phase = advance(slot, phase, SLOTS)
+                memory.s_ready.arrive_after_mma(0)
+            ring.release_after_mma(stage, k_is_v == 0)
+            stage = ring.next(stage)
         held = 0  # k is v: the slot of these keys, which P V reads once more and frees
         for j in range(0, n):
-            stage = j % 2
-            next_held = slot
+            at = j % 2  # of S and P
+            next_held = stage.index
             if j + 1 < n:
                 for part in gl.static_range(PARTS):
-                    mbarrier.wait(slot_ready.index(slot), phase)
-                    tcgen05_mma(q.index(part), ring.index(slot).permute((1, 0)), s.index(1 - stage), use_acc=part > 0)
-                    tcgen05_commit(slot_free.index(slot), pred=k_is_v == 0)
-                    slot, phase = advance(slot, phase, SLOTS)
-                tcgen05_commit(s_ready.index(1 - stage))
-            mbarrier.wait(barriers.p_ready.index(stage), (j // 2) % 2)
+                    ring.wait(stage)
+                    tcgen05_mma(q.index(part), ring.slot(stage).permute((1, 0)), s.index(1 - at), use_acc=part > 0)
+                    ring.release_after_mma(stage, k_is_v == 0)
+                    stage = ring.next(stage)
+                memory.s_ready.arrive_after_mma(1 - at)
+            memory.p_ready.wait(at, (j // 2) % 2)
             if j > 0:
-                mbarrier.wait(barriers.o_rescaled, (j - 1) % 2)
-            p = p_operand(s.index(stage), memory.p.index(stage), ring.dtype, P_TMEM)
+                memory.o_rescaled.wait(0, (j - 1) % 2)
+            p = p_operand(s.index(at), memory.p.index(at), q.dtype, P_TMEM)
             for part in gl.static_range(PARTS):
                 v_slot = (held + part) % SLOTS
                 if k_is_v == 0:
-                    v_slot = slot
-                    mbarrier.wait(slot_ready.index(slot), phase)
-                    slot, phase = advance(slot, phase, SLOTS)
+                    v_slot = stage.index
+                    ring.wait(stage)
+                    stage = ring.next(stage)
                 if PARTS == 1:
-                    tcgen05_mma(p, ring.index(v_slot), o, use_acc=j > 0)
+                    tcgen05_mma(p, ring.slots.index(v_slot), o, use_acc=j > 0)
                 else:
-                    tcgen05_mma(p, ring.index(v_slot), o.slice(part * DS, DS), use_acc=j > 0)
-                tcgen05_commit(slot_free.index(v_slot))
-            tcgen05_commit(barriers.pv_done.index(0))
+                    tcgen05_mma(p, ring.slots.index(v_slot), o.slice(part * DS, DS), use_acc=j > 0)
+                ring.free.arrive_after_mma(v_slot)
+            memory.pv_done.arrive_after_mma(0)
             held = next_held
 
 
 @gluon.jit
-def step(memory, barriers, seen, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, HOW: gl.constexpr):
+def step(memory, seen, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, HOW: gl.constexpr):
     """P of one tile of keys -> the rows' maxima and sums. masked: whether some row does not see some of these keys."""
     stage = j % 2
     s = memory.s.index(stage)
@@ -85,9 +83,9 @@ def step(memory, barriers, seen, m, l, j, column, scale, masked, P_TMEM: gl.cons
     m_new = gl.where(moves, gl.maximum(top, m), m)
     alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
     if j > 0:
-        mbarrier.wait(barriers.stat_free, (j - 1) % 2)
+        memory.stat_free.wait(0, (j - 1) % 2)
         memory.stat.index(0).store(alpha)
-        mbarrier.arrive(barriers.stat_ready, count=1)
+        memory.stat_ready.arrive(0)
     m = m_new
     safe = gl.where(m == -float("inf"), 0.0, m)
     p = p_operand(s, memory.p.index(stage), memory.q.dtype, P_TMEM)
@@ -95,56 +93,56 @@ def step(memory, barriers, seen, m, l, j, column, scale, masked, P_TMEM: gl.cons
     y = store_p(x, scale, safe, p.slice(0, s.shape[1], dim=1))
     if not P_TMEM:
         fence_async_shared()  # P is read by the tensor core
-    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    memory.p_ready.arrive(stage)
     l += gl.sum(y, 1)
     return m, l
 
 
 @gluon.jit
-def softmax_role(memory, barriers, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):
+def softmax_role(memory, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):
     """Loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     tiles, scale = share.tiles, share.problem.scale
     BM: gl.constexpr = memory.q.shape[1]
-    BN: gl.constexpr = memory.ring.shape[1]
+    BN: gl.constexpr = memory.ring.slots.shape[1]
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
-    load_queries(memory, barriers, share, tile_row, sign, 0, D, 64)
+    load_queries(memory, share, tile_row, sign, 0, D, 64)
     seen = sight(tile_row, share, BM, BN, HOW, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     for j in range(0, tiles.end - tiles.begin):
-        mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+        memory.s_ready.wait(j % 2, (j // 2) % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = seen.bad | (column < seen.full_first) | (column + BN > seen.full_end)
         if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
             if masked:
-                m, l = step(memory, barriers, seen, m, l, j, column, scale, True, P_TMEM, HOW)
+                m, l = step(memory, seen, m, l, j, column, scale, True, P_TMEM, HOW)
             else:
-                m, l = step(memory, barriers, seen, m, l, j, column, scale, False, P_TMEM, HOW)
+                m, l = step(memory, seen, m, l, j, column, scale, False, P_TMEM, HOW)
         else:
-            m, l = step(memory, barriers, seen, m, l, j, column, scale, masked, P_TMEM, HOW)
+            m, l = step(memory, seen, m, l, j, column, scale, masked, P_TMEM, HOW)
     last = gl.maximum(tiles.end - tiles.begin, 1) - 1
-    mbarrier.wait(barriers.stat_free, last % 2)
+    memory.stat_free.wait(0, last % 2)
     memory.stat.index(0).store(m)
     memory.stat.index(1).store(l)
-    mbarrier.arrive(barriers.stat_ready, count=1)
+    memory.stat_ready.arrive(0)
 
 
 @gluon.jit
-def correction_role(memory, barriers, share, tile_row, n, split, D: gl.constexpr):
+def correction_role(memory, share, tile_row, n, split, D: gl.constexpr):
     """Rescales O when a maximum moved, and in the end normalises it and stores it."""
-    o, stat, pv_done = memory.o.index(0), memory.stat, barriers.pv_done.index(0)
+    o, stat, pv_done = memory.o.index(0), memory.stat, memory.pv_done.at(0)
     RO: gl.constexpr = gl.SliceLayout(1, o.slice(0, AT_A_TIME).get_reg_layout())
     for j in range(1, n):
-        mbarrier.wait(barriers.stat_ready, (j - 1) % 2)
+        memory.stat_ready.wait(0, (j - 1) % 2)
         alpha = stat.index(0).load(RO)
-        mbarrier.arrive(barriers.stat_free, count=1)
+        memory.stat_free.arrive(0)
         mbarrier.wait(pv_done, (j - 1) % 2)
         if gl.min(alpha, 0) < 1.0:
             for c in gl.static_range(D // AT_A_TIME):
                 view = o.slice(c * AT_A_TIME, AT_A_TIME)
                 view.store(view.load() * alpha[:, None])
-        mbarrier.arrive(barriers.o_rescaled, count=1)
-    mbarrier.wait(barriers.stat_ready, (gl.maximum(n, 1) - 1) % 2)
+        memory.o_rescaled.arrive(0)
+    memory.stat_ready.wait(0, (gl.maximum(n, 1) - 1) % 2)
     m = stat.index(0).load(RO)
     l = stat.index(1).load(RO)
     store_rows(share, o, pv_done, m, l, tile_row, n, split, D, AT_A_TIME)

@@ -11,7 +11,7 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
+def load_queries(memory, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
     """Rows of one tile -> shared memory."""
     q, problem, strides = memory.q, share.problem, share.strides
     BM: gl.constexpr = q.shape[1]
@@ -21,7 +21,7 @@ def load_queries(memory, barriers, share, tile_row, sign, TILE: gl.constexpr, D:
         loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
                         problem.group, strides.q_token, strides.q_head, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
-    mbarrier.arrive(barriers.q_ready.index(TILE), count=1)
+    memory.q_ready.arrive(TILE)
 
 
 @gluon.jit

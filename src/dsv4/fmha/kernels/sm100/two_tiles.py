@@ -14,13 +14,13 @@ of the exponentials is computed without the unit that the groups share (`rows.ex
 of a tile there is little else than exponentials.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_commit, tcgen05_mma
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.load_role import advance
 from dsv4.fmha.kernels.sm100.rows import exp2_by_fma, load_queries, scores, store_p, store_rows
 from dsv4.fmha.kernels.tiles import sight
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret
+from dsv4.kernels.ring import consumer_stage
 
 AT_A_TIME = gl.constexpr(32)  # columns of O, and of S where P goes through shared memory
 VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
@@ -33,49 +33,49 @@ ANY = gl.constexpr("""{
 
 
 @gluon.jit
-def multiply_scores(memory, barriers, TILE: gl.constexpr, slot):
+def multiply_scores(memory, TILE: gl.constexpr, stage):
     """S of a tile for the keys in a ring slot."""
     s = memory.s.index(TILE % memory.s.shape[0])
-    tcgen05_mma(memory.q.index(TILE), memory.ring.index(slot).permute((1, 0)), s, use_acc=False)
-    tcgen05_commit(barriers.s_ready.index(TILE))
+    tcgen05_mma(memory.q.index(TILE), memory.ring.slot(stage).permute((1, 0)), s, use_acc=False)
+    memory.s_ready.arrive_after_mma(TILE)
 
 
 @gluon.jit
-def mma_role(memory, barriers, n):
-    ring, slot_ready, slot_free, s_read = memory.ring, barriers.slot_ready, barriers.slot_free, barriers.s_read
-    SLOTS: gl.constexpr = ring.shape[0]
+def mma_role(memory, n):
+    ring, s_read = memory.ring, memory.s_read
     SHARED: gl.constexpr = memory.s.shape[0] == 1  # the tiles take turns at S
     if n > 0:
-        mbarrier.wait(slot_ready.index(0), 0)
-        mbarrier.wait(barriers.q_ready.index(0), 0)
-        multiply_scores(memory, barriers, 0, 0)
-        mbarrier.wait(barriers.q_ready.index(1), 0)
+        stage = consumer_stage()
+        ring.wait(stage)
+        memory.q_ready.wait(0, 0)
+        multiply_scores(memory, 0, stage)
+        memory.q_ready.wait(1, 0)
         if SHARED:
-            mbarrier.wait(s_read.index(0), 0)
-        multiply_scores(memory, barriers, 1, 0)
-        tcgen05_commit(slot_free.index(0))
-        slot, phase = advance(gl.to_tensor(0), gl.to_tensor(0), SLOTS)
+            s_read.wait(0, 0)
+        multiply_scores(memory, 1, stage)
+        ring.release_after_mma(stage)
+        stage = ring.next(stage)
         for j in range(0, n):
-            k_slot = slot
+            k_stage = stage
             if j + 1 < n:
-                mbarrier.wait(slot_ready.index(k_slot), phase)
-                slot, phase = advance(slot, phase, SLOTS)
+                ring.wait(stage)
+                stage = ring.next(stage)
             for i in gl.static_range(2):
                 if j + 1 < n:
                     if SHARED:  # who had S before: the other tile
-                        mbarrier.wait(s_read.index(1 - i), (j + i) % 2)
+                        s_read.wait(1 - i, (j + i) % 2)
                     else:
-                        mbarrier.wait(s_read.index(i), j % 2)
-                    multiply_scores(memory, barriers, i, k_slot)
+                        s_read.wait(i, j % 2)
+                    multiply_scores(memory, i, k_stage)
                     if i == 1:
-                        tcgen05_commit(slot_free.index(k_slot))
+                        ring.release_after_mma(k_stage)
                 if i == 0:
-                    mbarrier.wait(slot_ready.index(slot), phase)
-                mbarrier.wait(barriers.p_ready.index(i), j % 2)
-                tcgen05_mma(memory.p.index(i), ring.index(slot), memory.o.index(i), use_acc=j > 0)
-                tcgen05_commit(barriers.pv_done.index(i))
-            tcgen05_commit(slot_free.index(slot))
-            slot, phase = advance(slot, phase, SLOTS)
+                    ring.wait(stage)
+                memory.p_ready.wait(i, j % 2)
+                tcgen05_mma(memory.p.index(i), ring.slot(stage), memory.o.index(i), use_acc=j > 0)
+                memory.pv_done.arrive_after_mma(i)
+            ring.release_after_mma(stage)
+            stage = ring.next(stage)
 
 
 @gluon.jit
@@ -116,19 +116,17 @@ def store_some(y, p, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    memory, barriers, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr
-):
+def step(memory, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):
     """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
     s, p = memory.s.index(TILE % memory.s.shape[0]), memory.p.index(TILE)
     BM: gl.constexpr = memory.q.shape[1]
-    BN: gl.constexpr = memory.ring.shape[1]
+    BN: gl.constexpr = memory.ring.slots.shape[1]
     C: gl.constexpr = BN if P_TMEM else AT_A_TIME
     LS: gl.constexpr = s.slice(0, C).get_reg_layout()
     parts = s.reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
     if P_TMEM:
         x = scores(s, column, masked, seen, LS, HOW)
-        mbarrier.arrive(barriers.s_read.index(TILE), count=1)
+        memory.s_read.arrive(TILE)
         top = gl.max(x, 1)
     else:
         top = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, LS))
@@ -138,7 +136,7 @@ def step(
     moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
     some = some_row(moves, TILE)
     if j > 0:
-        mbarrier.wait(barriers.pv_done.index(TILE), (j - 1) % 2)  # O and P of the keys before are not in use any more
+        memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the keys before are not in use any more
     if some:
         alpha = gl.where(moves, gl.exp2(m - top), 1.0)
         m = gl.where(moves, top, m)
@@ -158,7 +156,7 @@ def step(
         a = store_some(a, p, 0)
         b = store_some(b, p, BN // 2)
         c = store_some(c, p, BN // 4 * 3)
-        mbarrier.arrive(barriers.p_ready.index(TILE), count=1)
+        memory.p_ready.arrive(TILE)
         l += gl.convert_layout(a, l.type.layout)
         l += gl.convert_layout(b, l.type.layout) + gl.convert_layout(c, l.type.layout)
     else:
@@ -167,35 +165,35 @@ def step(
             for i in gl.static_range(64 // C):
                 x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
                 l += gl.sum(store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1)), 1)
-        mbarrier.arrive(barriers.s_read.index(TILE), count=1)
+        memory.s_read.arrive(TILE)
         fence_async_shared()  # P is read by the tensor core
-        mbarrier.arrive(barriers.p_ready.index(TILE), count=1)
+        memory.p_ready.arrive(TILE)
     return m, l
 
 
 @gluon.jit
-def softmax_role(memory, barriers, share, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
+def softmax_role(memory, share, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
                  P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
     """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
-    tiles, scale, pv_done = share.tiles, share.problem.scale, barriers.pv_done.index(TILE)
+    tiles, scale, pv_done = share.tiles, share.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]
-    BN: gl.constexpr = memory.ring.shape[1]
+    BN: gl.constexpr = memory.ring.slots.shape[1]
     LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
-    load_queries(memory, barriers, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
+    load_queries(memory, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
     seen = sight(tile_row, share, BM, BN, HOW, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     n = tiles.end - tiles.begin
     for j in range(0, n):
-        mbarrier.wait(barriers.s_ready.index(TILE), j % 2)
+        memory.s_ready.wait(TILE, j % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = seen.bad | (column < seen.full_first) | (column + BN > seen.full_end)
         if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
             if masked:
-                m, l = step(memory, barriers, seen, m, l, j, column, scale, True, TILE, P_TMEM, HOW)
+                m, l = step(memory, seen, m, l, j, column, scale, True, TILE, P_TMEM, HOW)
             else:
-                m, l = step(memory, barriers, seen, m, l, j, column, scale, False, TILE, P_TMEM, HOW)
+                m, l = step(memory, seen, m, l, j, column, scale, False, TILE, P_TMEM, HOW)
         else:
-            m, l = step(memory, barriers, seen, m, l, j, column, scale, masked, TILE, P_TMEM, HOW)
+            m, l = step(memory, seen, m, l, j, column, scale, masked, TILE, P_TMEM, HOW)
     store_rows(share, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)
