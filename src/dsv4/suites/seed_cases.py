@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 
+from dsv4.runtime.checks import HEAD_DIMS
+
 from .calls import SEEDS, Call
 from .case import Case, Draw
 
-HEAD_DIMS = (64, 128, 256, 512)
 QUERY_HEADS = 8
 
 
